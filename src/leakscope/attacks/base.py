@@ -1,0 +1,137 @@
+"""The contract of an attack. The author of an attack writes ``run``; everything around it is done here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, final
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.observation import Observation
+
+Progress = Callable[[int, int, float], None]
+
+#: What each flag means. A pass with a raised flag is inconclusive, not a pass.
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "did not converge": "The objective was still falling when the steps ran out; more steps may recover more.",
+        "restarts disagree": "Restarts with equally good objectives found different inputs: the result is one of several.",
+        "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
+        "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
+        "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
+        "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
+    }
+)
+
+
+class MissingKnowledge(ValueError):
+    """The attack needs a fact that the threat model withholds."""
+
+
+class NotApplicable(ValueError):
+    """The attack cannot work on this model or update."""
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """An adversary's guess, with its own opinion of it; nothing here was compared with the truth."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    scores: Tensor
+    history: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        unknown = [flag for flag in self.flags if flag not in FLAGS]
+        if unknown:
+            raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack(ABC):
+    """An attack: settings are keyword-only fields, data is given in the call, and the ``repr`` is complete."""
+
+    #: Fields of Knowledge that must be granted.
+    requires: ClassVar[tuple[str, ...]] = ("num_examples",)
+    #: Published settings by name, for ``preset``.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The attack with the settings published under ``name``, some of them changed."""
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "none"
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has: {known}")
+        return cls(**{**cls.presets[name], **changes})
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model a server that may choose it sends out; most attacks leave it as it is."""
+        return model
+
+    @abstractmethod
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        """Recover inputs from what the adversary sees, drawing all randomness from ``generator``."""
+
+    def missing(self, observation: Observation) -> list[str]:
+        """What this attack needs and the observation lacks; one phrase each."""
+        return [name for name in self.requires if not getattr(observation.knowledge, name)]
+
+    @final
+    def __call__(
+        self,
+        observation: Observation,
+        *,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction:
+        """Check, seed, run, time, and guard: the same for every attack."""
+        if not isinstance(observation, Observation):
+            raise TypeError(
+                f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
+                "or Observation.from_update(...)."
+            )
+        missing = self.missing(observation)
+        if missing:
+            raise MissingKnowledge(
+                f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds. "
+                "Grant it in the Knowledge, or choose an attack that works without."
+            )
+        for number, message in enumerate(observation.messages):
+            broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]
+            if broken:
+                raise ValueError(
+                    f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
+                    "Expected finite numbers; was the update captured whole?"
+                )
+        if device is not None or dtype is not None:
+            observation = observation.to(device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        started = time.perf_counter()
+        result = self.run(observation, generator, progress)
+        info = {
+            **result.info,
+            "seconds": time.perf_counter() - started,
+            "seed": seed,
+            "device": str(observation.device),
+            "dtype": str(observation.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        expected = observation.input_shape
+        if tuple(result.inputs.shape[1:]) != expected:
+            raise RuntimeError(
+                f"{type(self).__name__} returned inputs of shape {tuple(result.inputs.shape[1:])}, expected {expected}"
+            )
+        return dataclasses.replace(result, info=info)

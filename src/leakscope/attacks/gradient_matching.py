@@ -1,0 +1,82 @@
+"""What every gradient-matching attack shares: settings of the engine, labels, and the way from a match to a result."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
+from leakscope.labels.recover import recover_labels
+from leakscope.matching import Matcher, Victim
+from leakscope.observation import Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientMatching(Attack):
+    """Base of attacks that search an input whose update is the observed one.
+
+    ``labels``: "recover" takes known labels where the knowledge grants them and otherwise infers them from the update
+    before the search; "joint" optimises them along with the input.
+    """
+
+    iterations: int = 300
+    restarts: int = 1
+    labels: Literal["recover", "joint"] = "recover"
+    compile: Literal["auto", "never", "always"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.labels not in ("recover", "joint"):
+            raise ValueError(f"labels: expected 'recover' or 'joint', got {self.labels!r}")
+        if self.iterations < 1 or self.restarts < 1:
+            raise ValueError(
+                f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}"
+            )
+
+    @abstractmethod
+    def matcher(self, observation: Observation) -> Matcher:
+        """The choice of distance, priors, canvas, optimiser and simulation that makes this attack."""
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        targets, flags, notes, method = self._labels(observation, generator)
+        matcher = self.matcher(observation)
+        examples = observation.num_examples
+        assert examples is not None  # granted: num_examples is in ``requires``
+        match = matcher.run(
+            Victim.of(observation),
+            dict(observation.message.update),
+            shape=(examples, *observation.input_shape),
+            box=observation.value_range,
+            targets=targets,
+            num_classes=observation.num_classes,
+            generator=generator,
+            progress=progress,
+        )
+        labels = targets if match.label_logits is None else match.label_logits.argmax(1)
+        return Reconstruction(
+            inputs=match.inputs,
+            labels=labels,
+            scores=torch.full((examples,), match.objective),
+            history={"objective": match.curves},
+            flags=(*match.flags, *flags),
+            notes=notes,
+            info={**match.info, "distance": match.distance, "labels": method},
+        )
+
+    def _labels(
+        self, observation: Observation, generator: torch.Generator
+    ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
+        """Targets (None where they are optimised), flags, notes, and how they were found."""
+        if observation.labels is None and self.labels == "joint":
+            return None, (), (), "joint"
+        try:
+            found = recover_labels(observation, generator=generator)
+        except ValueError as error:
+            raise NotApplicable(f"labels cannot be recovered: {error}; try labels='joint'") from error
+        flags = () if found.exact or observation.num_examples == 1 else ("labels uncertain",)
+        return found.labels, flags, found.notes, found.method

@@ -1,0 +1,207 @@
+"""One job from start to row: make the client's update, attack it, and only then compare with the truth."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.attacks import MissingKnowledge, NotApplicable
+from leakscope.audit.parts import Part
+from leakscope.audit.plan import Job, derived_seed, describe
+from leakscope.audit.setup import Setup, observe
+from leakscope.audit.store import Row
+from leakscope.metrics import evaluate
+from leakscope.observation import Observation
+
+TRACEBACK_LINES = 12
+
+Advance = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job; plain values only, so that it passes between processes."""
+
+    status: Literal["done", "failed", "refused"]
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    history: dict[str, Any] | None = field(default=None, repr=False)
+
+    def row(self, setup: Setup, job: Job) -> Row:
+        """The row of the store."""
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        told = describe(setup, job)
+        return Row(job.key, job.position, self.status, told, self.result, self.error, self.seconds, now)
+
+
+def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
+    """Run one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
+    started = time.perf_counter()
+    memory = PeakMemory()
+    try:
+        result, tensors, history = _measure(setup, job, progress)
+    except (MissingKnowledge, NotApplicable) as error:
+        seconds = time.perf_counter() - started
+        return Outcome("refused", error=f"{type(error).__name__}: {error}", seconds=seconds)
+    except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
+        seconds = time.perf_counter() - started
+        return Outcome("failed", error=failure_text(error), seconds=seconds)
+    result["peak_memory_mb"] = memory.megabytes()
+    return Outcome("done", result, None, time.perf_counter() - started, tensors, history)
+
+
+def failure_text(error: BaseException) -> str:
+    """Type, message, and the last lines of the traceback."""
+    trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join([f"{type(error).__name__}: {error}", *trace[-TRACEBACK_LINES:]])
+
+
+def null_update(observation: Observation, generator: torch.Generator) -> Observation:
+    """The observation with Gaussian noise of the same norm, tensor by tensor, in place of the update.
+
+    All else the adversary knows stays, so what an attack still recovers did not come from the update.
+    """
+    messages = []
+    for message in observation.messages:
+        update = {}
+        for name, value in message.update.items():
+            # Drawn on the CPU in double, so that the noise is the same for every device and precision.
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            length = float(torch.linalg.vector_norm(noise))
+            scale = float(torch.linalg.vector_norm(value.double())) / length if length else 0.0
+            update[name] = (noise * scale).to(value)
+        messages.append(dataclasses.replace(message, update=update))
+    return dataclasses.replace(observation, messages=tuple(messages))
+
+
+def _measure(
+    setup: Setup, job: Job, progress: Advance | None
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    spec = setup.spec
+    attack = spec.attacks[job.attack].instance
+    defense = Part(name="none") if job.defense is None else spec.defenses[job.defense]
+    x, y = setup.batch(job.batch)
+    client = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
+    observation = observe(_prepared(setup, attack), spec.protocols[job.protocol], defense, x, y, client)
+    if job.control:
+        noise = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control"))
+        observation = null_update(observation, noise)
+    found = attack(
+        observation,
+        seed=derived_seed(job.seed, job.batch, "attack"),
+        device=spec.device,
+        dtype=None if spec.dtype is None else getattr(torch, spec.dtype),
+        progress=progress,
+    )
+    box = setup.data.value_range
+    originals = box.to_unit(x).float().clamp(0, 1)
+    guesses = box.to_unit(found.inputs.detach().cpu().to(x.dtype)).float()
+    labels = None if found.labels is None else found.labels.detach().cpu()
+    measured = evaluate(originals, y, guesses, labels, candidates_unit=setup.candidates, lpips=setup.lpips)
+    scores = found.scores.detach().cpu().flatten().tolist()
+    examples = []
+    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=True)):
+        source = int(measured.order[place])
+        score = scores[source] if 0 <= source < len(scores) else None
+        examples.append({"index": index, **plain(numbers), "score": plain(score)})
+    result = {
+        "examples": examples,
+        "reasons": plain(dict(measured.reasons)),
+        "flags": list(found.flags),
+        "notes": list(found.notes),
+        "info": plain({"device": spec.device, "threads": torch.get_num_threads(), **found.info}),
+    }
+    tensors = {}
+    if setup.pictures:
+        # Where nothing was reconstructed there is still a place in the file, and it is black.
+        shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
+        tensors = {"originals": originals, "reconstructions": shown}
+    return result, tensors, plain(dict(found.history))
+
+
+def _prepared(setup: Setup, attack: Any) -> Setup:
+    """A server that may choose the model sends out the one its attack asks for."""
+    known = setup.knowledge
+    if not (known.choose_weights or known.choose_structure) or not hasattr(attack, "prepare"):
+        return setup
+    if not all(getattr(known, name, True) for name in getattr(attack, "requires", ())):
+        return setup  # the attack itself will say what it lacks
+    return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model)))
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON values; NaN and infinity, which JSON lacks, are null.
+
+    >>> plain({"psnr": float("nan"), "curve": (1, torch.tensor(2.5))})
+    {'psnr': None, 'curve': [1, 2.5]}
+    """
+    if isinstance(value, Tensor):
+        value = value.detach().cpu().tolist()
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+class PeakMemory:
+    """How far memory rose above where it stood when this was made, in megabytes."""
+
+    def __init__(self) -> None:
+        self._exact = _reset_high_water()
+        self._start = _proc_status("VmRSS") if self._exact else _maximum_resident()
+
+    def megabytes(self) -> float | None:
+        """The rise, or None if the system does not tell: an older, higher peak hides it."""
+        now = _proc_status("VmHWM") if self._exact else _maximum_resident()
+        if now is None or self._start is None:
+            return None
+        rise = now - self._start
+        return round(rise, 1) if rise > 0 or self._exact else None
+
+
+def _reset_high_water() -> bool:
+    """Make Linux forget the peak of earlier jobs; elsewhere only the peak of the whole process is known."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    except OSError:
+        return False
+    return _proc_status("VmHWM") is not None
+
+
+def _proc_status(name: str) -> float | None:
+    try:
+        status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return None
+    for line in status.splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1]) / 1024
+    return None
+
+
+def _maximum_resident() -> float | None:
+    try:
+        import resource
+    except ImportError:  # not on every system
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (1024 * 1024 if sys.platform == "darwin" else 1024) if peak else None

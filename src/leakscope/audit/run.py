@@ -1,0 +1,241 @@
+"""The audit as one call: check everything, then run what is not done yet, then judge."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from leakscope import __version__
+from leakscope.audit.executors import default_workers, pack, run_processes, run_serial
+from leakscope.audit.job import Outcome
+from leakscope.audit.plan import Job, content_hash, describe, identity, make_plan, plan_summary
+from leakscope.audit.setup import Setup, build_setup, rehearse
+from leakscope.audit.spec import AuditSpec, SpecError, load_spec
+from leakscope.audit.store import DATABASE, Row, Store, StoreError, check_same_audit
+from leakscope.audit.verdict import StrongestExample, Verdict, judge_store
+from leakscope.observation import ValueRange
+
+Progress = Callable[[dict[str, Any]], None]
+
+
+class Audit:
+    """A finished audit: rows and verdict, read from its folder."""
+
+    def __init__(self, directory: Path, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
+        self.directory = directory
+        self._temporary = temporary  # a folder nobody asked for goes when the audit is no longer in use
+        with Store.open(directory) as store:
+            self.rows: list[Row] = store.rows()
+            self.verdict: Verdict = judge_store(store)
+
+    @property
+    def worst(self) -> StrongestExample | None:
+        """The strongest reconstruction of all."""
+        return self.verdict.worst
+
+    @cached_property
+    def store(self) -> Store:
+        """The folder, open for reading: meta data, pictures, curves."""
+        return Store.open(self.directory)
+
+    def report(self, path: str | os.PathLike[str] | None = None, *, pictures: bool | None = None) -> Path:
+        """Write the HTML report to ``path`` and return where it is.
+
+        Without a path it lies in the audit's folder, which for an audit without ``out`` goes away with it.
+        """
+        from leakscope.report import write_report
+
+        return Path(write_report(self.directory, path, pictures=pictures))
+
+    def __repr__(self) -> str:
+        worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"
+        return f"<Audit: {self.verdict.outcome}, {worst}, {len(self.rows)} jobs, {self.directory}>"
+
+
+def audit(
+    *,
+    model: Any,
+    data: Any,
+    protocol: Any = None,
+    protocols: Any = None,
+    defenses: Any = None,
+    attacks: Any = "standard",
+    knowledge: Any = "honest_server",
+    seeds: Any = (0,),
+    value_range: ValueRange | None = None,
+    num_classes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Audit:
+    """Audit ``model`` on ``data``: names as in a spec, or objects.
+
+    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors, and protocols, defences and attacks
+    their objects. ``value_range`` is the box of valid inputs of such a pair, ``num_classes`` its number of
+    classes. The remaining ``settings`` are those of a spec: examples, batch, policy, executor, ... Rows are
+    kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
+    result.
+    """
+    if protocol is not None and protocols is not None:
+        raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
+    chosen = protocols if protocols is not None else protocol
+    wanted: dict[str, Any] = {
+        "model": model,
+        "data": _examples(data, value_range, num_classes),
+        "protocols": "fedsgd" if chosen is None else chosen,
+        "defenses": "none" if defenses is None else defenses,
+        "attacks": attacks,
+        "knowledge": knowledge,
+        "seeds": seeds if isinstance(seeds, int) else list(seeds),
+        **settings,
+    }
+    return run_spec(AuditSpec.parse(wanted, "audit"), out, progress)
+
+
+def run_spec(
+    spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
+    out: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Audit:
+    """Run a spec (checked, a mapping, or a YAML file's path) in the folder ``out``, resuming what is there.
+
+    ``progress`` is told of events: {"event": "planned", "total", "finished"}, then for each job
+    {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
+    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store.
+    """
+    checked = (
+        spec if isinstance(spec, AuditSpec) else load_spec(spec if isinstance(spec, Mapping) else Path(spec))
+    )
+    setup = build_setup(checked)
+    rehearse(setup)
+    jobs = make_plan(setup)
+    if checked.executor == "processes":
+        pack(setup)
+    temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
+    directory = Path(temporary.name if temporary is not None else str(out))
+    try:
+        with _open_store(setup, jobs, directory) as store:
+            _run(setup, jobs, store, progress)
+        return Audit(directory, temporary)
+    except BaseException:
+        if temporary is not None:
+            temporary.cleanup()
+        raise
+
+
+def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None) -> Any:
+    if value_range is None and num_classes is None:
+        return data
+    if not (isinstance(data, tuple) and len(data) == 2):
+        raise SpecError(
+            ["value_range, num_classes: expected with data=(x, y) only; other data brings its own"], "audit"
+        )
+    from leakscope.data import from_tensors
+
+    try:
+        return from_tensors(*data, num_classes=num_classes, value_range=value_range)
+    except (TypeError, ValueError) as error:
+        raise SpecError([f"data: {error}"], "audit") from error
+
+
+def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
+    known = identity(setup)
+    if directory.exists() and not directory.is_dir():
+        raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
+    if not (directory / DATABASE).exists():
+        return Store.create(directory, _meta(setup, jobs, known))
+    store = Store.open(directory, write=True)
+    try:
+        check_same_audit(store, known)
+        # These change how the rows are made or judged, not what is in them, so the newest wish counts.
+        store.set_meta("spec", setup.spec.normalised())
+        store.set_meta("policy", setup.spec.policy.model_dump())
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, Any]:
+    spec, data = setup.spec, setup.data
+    return {
+        "spec": spec.normalised(),
+        "spec_hash": content_hash(known),
+        "identity": known,
+        "versions": {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+            "python": platform.python_version(),
+            "platform": f"{platform.system()}-{platform.machine()}",
+        },
+        "plan": plan_summary(setup, jobs),
+        "threat_model": setup.knowledge.describe(),
+        "model": {
+            "name": spec.model.name,
+            "parameters": sum(p.numel() for p in setup.model.parameters()),
+            "repr": repr(setup.model),
+            "fingerprint": setup.model_fingerprint,
+        },
+        "data": {
+            "name": data.name,
+            "private": data.private,
+            "credits": data.credits,
+            "shape": list(data.x.shape[1:]),
+            "num_classes": data.num_classes,
+            "class_names": None if data.class_names is None else list(data.class_names),
+            "count": len(data),
+            "fingerprint": setup.data_fingerprint,
+        },
+        "policy": spec.policy.model_dump(),
+        "pictures": setup.pictures,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _run(setup: Setup, jobs: list[Job], store: Store, progress: Progress | None) -> None:
+    status = store.finished()
+    # What failed may have failed for a passing reason, such as memory, and is tried again.
+    todo = [job for job in jobs if status.get(job.key) not in ("done", "refused")]
+    completed = len(jobs) - len(todo)
+
+    def emit(event: dict[str, Any]) -> None:
+        if progress is not None:
+            job = event["job"]
+            progress({**event, "job": describe(setup, job), "key": job.key, "position": job.position})
+
+    def record(job: Job, outcome: Outcome) -> None:
+        nonlocal completed
+        store.record(outcome.row(setup, job), outcome.tensors, outcome.history)
+        completed += 1
+        found = [e["psnr"] for e in (outcome.result or {}).get("examples", []) if e["psnr"] is not None]
+        emit(
+            {
+                "event": "finished",
+                "job": job,
+                "status": outcome.status,
+                "seconds": outcome.seconds,
+                "error": outcome.error,
+                "psnr": max(found, default=None),
+                "completed": completed,
+                "total": len(jobs),
+            }
+        )
+
+    if progress is not None:
+        progress({"event": "planned", "total": len(jobs), "finished": completed})
+    if setup.spec.executor == "processes":
+        workers = setup.spec.workers or default_workers(setup.spec.threads)
+        timeout = setup.spec.timeout
+        run_processes(setup, todo, workers=workers, timeout=timeout, emit=emit, record=record)
+    else:
+        run_serial(setup, todo, emit=emit, record=record)

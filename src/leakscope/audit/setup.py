@@ -1,0 +1,211 @@
+"""From a checked spec to what an audit needs: model, examples, batches; all read before the audit starts.
+
+The same function serves the parent and the worker processes, which rebuild everything from the spec.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.audit.parts import Part, lines, without_addresses
+from leakscope.audit.spec import AuditSpec, SpecError
+from leakscope.data import DATA, Examples, load_data
+from leakscope.metrics import Lpips, find_lpips, load_lpips
+from leakscope.models import build_model
+from leakscope.observation import Knowledge
+
+DEFAULT_EXAMPLES = 8
+MAX_CANDIDATES = 1000
+"""Identification asks for the nearest among at most so many examples, which keeps its cost in bounds."""
+
+
+@dataclass(frozen=True, eq=False)
+class Setup:
+    """Everything the jobs of one audit share."""
+
+    spec: AuditSpec
+    model: nn.Module
+    data: Examples
+    knowledge: Knowledge
+    batches: tuple[tuple[int, ...], ...]
+    candidates: Tensor
+    lpips: Lpips | None
+    model_fingerprint: str
+    data_fingerprint: str
+    candidates_fingerprint: str
+    lpips_fingerprint: str | None
+
+    @property
+    def pictures(self) -> bool:
+        """Whether examples and reconstructions may be written; private data stays out unless asked for."""
+        asked = self.spec.pictures
+        return not self.data.private if asked is None else asked
+
+    def batch(self, number: int) -> tuple[Tensor, Tensor]:
+        """Inputs in the model's precision, and labels."""
+        examples = self.data.subset(torch.tensor(self.batches[number]))
+        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        return examples.x.to(dtype), examples.y
+
+
+def build_setup(spec: AuditSpec) -> Setup:
+    """Load and build what ``spec`` names; SpecError with everything that cannot be."""
+    problems: list[str] = []
+    data = _attempt("data", problems, lambda: _load(spec))
+    model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))
+    batches = None if data is None else _attempt("examples", problems, lambda: _batches(spec, data))
+    lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
+    lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
+    _attempt("device", problems, lambda: _device(spec.device))
+    if problems or data is None or model is None or batches is None:
+        raise SpecError(problems)
+    candidates = data.value_range.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
+    return Setup(
+        spec=spec,
+        model=model,
+        data=data,
+        knowledge=Knowledge(**spec.knowledge),
+        batches=batches,
+        candidates=candidates,
+        lpips=lpips,
+        model_fingerprint=model_fingerprint(model),
+        data_fingerprint=data.fingerprint(),
+        candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
+        lpips_fingerprint=None if lpips_file is None else hashlib.sha256(lpips_file.read_bytes()).hexdigest(),
+    )
+
+
+def rehearse(setup: Setup) -> None:
+    """Let each protocol and defence make the first client's update once; SpecError with all that fail."""
+    problems = []
+    used = [index for batch in setup.batches for index in batch]
+    highest = int(setup.data.y[torch.tensor(used)].max())
+    x, y = setup.batch(0)
+    for number, protocol in enumerate(setup.spec.protocols):
+        for place, defense in enumerate(setup.spec.defenses):
+            try:
+                seen = observe(setup, protocol, defense, x, y, torch.Generator().manual_seed(0))
+                if highest >= seen.num_classes:
+                    problems.append(f"data: label {highest}, but the model has {seen.num_classes} outputs")
+            except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
+                said = "; ".join(lines(str(error))) or "no message"
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{said}")
+    if problems:
+        raise SpecError(list(dict.fromkeys(problems)))
+
+
+def observe(
+    setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator
+) -> Any:
+    """What the adversary sees of a client that holds (x, y)."""
+    return protocol.instance.observe(
+        setup.model,
+        x,
+        y,
+        defense.instance,
+        setup.knowledge,
+        generator,
+        value_range=setup.data.value_range,
+        model_name=setup.spec.model.name,
+    )
+
+
+def model_fingerprint(model: nn.Module) -> str:
+    """sha256 over structure, parameters and buffers; not the mode, which the protocol sets."""
+    digest = hashlib.sha256()
+    digest.update(f"{type(model).__qualname__} {without_addresses(repr(model))}".encode())
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, value in named:
+            digest.update(
+                f"\n{kind} {name} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode()
+            )
+            digest.update(tensor_bytes(value))
+    return digest.hexdigest()
+
+
+def tensor_bytes(value: Tensor) -> bytes:
+    """The content of a tensor, the same on every device and for every memory layout."""
+    return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _attempt(where: str, problems: list[str], build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        problems.append(f"{where}: " + "; ".join(lines(str(error)) or [type(error).__name__]))
+        return None
+
+
+def _load(spec: AuditSpec) -> Examples:
+    asked = spec.data
+    if asked.instance is not None:
+        data: Examples = asked.instance
+    else:
+        options = dict(asked.options)
+        # A reader that knows how to stop early need not read the rest.
+        early = asked.limit if "limit" in DATA[asked.name].options() else None
+        options |= {k: v for k, v in (("split", asked.split), ("limit", early)) if v is not None}
+        data = load_data(asked.name, asked.path, **options)
+    if asked.limit is not None:
+        data = data.subset(torch.arange(min(asked.limit, len(data))))
+    if asked.mean is not None and asked.std is not None:
+        data = data.normalised(asked.mean, asked.std)
+    if len(data) < 1:
+        raise ValueError("expected at least one example, got none")
+    return data
+
+
+def _model(spec: AuditSpec, data: Examples) -> nn.Module:
+    asked = spec.model
+    model: nn.Module = asked.instance
+    if model is None:
+        shape = tuple(data.x.shape[1:])
+        model = build_model(
+            asked.name, input_shape=shape, num_classes=data.num_classes, seed=asked.seed, **asked.options
+        )
+    if asked.weights is not None:
+        _load_weights(model, asked.weights)
+    return model
+
+
+def _load_weights(model: nn.Module, path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        weights = load(path.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"weights: {path}: not a readable safetensors file ({error})") from error
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
+
+
+def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
+    """Batch b holds the examples b * size to (b + 1) * size - 1."""
+    size, wanted = spec.batch, spec.examples
+    if size > len(data):
+        raise ValueError(f"expected at least one batch of {size}, but the data has {len(data)} examples")
+    if wanted is None:
+        # The default gives way to what there is; a number the user asked for does not.
+        wanted = min(-(-DEFAULT_EXAMPLES // size), len(data) // size) * size
+    if wanted > len(data):
+        raise ValueError(f"expected at most {len(data)}, which is all the data has, got {wanted}")
+    return tuple(tuple(range(start, start + size)) for start in range(0, wanted, size))
+
+
+def _device(name: str) -> None:
+    # A tiny tensor is the only check that holds for every kind of device.
+    try:
+        torch.zeros(1, device=torch.device(name))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        raise ValueError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error

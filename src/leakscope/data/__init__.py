@@ -1,0 +1,109 @@
+"""Private examples: an embedded default, and readers of the standard files of public data sets.
+
+>>> tiles = load_data("tiles")
+>>> tiles.shape, tiles.num_classes, tiles.private
+((3, 32, 32), 9, False)
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from leakscope.data.cifar import load_cifar10, load_cifar100
+from leakscope.data.embedded import load_tiles
+from leakscope.data.examples import Examples, from_tensors
+from leakscope.data.folder import load_folder
+from leakscope.data.idx import load_emnist, load_mnist
+from leakscope.data.npz import load_npz
+
+__all__ = ["DATA", "DataEntry", "Examples", "from_tensors", "load_data"]
+
+
+@dataclass(frozen=True)
+class DataEntry:
+    """One row of the table. ``needs_path``: files are needed, from ``path`` or from LEAKSCOPE_DATA."""
+
+    name: str
+    summary: str
+    shape: tuple[int, ...] | None
+    needs_path: bool
+    loader: Callable[..., Examples]
+
+    def options(self) -> tuple[str, ...]:
+        """Names of the options beside the path.
+
+        >>> DATA["mnist"].options()
+        ('split', 'limit')
+        """
+        fixed = self.loader.keywords if isinstance(self.loader, partial) else {}
+        hidden = {"path", "name", "file_name", *fixed}
+        return tuple(name for name in inspect.signature(self.loader).parameters if name not in hidden)
+
+
+def _pack(name: str, file_name: str, **fixed: Any) -> Callable[..., Examples]:
+    return partial(load_npz, name=name, file_name=file_name, private=False, **fixed)
+
+
+_ENTRIES = (
+    DataEntry(
+        "tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles
+    ),
+    DataEntry("cifar10", "CIFAR-10, binary or Python version", (3, 32, 32), True, load_cifar10),
+    DataEntry("cifar100", "CIFAR-100, binary or Python version", (3, 32, 32), True, load_cifar100),
+    DataEntry("mnist", "MNIST, idx files", (1, 28, 28), True, load_mnist),
+    DataEntry("emnist", "EMNIST, idx files", (1, 28, 28), True, load_emnist),
+    DataEntry("npz", "your own .npz pack: x, y, optional writer, scale, split", None, True, load_npz),
+    DataEntry("folder", "your own pictures, one subfolder a class", None, True, load_folder),
+    DataEntry("femnist", "FEMNIST of LEAF, femnist.npz", (1, 28, 28), True, _pack("femnist", "femnist.npz")),
+    DataEntry("yale", "Yale faces, yale32.npz", (1, 32, 32), True, _pack("yale", "yale32.npz")),
+    DataEntry("orl", "ORL faces, orl32.npz", (1, 32, 32), True, _pack("orl", "orl32.npz")),
+    DataEntry("ecg", "MIT-BIH heart beats, ecg_mitbih.npz", (1, 256), True, _pack("ecg", "ecg_mitbih.npz")),
+    DataEntry(
+        "bloodcells",
+        "blood cells, bloodcells64.npz",
+        (3, 64, 64),
+        True,
+        _pack("bloodcells", "bloodcells64.npz"),
+    ),
+    DataEntry(
+        "brain",
+        "slices of a T1 brain template, brain64.npz",
+        (1, 64, 64),
+        True,
+        _pack("brain", "brain64.npz", x_key="x_t1", y_key="y_t1", names_key="t1_names"),
+    ),
+    DataEntry(
+        "photos",
+        "open photos, each its own class, photos224_open.npz",
+        (3, 224, 224),
+        True,
+        _pack("photos", "photos224_open.npz", y_key=None, names_key="names"),
+    ),
+)
+DATA: Mapping[str, DataEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def load_data(name: str, path: str | Path | None = None, **options: Any) -> Examples:
+    """Read the data set called ``name`` from ``path``, or from the folder LEAKSCOPE_DATA if there is no path.
+
+    ``options`` are the reader's own, such as ``split`` and ``limit``; ``DATA[name].options()`` lists them.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"load_data: expected the name of a data set, got {type(name).__name__}")
+    entry = DATA.get(name)
+    if entry is None:
+        close = difflib.get_close_matches(name.lower(), DATA, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(f"unknown data {name!r}.{hint} Known: {', '.join(DATA)}.")
+    unknown = sorted(set(options) - set(entry.options()))
+    if unknown:
+        known = ", ".join(entry.options())
+        raise ValueError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
+    return entry.loader(path, **options)

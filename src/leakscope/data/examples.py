@@ -1,0 +1,180 @@
+"""Examples: private inputs with their labels, in the space that the model reads."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from leakscope.observation import ValueRange
+
+
+@dataclass(frozen=True, eq=False)
+class Examples:
+    """Inputs (N, *shape) as float32 in model space, labels (N,) as int64, and what is known about them.
+
+    ``private`` data is never shown in a report unless asked for; published data sets are not private.
+    ``group`` says to whom an example belongs, for instance the writer of a character.
+
+    >>> examples = Examples(torch.zeros(4, 1, 2, 2), torch.tensor([0, 1, 0, 1]), 2, ValueRange(), "demo")
+    >>> len(examples), examples.shape, len(examples.batch(1, 2))
+    (4, (1, 2, 2), 2)
+    """
+
+    x: Tensor = field(repr=False)
+    y: Tensor = field(repr=False)
+    num_classes: int
+    value_range: ValueRange
+    name: str
+    class_names: tuple[str, ...] | None = field(default=None, repr=False)
+    credits: str = field(default="", repr=False)
+    private: bool = True
+    group: Tensor | None = field(default=None, repr=False)
+
+    def __post_init__(self) -> None:
+        problems = _problems(self)
+        if problems:
+            raise ValueError(f"{self.name}: not valid examples:\n  - " + "\n  - ".join(problems))
+
+    def __len__(self) -> int:
+        return int(self.x.shape[0])
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of one example."""
+        return tuple(self.x.shape[1:])
+
+    def subset(self, indices: Sequence[int] | Tensor) -> Examples:
+        """The examples with these numbers, in this order."""
+        index = torch.as_tensor(indices)
+        if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
+            raise ValueError(f"subset: expected a list of example numbers, got {indices!r}")
+        index = index.to(torch.int64)
+        if len(index) == 0 or int(index.min()) < 0 or int(index.max()) >= len(self):
+            raise ValueError(
+                f"subset: expected at least one number between 0 and {len(self) - 1}, "
+                f"got {index.tolist()[:10]}"
+            )
+        group = None if self.group is None else self.group[index]
+        return dataclasses.replace(self, x=self.x[index], y=self.y[index], group=group)
+
+    def batch(self, number: int, size: int) -> Examples:
+        """Examples number*size up to (number+1)*size: disjoint batches, always full."""
+        if size < 1 or number < 0 or (number + 1) * size > len(self):
+            raise ValueError(
+                f"batch: {self.name} has {len(self)} examples, batch {number} of size {size} needs examples "
+                f"{number * size} to {(number + 1) * size - 1}. Use a smaller batch or more data."
+            )
+        return self.subset(range(number * size, (number + 1) * size))
+
+    def normalised(self, mean: float | Sequence[float], std: float | Sequence[float]) -> Examples:
+        """The same examples as (unit - mean) / std, one number a channel or one for all.
+
+        >>> demo = Examples(torch.ones(1, 1, 2, 2), torch.zeros(1).long(), 1, ValueRange(), "demo")
+        >>> demo.normalised(0.5, 0.25).x.max().item()
+        2.0
+        """
+        box = ValueRange.normalised(_numbers(mean), _numbers(std))
+        return dataclasses.replace(self, x=box.from_unit(self.value_range.to_unit(self.x)), value_range=box)
+
+    def fingerprint(self) -> str:
+        """SHA-256 of the content: inputs, labels, groups, classes and value range; not of the name."""
+        digest = hashlib.sha256()
+        facts = (tuple(self.x.shape), self.num_classes, self.value_range.low, self.value_range.high)
+        digest.update(repr(facts).encode())
+        for tensor in (self.x, self.y, self.group):
+            if tensor is not None:
+                digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+
+def from_tensors(
+    x: Tensor,
+    y: Tensor,
+    num_classes: int | None = None,
+    value_range: ValueRange | None = None,
+    *,
+    name: str = "tensors",
+    private: bool = True,
+) -> Examples:
+    """Examples from tensors in memory; private unless said otherwise.
+
+    Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value.
+    Integer inputs are taken as they are, so scale bytes to [0, 1] first.
+
+    >>> from_tensors(torch.tensor([[0.0, 3.0]]), torch.tensor([1])).value_range
+    ValueRange(low=(0.0,), high=(3.0,))
+    """
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise TypeError(
+            f"from_tensors: expected two tensors, got {type(x).__name__} and {type(y).__name__}. "
+            "Use torch.as_tensor on arrays and lists."
+        )
+    if x.is_complex() or y.is_complex() or y.is_floating_point():
+        raise ValueError(
+            f"from_tensors: expected real inputs and integer labels, got {x.dtype} and {y.dtype}"
+        )
+    # Copies, so that later changes of the caller's tensors do not reach the examples.
+    x = x.detach().to(device="cpu", dtype=torch.float32, copy=True)
+    y = y.detach().to(device="cpu", dtype=torch.int64, copy=True)
+    if num_classes is None:
+        num_classes = int(y.max()) + 1 if y.numel() else 1
+    return Examples(
+        x=x,
+        y=y,
+        num_classes=num_classes,
+        value_range=value_range if value_range is not None else natural_range(x),
+        name=name,
+        private=private,
+    )
+
+
+def natural_range(x: Tensor) -> ValueRange:
+    """[0, 1] if ``x`` fits in it, else the range of its own values.
+
+    >>> natural_range(torch.tensor([0.2, 0.7]))
+    ValueRange(low=(0.0,), high=(1.0,))
+    """
+    if x.numel() == 0 or not bool(torch.isfinite(x).all()):
+        return ValueRange()  # the checks of Examples name the problem
+    low, high = float(x.min()), float(x.max())
+    if low >= 0.0 and high <= 1.0:
+        return ValueRange()
+    # One constant value spans no box; a box of width 1 around it keeps metrics defined.
+    return ValueRange((low,), (high,)) if low < high else ValueRange((low - 0.5,), (low + 0.5,))
+
+
+def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
+    return tuple(float(v) for v in value) if isinstance(value, Sequence) else (float(value),)
+
+
+def _problems(examples: Examples) -> list[str]:
+    x, y, problems = examples.x, examples.y, []
+    if x.dtype != torch.float32 or x.dim() < 2 or x.numel() == 0:
+        problems.append(
+            f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}"
+        )
+    elif not bool(torch.isfinite(x).all()):
+        problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
+    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+        problems.append(f"y: expected {x.shape[:1].numel()} int64 labels, got {y.dtype} {tuple(y.shape)}")
+    elif y.numel() and (int(y.min()) < 0 or int(y.max()) >= examples.num_classes):
+        problems.append(
+            f"y: expected labels from 0 to {examples.num_classes - 1}, got {int(y.min())} to {int(y.max())}. "
+            "Check num_classes"
+        )
+    if examples.num_classes < 1:
+        problems.append(f"num_classes: expected at least 1, got {examples.num_classes}")
+    names = examples.class_names
+    if names is not None and len(names) != examples.num_classes:
+        problems.append(f"class_names: expected {examples.num_classes}, got {len(names)}")
+    if examples.group is not None and examples.group.shape != y.shape:
+        problems.append(f"group: expected one number an example, got shape {tuple(examples.group.shape)}")
+    channels = len(examples.value_range.low)
+    if channels > 1 and x.dim() >= 2 and x.shape[1] != channels:
+        problems.append(f"value_range: it has {channels} channels, the inputs have shape {tuple(x.shape)}")
+    return problems

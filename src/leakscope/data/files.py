@@ -1,0 +1,127 @@
+"""What the readers share: where files are, how large they may be, and checked options."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO, cast
+
+ENVIRONMENT = "LEAKSCOPE_DATA"
+# Far above any standard file, far below what takes a machine down.
+MAX_BYTES = 1 << 31
+
+AnyPath = str | os.PathLike[str]
+
+
+def data_folder(reader: str) -> Path:
+    """The folder that LEAKSCOPE_DATA names, or an error saying how to give ``reader`` its files."""
+    value = os.environ.get(ENVIRONMENT)
+    if not value:
+        raise ValueError(
+            f"data {reader!r}: no path given and {ENVIRONMENT} is not set. "
+            f"Pass path=..., or set {ENVIRONMENT} to the folder that holds the data sets."
+        )
+    folder = Path(value)
+    if not folder.is_dir():
+        raise ValueError(
+            f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=..."
+        )
+    return folder
+
+
+def find_file(reader: str, path: AnyPath | None, candidates: Sequence[str]) -> Path:
+    """The first of the ``candidates`` that exists in ``path``, or in LEAKSCOPE_DATA if there is no path.
+
+    Given a folder, both layouts are found: the data set's own folder, and the folder above it.
+    """
+    root = data_folder(reader) if path is None else Path(path)
+    if not root.exists():
+        raise ValueError(f"data {reader!r}: {root}: no such file or folder")
+    if root.is_file():
+        return root
+    for candidate in candidates:
+        for file in (root / candidate, root / Path(candidate).name):
+            if file.is_file():
+                return file
+    usual = candidates[0] if candidates else "a file"
+    raise ValueError(
+        f"data {reader!r}: {root}: expected {usual} in it, or the file under another of its usual names, "
+        "found none. Pass the folder that holds the standard files, or the file itself."
+    )
+
+
+def read_whole(file: Path, limit: int = MAX_BYTES) -> bytes:
+    """The content of ``file``; a larger one than ``limit`` is refused before it is read."""
+    size = file.stat().st_size
+    if size > limit:
+        raise ValueError(f"{file}: expected at most {limit} bytes, got {size}. Is it the right file?")
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
+
+
+class Source:
+    """A plain or gzipped file read front to back, where any damage is one ValueError that names the file."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.zipped = file.suffix == ".gz"
+
+    def __enter__(self) -> Source:
+        try:
+            self.stream = cast(BinaryIO, gzip.open(self.file, "rb") if self.zipped else open(self.file, "rb"))
+        except OSError as error:
+            raise ValueError(f"{self.file}: cannot be opened: {error}") from error
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stream.close()
+
+    def read(self, count: int) -> bytes:
+        """Up to ``count`` bytes, in pieces: a false length in a header never becomes an allocation."""
+        pieces, left = [], count
+        try:
+            while left > 0:
+                piece = self.stream.read(min(left, 1 << 20))
+                if not piece:
+                    break
+                pieces.append(piece)
+                left -= len(piece)
+        except (EOFError, OSError, zlib.error) as error:
+            kind = "gzip file" if self.zipped else "file"
+            raise ValueError(f"{self.file}: damaged or truncated {kind} ({error}). Get it again.") from error
+        return b"".join(pieces)
+
+
+def checked_limit(limit: int | None, reader: str) -> int | None:
+    """``limit`` if it is None or a positive number.
+
+    >>> checked_limit(5, "mnist")
+    5
+    """
+    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+        raise ValueError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {limit!r}")
+    return limit
+
+
+def checked_choice(value: str, choices: Sequence[str], what: str) -> str:
+    """``value`` if it is one of the ``choices``.
+
+    >>> checked_choice("test", ("train", "test"), "split")
+    'test'
+    """
+    if value not in choices:
+        raise ValueError(f"{what}: expected one of {', '.join(choices)}, got {value!r}")
+    return value
+
+
+def label_problem(file: Path, smallest: int, largest: int, classes: int) -> ValueError:
+    """The error for labels outside the classes of the data set."""
+    return ValueError(
+        f"{file}: expected labels from 0 to {classes - 1}, got {smallest} to {largest}. "
+        "The file is damaged or of another data set."
+    )

@@ -1,0 +1,125 @@
+"""A folder of pictures: each subfolder is a class, its files are the examples."""
+
+from __future__ import annotations
+
+import struct
+import warnings
+import zlib
+from itertools import chain, zip_longest
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+from torch import Tensor
+
+from leakscope.data.examples import Examples
+from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit
+from leakscope.observation import ValueRange
+
+# Only formats whose decoders are part of Pillow itself; some others start foreign programs.
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
+SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
+MAX_PIXELS = 64_000_000
+MODES = ("RGB", "L")
+
+
+def load_folder(
+    path: AnyPath | None = None,
+    *,
+    resize: int | tuple[int, int] | None = None,
+    mode: str = "RGB",
+    limit: int | None = None,
+    private: bool = True,
+) -> Examples:
+    """Read PATH/<class>/<picture>; classes and files in alphabetical order, classes taking turns.
+
+    ``resize`` (a side, or height and width) scales the shorter side and crops the centre; without it all
+    pictures must have one size. ``mode`` is "RGB" or "L" (grey). Files without the suffix of a picture are
+    not read.
+    """
+    if path is None:
+        raise ValueError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
+    checked_choice(mode, MODES, "folder: mode")
+    limit = checked_limit(limit, "folder")
+    size = _size(resize)
+    root = Path(path)
+    if not root.is_dir():
+        raise ValueError(f"data 'folder': {root}: no such folder")
+    names = sorted(
+        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
+    )
+    files = [
+        sorted(f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES)
+        for name in names
+    ]
+    # An empty subfolder is a mistake more often than a class without examples.
+    empty = [name for name, members in zip(names, files, strict=True) if not members]
+    if not names or empty:
+        got = f"no pictures in {', '.join(empty)}" if empty else "no subfolders"
+        kinds = ", ".join(sorted(SUFFIXES))
+        raise ValueError(
+            f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}"
+        )
+    turns = chain.from_iterable(
+        zip_longest(*([(file, label) for file in members] for label, members in enumerate(files)))
+    )
+    chosen = [pair for pair in turns if pair is not None][:limit]
+    pixels: list[Tensor] = []
+    total = 0
+    for file, _ in chosen:
+        picture = _picture(file, mode, size)
+        if pixels and picture.shape != pixels[0].shape:
+            raise ValueError(
+                f"{file}: expected a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}, got "
+                f"{tuple(picture.shape[1:])}. Pass resize=... to bring all pictures to one size."
+            )
+        total += 4 * picture.numel()
+        if total > MAX_BYTES:
+            raise ValueError(
+                f"{root}: more than {MAX_BYTES} bytes of pictures. Pass limit=... or a smaller resize=..."
+            )
+        pixels.append(picture)
+    return Examples(
+        x=torch.stack(pixels),
+        y=torch.tensor([label for _, label in chosen]),
+        num_classes=len(names),
+        value_range=ValueRange(),
+        name=root.resolve().name or "folder",
+        class_names=tuple(names),
+        private=private,
+    )
+
+
+def _size(resize: object) -> tuple[int, int] | None:
+    if resize is None:
+        return None
+    sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
+    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+        raise ValueError(f"folder: resize: expected a side or (height, width) in pixels, got {resize!r}")
+    return int(sizes[0]), int(sizes[1])
+
+
+def _picture(file: Path, mode: str, size: tuple[int, int] | None) -> Tensor:
+    try:
+        with warnings.catch_warnings():
+            # Pillow warns of huge pictures, refused below, and of damaged metadata, which is harmless.
+            warnings.simplefilter("ignore")
+            with Image.open(file, formats=FORMATS) as opened:
+                if opened.size[0] * opened.size[1] > MAX_PIXELS:
+                    raise ValueError(
+                        f"{opened.size[0]}x{opened.size[1]} pixels, expected at most {MAX_PIXELS}"
+                    )
+                picture = ImageOps.exif_transpose(opened).convert(mode)
+    except (
+        OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError,
+        OverflowError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError,
+    ) as error:  # fmt: skip
+        raise ValueError(
+            f"{file}: not a readable picture: {error}. Repair it or take it out of the folder."
+        ) from error
+    if size is not None:
+        picture = ImageOps.fit(picture, (size[1], size[0]), Image.Resampling.BICUBIC)
+    array = np.asarray(picture, dtype=np.float32)
+    array = array[None] if mode == "L" else array.transpose(2, 0, 1)
+    return torch.from_numpy(np.ascontiguousarray(array)) / 255.0

@@ -1,0 +1,35 @@
+"""Recover labels and label counts from an update: pure functions, one rule a file."""
+
+from leakscope.labels.bias_sign import bias_label, bias_present
+from leakscope.labels.counts import (
+    certain_counts_from_bias,
+    counts_to_labels,
+    label_counts_from_bias,
+    label_counts_from_weight,
+    round_to_total,
+)
+from leakscope.labels.gradinversion import gradinversion_labels
+from leakscope.labels.head import Head, find_head
+from leakscope.labels.idlg import idlg_label
+from leakscope.labels.llg import llg_bias_labels, llg_labels
+from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, recover_labels
+
+__all__ = [
+    "METHODS",
+    "Head",
+    "RecoveredLabels",
+    "bias_label",
+    "bias_present",
+    "certain_counts_from_bias",
+    "counts_to_labels",
+    "find_head",
+    "gradinversion_labels",
+    "idlg_label",
+    "label_counts_from_bias",
+    "label_counts_from_weight",
+    "llg_bias_labels",
+    "llg_labels",
+    "local_steps",
+    "recover_labels",
+    "round_to_total",
+]

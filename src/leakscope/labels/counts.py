@@ -1,0 +1,127 @@
+"""Label counts from the head's gradient (Geng et al., 2021; for local training Dimitrov et al., 2022).
+
+Mean cross-entropy over K examples gives db_k = pbar_k - n_k / K with pbar the mean softmax of the private
+batch:
+
+    n_k = K (pbar_k - db_k)
+
+which is exact when pbar is; a head of zero weights has pbar = 1/C for any data. The adversary estimates pbar
+on dummy inputs. Without a bias the row sums serve: sum_j dW_kj = mean_n (p_nk - y_nk) O_n with O_n = sum_j
+h_nj, so, with the mean feature sum Obar of dummy inputs, n_k = K (pbar_k - sum_j dW_kj / Obar).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from leakscope.labels._checks import bias_entries, positive_count, weight_rows
+
+
+def certain_counts_from_bias(bias_gradient: Tensor, num_examples: int) -> Tensor:
+    """At least so many examples each class has, whatever the model predicts: n_k = K (pbar_k - db_k) > -K
+    db_k.
+
+    >>> import torch
+    >>> certain_counts_from_bias(torch.tensor([0.25, -0.55, 0.4, -0.1]), 4).tolist()
+    [0, 3, 0, 1]
+    """
+    entries = bias_entries(bias_gradient)
+    # Rounding error must not lift a bound that is an integer (a confident network) to the next one.
+    bounds = (-positive_count(num_examples) * entries - 1e-4).floor() + 1
+    return torch.where(entries < 0, bounds, 0.0).clamp(min=0).long()
+
+
+def label_counts_from_bias(bias_gradient: Tensor, num_examples: int, mean_probabilities: Tensor) -> Tensor:
+    """How many examples each class has, from the bias gradient of the *mean* loss; non-negative, sums to K.
+
+    No class gets fewer than :func:`certain_counts_from_bias` proves, unless these exceed K, which only an
+    update that somebody altered shows.
+
+    >>> import torch
+    >>> label_counts_from_bias(torch.tensor([0.25, -0.5, 0.25, 0.0]), 4, torch.full((4,), 0.25)).tolist()
+    [0, 3, 0, 1]
+    """
+    certain = certain_counts_from_bias(bias_gradient, num_examples)
+    return _counts(bias_entries(bias_gradient), num_examples, mean_probabilities, certain)
+
+
+def label_counts_from_weight(
+    weight_gradient: Tensor, num_examples: int, mean_probabilities: Tensor, mean_feature_sum: float
+) -> Tensor:
+    """The same for a head without a bias; ``mean_feature_sum`` must be well away from zero.
+
+    >>> import torch
+    >>> rows = torch.tensor([[0.5, 0.5], [-0.75, -0.25]])
+    >>> label_counts_from_weight(rows, 4, torch.tensor([0.5, 0.5]), mean_feature_sum=2.0).tolist()
+    [0, 4]
+    """
+    if not mean_feature_sum:
+        raise ValueError(
+            "mean_feature_sum: expected a number other than 0. Features that cancel carry no count; "
+            "use llg_labels."
+        )
+    sums = weight_rows(weight_gradient).sum(dim=1) / mean_feature_sum
+    # With features of one sign a negative row sum proves presence, though not how often.
+    return _counts(sums, num_examples, mean_probabilities, (sums < 0).long())
+
+
+def round_to_total(estimates: Tensor, total: int) -> Tensor:
+    """Non-negative integers near ``estimates`` that sum to ``total``.
+
+    Floor and clip at zero. Missing ones go to the largest remainders; surplus ones leave the positive counts
+    with the smallest remainders first and, once each of these gave one, the largest counts.
+
+    >>> import torch
+    >>> round_to_total(torch.tensor([1.6, 0.7, -0.4, 2.1]), 4).tolist()
+    [1, 1, 0, 2]
+    >>> round_to_total(torch.tensor([2.9, 1.2, -1.0]), 2).tolist()
+    [2, 0, 0]
+    """
+    if total < 0:
+        raise ValueError(f"total: expected a non-negative integer, got {total}")
+    values = bias_entries(estimates)
+    # An estimate that is an integer up to rounding error must not lose one in the floor: 2.9999999 is 3.
+    nearest = values.round()
+    values = torch.where((values - nearest).abs() < 1e-4, nearest, values)
+    counts = values.floor().clamp(min=0).long()
+    remainders = values - counts
+    missing = total - int(counts.sum())
+    if missing > 0:
+        order = remainders.argsort(descending=True, stable=True)
+        counts[order] += missing // len(order)
+        counts[order[: missing % len(order)]] += 1
+    elif missing < 0:
+        positive = [int(k) for k in remainders.argsort(stable=True) if counts[k] > 0][:-missing]
+        counts[positive] -= 1
+        for _ in range(int(counts.sum()) - total):
+            counts[counts.argmax()] -= 1
+    return counts
+
+
+def counts_to_labels(counts: Tensor) -> Tensor:
+    """The sorted labels that have these counts.
+
+    >>> import torch
+    >>> counts_to_labels(torch.tensor([0, 2, 0, 1])).tolist()
+    [1, 1, 3]
+    """
+    if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
+        raise ValueError(
+            f"counts: expected one non-negative integer a class, got {counts.tolist()} ({counts.dtype})"
+        )
+    return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+
+
+def _counts(gradient: Tensor, num_examples: int, mean_probabilities: Tensor, certain: Tensor) -> Tensor:
+    if mean_probabilities.shape != gradient.shape:
+        raise ValueError(
+            f"mean_probabilities: expected one entry for each of {len(gradient)} classes, got shape "
+            f"{tuple(mean_probabilities.shape)}"
+        )
+    total = positive_count(num_examples)
+    estimates = total * (mean_probabilities.to(gradient) - gradient)
+    left = total - int(certain.sum())
+    if left < 0:
+        return round_to_total(estimates, total)
+    return certain + round_to_total(estimates - certain, left)

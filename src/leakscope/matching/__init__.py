@@ -1,0 +1,54 @@
+"""The gradient-matching engine that optimisation attacks share: distances, priors, canvas, optimisers, one loop."""
+
+from leakscope.matching.canvas import Pixels
+from leakscope.matching.distances import (
+    DISTANCES,
+    L1,
+    Cosine,
+    DirectionL1,
+    Distance,
+    GaussianKernel,
+    SquaredL2,
+    as_distance,
+)
+from leakscope.matching.loop import Match, Matcher, Progress
+from leakscope.matching.optimisers import LBFGS, Adam, Optimiser
+from leakscope.matching.priors import (
+    BatchNormStatistics,
+    L2Norm,
+    Orthogonality,
+    Prior,
+    SoftRange,
+    TotalVariation,
+    total_variation,
+)
+from leakscope.matching.victim import SingleGradient, UnrolledSteps, Victim, steps_in_order
+
+__all__ = [
+    "DISTANCES",
+    "L1",
+    "LBFGS",
+    "Adam",
+    "BatchNormStatistics",
+    "Cosine",
+    "DirectionL1",
+    "Distance",
+    "GaussianKernel",
+    "L2Norm",
+    "Match",
+    "Matcher",
+    "Optimiser",
+    "Orthogonality",
+    "Pixels",
+    "Prior",
+    "Progress",
+    "SingleGradient",
+    "SoftRange",
+    "SquaredL2",
+    "TotalVariation",
+    "UnrolledSteps",
+    "Victim",
+    "as_distance",
+    "steps_in_order",
+    "total_variation",
+]

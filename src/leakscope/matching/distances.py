@@ -1,0 +1,196 @@
+"""How far a candidate's update is from the observed one: scalars that a matching attack minimises.
+
+Each distance is a frozen dataclass called as ``distance(observed, candidate)`` with two mappings of the same names.
+All are finite, with finite derivatives, for a zero update too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Update = Mapping[str, Tensor]
+Weights = Literal["equal", "linear", "exponential"]
+
+# Added under square roots: far below the square of any float32 update that carries information, yet it keeps the
+# derivative at an all-zero update finite.
+TINY = 1e-24
+
+
+class Distance(Protocol):
+    def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
+
+
+def _total(terms: Iterable[Tensor]) -> Tensor:
+    return torch.stack(list(terms)).sum()
+
+
+def _norm(update: Update) -> Tensor:
+    return torch.sqrt(_total((value * value).sum() for value in update.values()) + TINY)
+
+
+def depth_weights(count: int, weights: Weights) -> list[float]:
+    """One weight a tensor, decreasing with depth (names are in the model's order), with mean one.
+
+    >>> [round(w, 3) for w in depth_weights(3, "linear")]
+    [1.5, 1.0, 0.5]
+    """
+    if weights == "equal":
+        raw = [1.0] * count
+    elif weights == "linear":
+        raw = [float(count - i) for i in range(count)]
+    elif weights == "exponential":
+        raw = [math.exp(-i) for i in range(count)]
+    else:
+        raise ValueError(f"weights: expected 'equal', 'linear' or 'exponential', got {weights!r}")
+    mean = sum(raw) / count
+    return [value / mean for value in raw]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SquaredL2:
+    """Sum of squared differences over all entries (DLG).
+
+    >>> float(SquaredL2()({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}))
+    25.0
+    """
+
+    weights: Weights = "equal"
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        scale = depth_weights(len(observed), self.weights)
+        return _total(
+            w * ((candidate[name] - value) ** 2).sum()
+            for w, (name, value) in zip(scale, observed.items(), strict=True)
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeSquaredL2:
+    """Sum of squared differences over the observed update's own squared length: same minimum, a scale of one.
+
+    >>> float(RelativeSquaredL2()({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}))
+    1.0
+    """
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        return SquaredL2()(observed, candidate) / (_norm(observed) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class L1:
+    """Sum of absolute differences, relative to the observed update's own.
+
+    >>> float(L1()({"w": torch.tensor([1.0, -1.0])}, {"w": torch.tensor([0.0, -1.0])}))
+    0.5
+    """
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        difference = _total((candidate[name] - value).abs().sum() for name, value in observed.items())
+        return difference / (_total(value.abs().sum() for value in observed.values()) + TINY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """One minus the cosine of the angle between the updates (Inverting Gradients).
+
+    ``per="model"`` takes all tensors as one vector; ``per="tensor"`` averages over tensors with ``weights``.
+
+    >>> float(Cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 7.0])}))
+    1.0
+    """
+
+    per: Literal["model", "tensor"] = "model"
+    weights: Weights = "equal"
+
+    def __post_init__(self) -> None:
+        if self.per not in ("model", "tensor"):
+            raise ValueError(f"per: expected 'model' or 'tensor', got {self.per!r}")
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        if self.per == "model":
+            dot = _total((candidate[name] * value).sum() for name, value in observed.items())
+            return 1 - dot / (_norm(observed) * _norm(candidate))
+        scale = depth_weights(len(observed), self.weights)
+        terms = [
+            w
+            * (1 - (candidate[name] * value).sum() / (_norm({"": value}) * _norm({"": candidate[name]})))
+            for w, (name, value) in zip(scale, observed.items(), strict=True)
+        ]
+        return _total(terms) / len(terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DirectionL1:
+    """L1 distance between the updates after scaling each to unit length, relative to the observed one.
+
+    Blind to scale as the cosine is, so clipping and learning rates do not change it, but not quadratic near the
+    solution: many small entries, which the cosine drowns in a few large ones, keep pulling to the end.
+
+    >>> update = {"w": torch.tensor([3.0, -4.0])}
+    >>> round(float(DirectionL1()(update, {"w": torch.tensor([30.0, -40.0])})), 6)
+    0.0
+    """
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        size, own = _norm(observed), _norm(candidate)
+        difference = _total((candidate[name] / own - value / size).abs().sum() for name, value in observed.items())
+        return difference / (_total(value.abs().sum() for value in observed.values()) / size + TINY)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GaussianKernel:
+    """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG).
+
+    With s_l = Var(g_l) alone the exponential underflows at the start and no gradient is left; s_l is therefore
+    never below ``guard`` times the current d_l, nor below 1e-12. Q_l is 1 / (l + 1), falling with depth.
+
+    >>> far = GaussianKernel()({"w": torch.tensor([0.0, 1e-3])}, {"w": torch.tensor([1e3, 1e3])})
+    >>> round(float(far), 4)
+    0.6321
+    """
+
+    guard: float = 1.0
+    decreasing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.guard < 0:
+            raise ValueError(f"guard: expected a number >= 0, got {self.guard}")
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        terms = []
+        for depth, (name, value) in enumerate(observed.items()):
+            square = ((candidate[name] - value) ** 2).mean()
+            width = value.var(unbiased=False).clamp_min(1e-12)
+            width = torch.maximum(width, self.guard * square.detach())
+            quality = 1 / (depth + 1) if self.decreasing else 1.0
+            terms.append(quality * (1 - torch.exp(-square / width)))
+        return _total(terms)
+
+
+DISTANCES: Mapping[str, Distance] = MappingProxyType(
+    {
+        "squared-l2": SquaredL2(),
+        "relative-squared-l2": RelativeSquaredL2(),
+        "l1": L1(),
+        "cosine": Cosine(),
+        "cosine-per-tensor": Cosine(per="tensor"),
+        "direction-l1": DirectionL1(),
+        "gaussian-kernel": GaussianKernel(),
+    }
+)
+
+
+def as_distance(value: str | Distance) -> Distance:
+    """A distance by its name, or the one given."""
+    if not isinstance(value, str):
+        return value
+    if value not in DISTANCES:
+        raise ValueError(f"unknown distance {value!r}: expected one of {', '.join(DISTANCES)}")
+    return DISTANCES[value]

@@ -1,0 +1,262 @@
+"""The one loop of every matching attack: draw, simulate the client, compare, step."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import grad_and_value, vmap
+
+from leakscope.matching.canvas import Pixels
+from leakscope.matching.distances import Distance
+from leakscope.matching.optimisers import Adam, Optimiser
+from leakscope.matching.priors import Prior, Scene
+from leakscope.matching.victim import Simulation, SingleGradient, Tensors, Victim
+from leakscope.observation import ValueRange
+
+Progress = Callable[[int, int, float], None]
+CURVE_POINTS = 200
+# Compiling the step takes about half a minute and halves its time: it pays for runs beyond a minute.
+WORTH_COMPILING_SECONDS = 60.0
+ASSUMED_FLOPS_PER_SECOND = 2e10
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """What came out of matching, best restart first in every sense: chosen by the objective alone."""
+
+    inputs: Tensor  # (examples, ...) in the model's space
+    label_logits: Tensor | None  # (examples, classes) where labels were optimised
+    objective: float
+    distance: float
+    curves: list[list[float]]  # objective by step, one curve a restart
+    flags: tuple[str, ...]
+    info: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matcher:
+    """Settings of the loop; :meth:`run` does the work."""
+
+    distance: Distance
+    priors: tuple[Prior, ...] = ()
+    canvas: Pixels = Pixels()
+    optimiser: Optimiser = Adam()
+    simulation: Simulation = SingleGradient()
+    iterations: int = 300
+    restarts: int = 1
+    tolerance: float = 0.0
+    compile: Literal["auto", "never", "always"] = "auto"
+
+    def __post_init__(self) -> None:
+        if self.iterations < 1 or self.restarts < 1:
+            raise ValueError(
+                f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}"
+            )
+        if self.compile not in ("auto", "never", "always"):
+            raise ValueError(f"compile: expected 'auto', 'never' or 'always', got {self.compile!r}")
+
+    def run(
+        self,
+        victim: Victim,
+        observed: Tensors,
+        *,
+        shape: tuple[int, ...],
+        box: ValueRange | None,
+        targets: Tensor | None,
+        num_classes: int,
+        generator: torch.Generator,
+        progress: Progress | None = None,
+    ) -> Match:
+        """Search inputs of ``shape`` (examples, ...) whose update is ``observed``.
+
+        ``targets`` are the labels (numbers); without them label logits are optimised along with the inputs.
+        """
+        like = next(iter(observed.values()))
+        problem = _Problem(self, victim, observed, shape, box, targets, num_classes)
+        start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
+        compiled = self._compiles(victim, shape, like)
+        evaluate = problem.evaluator(self.restarts, compiled)
+        state = self.optimiser.begin(start, self.iterations, problem.project)
+        best = start.clone()
+        best_value = start.new_full((self.restarts,), math.inf)
+        best_distance = best_value.clone()
+        alive = torch.ones(self.restarts, dtype=torch.bool, device=start.device)
+        curves: list[Tensor] = []
+        for step in range(self.iterations):
+            points = state.ask()
+            values, distances, gradients = evaluate(points, step)
+            usable = torch.isfinite(values) & torch.isfinite(gradients).all(1)
+            if not self.optimiser.survives_non_finite or step == 0:
+                alive = alive & usable
+            better = usable & alive & (values < best_value)
+            best = torch.where(better[:, None], points, best)
+            best_value = torch.where(better, values, best_value)
+            best_distance = torch.where(better, distances, best_distance)
+            curves.append(best_value if self.optimiser.survives_non_finite else values)
+            state.tell(values, torch.where(usable[:, None], gradients, 0.0), usable & alive)
+            if progress is not None:
+                progress(step + 1, self.iterations, float(best_value.min()))
+            done = ~alive | state.finished | (best_value <= self.tolerance)
+            if bool(done.all()):
+                break
+        winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
+        inputs, logits = problem.unpack(best[winner])
+        flags = _flags(problem, best, best_value, alive, curves, winner, self.tolerance)
+        return Match(
+            inputs=problem.to_model(inputs).detach(),
+            label_logits=None if logits is None else logits.detach(),
+            objective=float(best_value[winner]),
+            distance=float(best_distance[winner]),
+            curves=_thin(curves),
+            flags=flags,
+            info={"steps": len(curves), "restarts": self.restarts, "compiled": compiled, "best_restart": winner},
+        )
+
+    def _compiles(self, victim: Victim, shape: tuple[int, ...], like: Tensor) -> bool:
+        """Whether to compile; a rule of counts, not of clocks, so that a run is the same each time."""
+        if self.compile != "auto":
+            return self.compile == "always"
+        if like.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+            return False
+        work = self.iterations * self.restarts * 9 * forward_flops(victim.model, like.new_zeros(shape))
+        return work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
+
+
+def forward_flops(model: nn.Module, x: Tensor) -> int:
+    """Multiply-adds of one forward pass, counted, not timed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    return int(counter.get_total_flops())
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """One matching problem: how a row of numbers becomes inputs and labels, and its objective."""
+
+    matcher: Matcher
+    victim: Victim
+    observed: Tensors
+    shape: tuple[int, ...]
+    box: ValueRange | None
+    targets: Tensor | None
+    num_classes: int
+    size: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+
+    def start(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        canvas = self.matcher.canvas
+        picture = canvas.project(canvas.initial(self.shape, self.box, generator, like), self.box)
+        if self.targets is not None:
+            return picture.flatten()
+        draw = torch.rand if canvas.start == "uniform" else torch.randn
+        logits = draw((self.shape[0], self.num_classes), generator=generator).to(like)
+        return torch.cat([picture.flatten(), logits.flatten()])
+
+    def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None]:
+        picture = row[: self.size].reshape(self.shape)
+        if self.targets is not None:
+            return picture, None
+        return picture, row[self.size :].reshape(self.shape[0], self.num_classes)
+
+    def to_model(self, picture: Tensor) -> Tensor:
+        return self.matcher.canvas.to_model(picture, self.box)
+
+    def project(self, rows: Tensor) -> Tensor:
+        canvas = self.matcher.canvas
+        if self.box is None or not canvas.clamp:
+            return rows
+        pictures = rows[:, : self.size].reshape(-1, *self.shape[1:])
+        clamped = canvas.project(pictures, self.box).reshape(len(rows), self.size)
+        return torch.cat([clamped, rows[:, self.size :]], dim=1)
+
+    def evaluator(self, restarts: int, compiled: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+        """Objective, distance and gradient for each row, both derivatives taken by torch.func."""
+        matcher, victim = self.matcher, self.victim
+        problem = self
+
+        def objective(row: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            picture, logits = problem.unpack(row)
+            targets = torch.softmax(logits, -1) if logits is not None else given["targets"]
+            candidate, recorded = matcher.simulation(
+                victim, given["weights"], given["fixed"], problem.to_model(picture), targets
+            )
+            distance = matcher.distance(given["observed"], candidate)
+            scene = Scene(given["iteration"], recorded, given["batchnorm"])
+            total = distance
+            for prior in matcher.priors:
+                total = total + prior(picture, scene)
+            return total, distance
+
+        derivative = grad_and_value(objective, has_aux=True)
+        # One restart needs no vmap, whose batched convolutions cost more than plain ones.
+        step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, None))
+        if compiled:
+            torch.compiler.reset()  # each run compiles its own step; stale ones would count against a limit
+            step = torch.compile(step, dynamic=False)
+        given = {
+            "weights": self.victim.weights,
+            "fixed": self.victim.fixed,
+            "observed": self.observed,
+            "targets": self.targets,
+            "batchnorm": dict(self.victim.batchnorm_targets),
+        }
+        like = next(iter(self.observed.values()))
+
+        def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+            now = {**given, "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype)}
+            gradient, (value, distance) = step(rows[0] if restarts == 1 else rows, now)
+            if restarts == 1:
+                gradient, value, distance = gradient[None], value[None], distance[None]
+            return value.detach(), distance.detach(), gradient.detach()
+
+        return evaluate
+
+
+def _flags(
+    problem: _Problem,
+    best: Tensor,
+    best_value: Tensor,
+    alive: Tensor,
+    curves: list[Tensor],
+    winner: int,
+    tolerance: float,
+) -> tuple[str, ...]:
+    flags = []
+    if not bool(alive.any()):
+        return ("non-finite objective",)
+    if not bool(alive.all()):
+        flags.append("non-finite restart")
+    curve = torch.stack(curves)[:, winner].cpu()
+    reached = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
+    tail = float(reached[max(0, int(0.9 * len(curve)) - 1)])
+    # Still falling by a twentieth over the last tenth of the steps: more steps would have given more.
+    if float(reached[-1]) > tolerance and len(curve) >= 10 and tail - float(reached[-1]) > 0.05 * abs(tail):
+        flags.append("did not converge")
+    rivals = alive & (best_value <= 1.1 * best_value[winner] + 1e-12)
+    chosen = problem.unpack(best[winner])[0]
+    for row in torch.nonzero(rivals).flatten().tolist():
+        other = problem.unpack(best[row])[0]
+        # Equal labels leave the order of examples open: compare each with its nearest counterpart.
+        gap = torch.cdist(chosen.flatten(1), other.flatten(1), p=1).min(1).values / chosen[0].numel()
+        if float(gap.max()) > 0.1:
+            flags.append("restarts disagree")
+            break
+    return tuple(flags)
+
+
+def _thin(curves: list[Tensor]) -> list[list[float]]:
+    """At most CURVE_POINTS points a curve, first and last among them; non-finite ones become NaN."""
+    count = len(curves)
+    keep = sorted({round(i * (count - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)}) if count > 1 else [0]
+    table = torch.stack([curves[i] for i in keep], dim=1).cpu().double()
+    return [[value if math.isfinite(value) else math.nan for value in row] for row in table.tolist()]

@@ -1,0 +1,259 @@
+"""Optimisers that run all restarts at once, as rows of one matrix.
+
+An optimiser is a frozen dataclass of settings; ``begin`` makes its state. The loop then asks for the points to
+evaluate and tells their values and gradients; rows never influence each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+Project = Callable[[Tensor], Tensor]
+Schedule = Literal["constant", "step", "cosine"]
+
+
+def schedule_factor(schedule: Schedule, step: int, total: int) -> float:
+    """What the learning rate is multiplied by at ``step`` of ``total``.
+
+    >>> schedule_factor("step", 400, 1000), round(schedule_factor("cosine", 500, 1000), 6)
+    (0.1, 0.5)
+    """
+    if schedule == "constant":
+        return 1.0
+    if schedule == "step":
+        return float(0.1 ** sum(step >= int(total / part) for part in (2.667, 1.6, 1.142)))
+    if schedule == "cosine":
+        return 0.5 * (1 + math.cos(math.pi * step / total))
+    raise ValueError(f"schedule: expected 'constant', 'step' or 'cosine', got {schedule!r}")
+
+
+class Run(Protocol):
+    """The state of an optimiser at work."""
+
+    def ask(self) -> Tensor:
+        """The points (restarts, n) to evaluate next."""
+
+    def tell(self, values: Tensor, gradients: Tensor, usable: Tensor) -> None:
+        """Their objectives, gradients, and which rows are finite and still in the race."""
+
+    @property
+    def finished(self) -> Tensor:
+        """Rows that cannot be improved any further."""
+
+
+class Optimiser(Protocol):
+    #: Whether a non-finite value is an ordinary event (a trial step too long) rather than the end of a restart.
+    survives_non_finite: bool
+
+    def begin(self, start: Tensor, iterations: int, project: Project) -> Run: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adam:
+    """Adam, with the gradient as it is, its sign, or a soft sign, and a learning-rate schedule.
+
+    Soft sign: tanh(s g / mean|g|) with the slope s falling linearly from one to zero over the run, so that early
+    steps are nearly signed and late ones follow the gradient.
+    """
+
+    lr: float = 0.1
+    gradient: Literal["plain", "sign", "soft_sign"] = "plain"
+    schedule: Schedule = "cosine"
+    betas: tuple[float, float] = (0.9, 0.999)
+    survives_non_finite = False
+
+    def __post_init__(self) -> None:
+        if self.gradient not in ("plain", "sign", "soft_sign"):
+            raise ValueError(f"gradient: expected 'plain', 'sign' or 'soft_sign', got {self.gradient!r}")
+        if not self.lr > 0:
+            raise ValueError(f"lr: expected a positive number, got {self.lr}")
+        schedule_factor(self.schedule, 0, 1)
+
+    def begin(self, start: Tensor, iterations: int, project: Project) -> Run:
+        return _AdamRun(self, start, iterations, project)
+
+
+class _AdamRun:
+    def __init__(self, settings: Adam, start: Tensor, iterations: int, project: Project) -> None:
+        self.settings = settings
+        self.points = start.clone()
+        self.iterations = iterations
+        self.project = project
+        self.step = 0
+        self.mean = torch.zeros_like(start)
+        self.square = torch.zeros_like(start)
+
+    def ask(self) -> Tensor:
+        return self.points
+
+    def tell(self, values: Tensor, gradients: Tensor, usable: Tensor) -> None:
+        rule = self.settings
+        if rule.gradient == "sign":
+            gradients = gradients.sign()
+        elif rule.gradient == "soft_sign":
+            slope = 1 - self.step / self.iterations
+            size = gradients.abs().mean(1, keepdim=True)
+            gradients = torch.tanh(slope * gradients / size.clamp_min(1e-30))
+        first, second = rule.betas
+        self.mean.lerp_(gradients, 1 - first)
+        self.square.mul_(second).addcmul_(gradients, gradients, value=1 - second)
+        factor = rule.lr * schedule_factor(rule.schedule, self.step, self.iterations)
+        self.step += 1
+        # A tiny epsilon: gradients of a matched update are small, and the usual 1e-8 would stop the run early.
+        length = (self.square / (1 - second**self.step)).sqrt().add_(1e-16)
+        move = factor * (self.mean / (1 - first**self.step)) / length
+        moved = self.project(self.points - move)
+        self.points = torch.where(usable[:, None], moved, self.points)
+
+    @property
+    def finished(self) -> Tensor:
+        return torch.zeros(len(self.points), dtype=torch.bool, device=self.points.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LBFGS:
+    """Limited-memory BFGS, each restart with its own history and step length.
+
+    ``line_search="backtracking"`` halves a step until the objective falls enough (Armijo); ``"none"`` takes every
+    step of length ``lr`` as published DLG code does, and may diverge. One evaluation an iteration either way.
+    """
+
+    lr: float = 1.0
+    history: int = 50
+    line_search: Literal["backtracking", "none"] = "backtracking"
+    survives_non_finite = True
+
+    def __post_init__(self) -> None:
+        if self.line_search not in ("backtracking", "none"):
+            raise ValueError(f"line_search: expected 'backtracking' or 'none', got {self.line_search!r}")
+        if not self.lr > 0 or self.history < 1:
+            raise ValueError(f"LBFGS: expected lr > 0 and history >= 1, got {self.lr} and {self.history}")
+
+    def begin(self, start: Tensor, iterations: int, project: Project) -> Run:
+        return _LBFGSRun(self, start, project)
+
+
+class _LBFGSRun:
+    """Rows share no state; each keeps its last ``history`` moves and turns (changes of gradient) in a ring."""
+
+    def __init__(self, settings: LBFGS, start: Tensor, project: Project) -> None:
+        rows, size = start.shape
+        depth = settings.history
+        self.settings = settings
+        self.project = project
+        self.points = start.clone()
+        self.trial = start.clone()
+        self.values = start.new_full((rows,), math.inf)
+        self.gradients = torch.zeros_like(start)
+        self.direction = torch.zeros_like(start)
+        self.length = start.new_ones(rows)
+        self.moves = start.new_zeros(rows, depth, size)
+        self.turns = start.new_zeros(rows, depth, size)
+        # Inner products of the ring's entries, kept up to date so that a direction costs four matrix-vector products.
+        self.move_turn = torch.zeros(rows, depth, depth, dtype=torch.float64, device=start.device)
+        self.turn_turn = torch.zeros_like(self.move_turn)
+        self.used = torch.zeros(rows, dtype=torch.long, device=start.device)
+        self.stalled = torch.zeros(rows, dtype=torch.bool, device=start.device)
+
+    @property
+    def finished(self) -> Tensor:
+        return self.stalled
+
+    def ask(self) -> Tensor:
+        return self.trial
+
+    def tell(self, values: Tensor, gradients: Tensor, usable: Tensor) -> None:
+        fresh = torch.isinf(self.values)
+        slope = (self.gradients * self.direction).sum(1)
+        enough = values <= self.values + 1e-4 * self.length * slope
+        if self.settings.line_search == "none":
+            enough = torch.ones_like(enough)
+        accepted = usable & (fresh | enough) & ~self.stalled
+        self._remember(accepted & ~fresh, self.trial - self.points, gradients - self.gradients)
+        keep = accepted[:, None]
+        self.points = torch.where(keep, self.trial, self.points)
+        self.gradients = torch.where(keep, gradients, self.gradients)
+        self.values = torch.where(accepted, values, self.values)
+        if bool(accepted.any()):
+            self.direction = torch.where(keep, self._new_direction(), self.direction)
+        opening = torch.where(self.used == 0, self._cautious(), self.settings.lr)
+        self.length = torch.where(accepted, opening, self.length * torch.where(usable, 0.5, 0.1))
+        self._restart_exhausted(~accepted & (self.length < 1e-9))
+        self.trial = self.project(self.points + self.length[:, None] * self.direction)
+
+    def _cautious(self) -> Tensor:
+        """The first step has no curvature to go by: no longer than lr in the sum of absolute entries."""
+        return self.settings.lr * (1 / self.gradients.abs().sum(1).clamp_min(1e-30)).clamp(max=1.0)
+
+    def _remember(self, rows: Tensor, move: Tensor, turn: Tensor) -> None:
+        curvature = (move * turn).sum(1)
+        good = rows & (curvature > 1e-10 * turn.square().sum(1)) & (curvature > 0)
+        which = torch.nonzero(good).flatten()
+        if len(which) == 0:
+            return
+        slot = self.used[which] % self.settings.history
+        self.moves[which, slot] = move[which]
+        self.turns[which, slot] = turn[which]
+        self.move_turn[which, slot] = _products(self.turns[which], move[which])
+        self.move_turn[which, :, slot] = _products(self.moves[which], turn[which])
+        across = _products(self.turns[which], turn[which])
+        self.turn_turn[which, slot] = across
+        self.turn_turn[which, :, slot] = across
+        self.used[which] += 1
+
+    def _new_direction(self) -> Tensor:
+        """Minus the approximate inverse Hessian times the gradient, in the compact form of Byrd et al. (1994).
+
+        H = c I + [S cY] [[R^-T (D + c Y'Y) R^-1, -R^-T], [-R^-1, 0]] [S cY]', with R the upper triangle of S'Y in the
+        order of time and D its diagonal: one triangular solve for all restarts instead of a loop over the history.
+        """
+        depth = min(self.settings.history, int(self.used.max()))
+        if depth == 0:
+            return -self.gradients
+        age = torch.arange(depth, 0, -1, device=self.used.device)  # oldest first
+        slots = (self.used[:, None] - age) % self.settings.history
+        valid = (self.used[:, None] >= age).double()
+        cross = _pick(self.move_turn, slots) * valid[:, :, None] * valid[:, None, :]
+        square = _pick(self.turn_turn, slots) * valid[:, :, None] * valid[:, None, :]
+        own = torch.diagonal(cross, dim1=1, dim2=2)
+        upper = torch.triu(cross) + torch.diag_embed(1 - valid)
+        scale = own[:, -1] / square[:, -1, -1].clamp_min(1e-300)
+        scale = torch.where(self.used > 0, scale, 1.0)[:, None]
+        p = _products(self.moves, self.gradients).gather(1, slots) * valid
+        q = _products(self.turns, self.gradients).gather(1, slots) * valid
+        u = torch.linalg.solve_triangular(upper, p[:, :, None], upper=True)[:, :, 0]
+        right = own * u + scale * (square @ u[:, :, None])[:, :, 0] - scale * q
+        top = torch.linalg.solve_triangular(upper.mT, right[:, :, None], upper=False)[:, :, 0] * valid
+        along = torch.zeros_like(self.move_turn[:, 0]).scatter(1, slots, top).to(self.gradients)
+        against = torch.zeros_like(self.move_turn[:, 0]).scatter(1, slots, u * valid).to(self.gradients)
+        scale = scale.to(self.gradients)
+        result = scale * self.gradients
+        result += (along[:, None] @ self.moves)[:, 0] - scale * (against[:, None] @ self.turns)[:, 0]
+        descends = (result * self.gradients).sum(1, keepdim=True) > 0
+        return -torch.where(descends, result, self.gradients)
+
+    def _restart_exhausted(self, rows: Tensor) -> None:
+        """Where no step along the direction helps: forget the history, and give up if there was none."""
+        self.stalled = self.stalled | (rows & (self.used == 0))
+        again = rows & (self.used > 0)
+        self.used = torch.where(again, torch.zeros_like(self.used), self.used)
+        self.direction = torch.where(again[:, None], -self.gradients, self.direction)
+        self.length = torch.where(again, self._cautious(), self.length)
+
+
+def _products(ring: Tensor, vector: Tensor) -> Tensor:
+    """Inner products of a ring (rows, depth, n) with one vector a row, in double precision."""
+    return (ring @ vector[:, :, None])[:, :, 0].double()
+
+
+def _pick(matrix: Tensor, slots: Tensor) -> Tensor:
+    """Rows and columns of (rows, depth, depth) in the order of ``slots`` (rows, k)."""
+    size = slots.shape[1]
+    by_row = matrix.gather(1, slots[:, :, None].expand(-1, -1, matrix.shape[2]))
+    return by_row.gather(2, slots[:, None, :].expand(-1, size, -1))

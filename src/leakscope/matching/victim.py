@@ -1,0 +1,130 @@
+"""A differentiable view of the observed model: what update would a candidate batch have caused?"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad
+
+from leakscope.observation import Observation, Reduction
+
+Tensors = dict[str, Tensor]
+_BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass(frozen=True, eq=False)
+class Victim:
+    """The model as pure functions of its weights; made from an observation, never changing it.
+
+    ``weights`` are the tensors that the update speaks of, ``fixed`` all others (frozen parameters and buffers).
+    Both are passed to every call, so that a compiled step takes them as inputs and serves other weights too.
+    """
+
+    model: nn.Module = field(repr=False)
+    weights: Tensors = field(repr=False)
+    fixed: Tensors = field(repr=False)
+    reduction: Reduction
+    batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    _tape: dict[str, Tensor] = field(repr=False)
+
+    @classmethod
+    def of(cls, observation: Observation) -> Victim:
+        model = copy.deepcopy(observation.model).eval()
+        message = observation.message
+        tape: dict[str, Tensor] = {}
+        targets: dict[str, tuple[Tensor, Tensor]] = {}
+        for name, module in model.named_modules():
+            if not isinstance(module, _BATCHNORM):
+                continue
+            if message.batchnorm_statistics is not None:
+                statistics = message.batchnorm_statistics
+                targets[name] = (statistics[f"{name}.mean"], statistics[f"{name}.var"])
+            elif module.running_mean is not None and module.running_var is not None:
+                targets[name] = (module.running_mean.clone(), module.running_var.clone())
+            if name in targets:
+                # The hook lives on this private copy only, so it needs no removal and cannot pile up.
+                module.register_forward_pre_hook(_recorder(tape, name))
+            if observation.batchnorm == "train":
+                # Batch statistics without the in-place update of the running ones, which torch.func forbids.
+                module.train()
+                module.track_running_stats = False
+                module.running_mean = module.running_var = module.num_batches_tracked = None
+        everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        weights = {name: everything[name].detach() for name in message.update}
+        fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
+        return cls(model, weights, fixed, observation.reduction, targets, tape)
+
+    def loss(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
+        """Cross-entropy (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs."""
+        self._tape.clear()
+        logits = functional_call(self.model, {**weights, **fixed}, (x,))
+        recorded = dict(self._tape)
+        self._tape.clear()
+        return nn.functional.cross_entropy(logits, targets, reduction=self.reduction), recorded
+
+    def gradient(
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        """The gradient a client would send for this batch, and the BatchNorm layers' inputs."""
+        return grad(self.loss, has_aux=True)(weights, fixed, x, targets)
+
+
+def _recorder(tape: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
+    def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        tape[name] = inputs[0]
+
+    return hook
+
+
+class Simulation(Protocol):
+    """How a candidate batch becomes an update."""
+
+    def __call__(
+        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors]: ...
+
+
+@dataclass(frozen=True)
+class SingleGradient:
+    """One gradient of the whole batch, as in FedSGD; also the first-order stand-in for a weight update."""
+
+    def __call__(
+        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        return victim.gradient(weights, fixed, x, targets)
+
+
+@dataclass(frozen=True)
+class UnrolledSteps:
+    """Plain gradient descent over ``order`` (one tuple of example numbers a step), unrolled: before minus after."""
+
+    learning_rate: float
+    order: tuple[tuple[int, ...], ...]
+
+    def __call__(
+        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        current = weights
+        first: Tensors | None = None
+        for rows in self.order:
+            index = torch.tensor(rows, device=x.device)
+            gradient, recorded = victim.gradient(current, fixed, x[index], targets[index])
+            first = recorded if first is None else first
+            current = {name: value - self.learning_rate * gradient[name] for name, value in current.items()}
+        return {name: value - current[name] for name, value in weights.items()}, first or {}
+
+
+def steps_in_order(num_examples: int, batch_size: int, epochs: int) -> tuple[tuple[int, ...], ...]:
+    """The visits of a client that does not shuffle; the guess of an adversary who does not know the order.
+
+    >>> steps_in_order(3, 2, 1)
+    ((0, 1), (2,))
+    """
+    rows = tuple(range(num_examples))
+    epoch = tuple(rows[i : i + batch_size] for i in range(0, num_examples, batch_size))
+    return epoch * epochs

@@ -1,0 +1,31 @@
+"""Compare reconstructions with the truth: pure functions in unit space, one number an example."""
+
+from leakscope.metrics.assignment import assign, cost_matrix
+from leakscope.metrics.bootstrap import interval
+from leakscope.metrics.evaluate import MEASURES, PSNR_CAP, Evaluation, evaluate
+from leakscope.metrics.identification import chance, identified
+from leakscope.metrics.image import mse, psnr, rmse, rmse_maxnorm, ssim
+from leakscope.metrics.labels import label_accuracy, label_correct
+from leakscope.metrics.perceptual import Lpips, find_lpips, load_lpips
+
+__all__ = [
+    "MEASURES",
+    "PSNR_CAP",
+    "Evaluation",
+    "Lpips",
+    "assign",
+    "chance",
+    "cost_matrix",
+    "evaluate",
+    "find_lpips",
+    "identified",
+    "interval",
+    "label_accuracy",
+    "label_correct",
+    "load_lpips",
+    "mse",
+    "psnr",
+    "rmse",
+    "rmse_maxnorm",
+    "ssim",
+]

@@ -1,0 +1,139 @@
+"""Which reconstruction belongs to which original: an attack returns a batch in any order.
+
+``order[i]`` is the number of the reconstruction that is compared with original i, so
+``reconstructions[order]`` lines up with ``originals``; it is the permutation to apply, not its inverse.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from leakscope.metrics.image import ssim
+
+Cost = Literal["mse", "psnr", "ssim", "cosine"]
+Method = Literal["hungarian", "greedy", "best", "none"]
+
+
+def assign(
+    originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", method: Method = "hungarian"
+) -> Tensor:
+    """For each original the number of its reconstruction, or -1 where there are not enough of them.
+
+    ``hungarian`` minimises the total cost one-to-one; ``greedy`` takes the cheapest pair that is left again
+    and again; ``best`` gives each original its cheapest reconstruction, which may serve several; ``none``
+    keeps the order. A reconstruction that is not finite costs more than any that is.
+
+    >>> originals = torch.tensor([[0.0], [0.5], [1.0]])
+    >>> assign(originals, torch.tensor([[0.4], [0.9], [0.1]])).tolist()
+    [2, 0, 1]
+    >>> assign(originals, torch.tensor([[0.9]])).tolist()
+    [-1, -1, 0]
+    """
+    if method not in get_args(Method):
+        raise ValueError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
+    if originals.shape[1:] != reconstructions.shape[1:] or originals.dim() < 2:
+        raise ValueError(
+            "expected originals (N, *shape) and reconstructions (M, *shape), got "
+            f"{tuple(originals.shape)} and {tuple(reconstructions.shape)}"
+        )
+    number = len(originals)
+    order = np.full(number, -1, dtype=np.int64)
+    if method == "none":
+        kept = min(number, len(reconstructions))
+        order[:kept] = np.arange(kept)
+    elif number and len(reconstructions):
+        costs = cost_matrix(originals, reconstructions, cost).cpu().numpy()
+        if method == "best":
+            order = costs.argmin(axis=1)
+        elif method == "greedy":
+            order = _greedy(costs)
+        else:
+            order = hungarian(costs)
+    return torch.from_numpy(order).to(originals.device)
+
+
+def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") -> Tensor:
+    """Cost (N, M) of every pair; smaller is more alike: MSE, -PSNR, 1 - SSIM, or 1 - |cosine|.
+
+    >>> cost_matrix(torch.zeros(1, 4), torch.tensor([[0.5] * 4, [0.0] * 4])).tolist()
+    [[0.25, 0.0]]
+    """
+    a, b = originals.detach().double(), reconstructions.detach().double()
+    if cost in ("mse", "psnr"):
+        # The fast matrix form of cdist cancels: near-equal pictures would look a thousand times worse.
+        distance = torch.cdist(a.flatten(1), b.flatten(1), compute_mode="donot_use_mm_for_euclid_dist")
+        costs = distance.square() / a[0].numel()
+        if cost == "psnr":
+            costs = 10 * torch.log10(costs.clamp(min=1e-20))
+    elif cost == "cosine":
+        unit_a = torch.nn.functional.normalize(a.flatten(1), dim=1)
+        unit_b = torch.nn.functional.normalize(b.flatten(1), dim=1)
+        costs = 1 - (unit_a @ unit_b.T).abs()
+    elif cost == "ssim":
+        if a.dim() < 3:
+            raise ValueError("cost 'ssim' needs pictures or signals, got rows of a table; use 'mse'")
+        costs = 1 - torch.stack([ssim(row.expand_as(b), b) for row in a])
+    else:
+        raise ValueError(f"cost: expected one of {', '.join(get_args(Cost))}, got {cost!r}")
+    finite = torch.isfinite(costs)
+    largest = costs[finite].abs().max() if bool(finite.any()) else costs.new_tensor(1.0)
+    return torch.where(finite, costs, 2 * (largest + 1) * (len(a) + len(b)))
+
+
+def hungarian(costs: np.ndarray) -> np.ndarray:
+    """The one-to-one assignment of least total cost: for each row its column, or -1 where columns run out.
+
+    Shortest augmenting paths with potentials (Kuhn, 1955; Jonker and Volgenant, 1987), O(n^2 m).
+
+    >>> hungarian(np.array([[4.0, 1.0, 3.0], [2.0, 0.0, 5.0], [3.0, 2.0, 2.0]])).tolist()
+    [1, 0, 2]
+    """
+    rows, columns = costs.shape
+    if rows > columns:
+        order = np.full(rows, -1, dtype=np.int64)
+        order[hungarian(costs.T)] = np.arange(columns)
+        return order
+    # Index 0 is a dummy: row_of[0] is the row being placed, and real rows and columns count from 1.
+    row_potential, column_potential = np.zeros(rows + 1), np.zeros(columns + 1)
+    row_of = np.zeros(columns + 1, dtype=np.int64)
+    for row in range(1, rows + 1):
+        row_of[0], column = row, 0
+        shortest = np.full(columns + 1, np.inf)
+        before = np.zeros(columns + 1, dtype=np.int64)
+        visited = np.zeros(columns + 1, dtype=bool)
+        while row_of[column]:
+            visited[column] = True
+            here = row_of[column]
+            reduced = costs[here - 1] - row_potential[here] - column_potential[1:]
+            shorter = ~visited[1:] & (reduced < shortest[1:])
+            shortest[1:][shorter] = reduced[shorter]
+            before[1:][shorter] = column
+            following = int(np.where(visited, np.inf, shortest)[1:].argmin()) + 1
+            step = shortest[following]
+            row_potential[row_of[visited]] += step
+            column_potential[visited] -= step
+            shortest[~visited] -= step
+            column = following
+        while column:
+            row_of[column] = row_of[before[column]]
+            column = int(before[column])
+    order = np.full(rows, -1, dtype=np.int64)
+    for column in range(1, columns + 1):
+        if row_of[column]:
+            order[row_of[column] - 1] = column - 1
+    return order
+
+
+def _greedy(costs: np.ndarray) -> np.ndarray:
+    order = np.full(len(costs), -1, dtype=np.int64)
+    left = costs.copy()
+    for _ in range(min(costs.shape)):
+        row, column = np.unravel_index(left.argmin(), left.shape)
+        order[row] = column
+        left[row, :] = np.inf
+        left[:, column] = np.inf
+    return order

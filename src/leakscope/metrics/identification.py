@@ -1,0 +1,47 @@
+"""Does a reconstruction point at its own original among others? No threshold on quality is needed."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def identified(original_index: Tensor, reconstructions: Tensor, candidates: Tensor) -> Tensor:
+    """Whether each reconstruction is nearer (MSE) to its own original than to every other candidate.
+
+    ``original_index[i]`` is the place of reconstruction i's original in ``candidates``: the other originals
+    of the batch and a pool of other examples of the same data. A candidate equal to the original is the
+    original; a tie with any other is not identification, and neither is a reconstruction that is not finite.
+
+    >>> candidates = torch.tensor([[0.0], [0.5], [1.0]])
+    >>> identified(torch.tensor([0, 1]), torch.tensor([[0.1], [0.9]]), candidates).tolist()
+    [True, False]
+    """
+    if len(original_index) != len(reconstructions) or candidates.shape[1:] != reconstructions.shape[1:]:
+        raise ValueError(
+            f"expected one index for each of {len(reconstructions)} reconstructions and candidates of the "
+            f"same shape, got {len(original_index)} indices, shapes {tuple(reconstructions.shape)} and "
+            f"{tuple(candidates.shape)}"
+        )
+    if bool(((original_index < 0) | (original_index >= len(candidates))).any()):
+        raise ValueError(f"original_index: expected places among {len(candidates)} candidates")
+    pool = candidates.detach().double().flatten(1)
+    result = torch.zeros(len(reconstructions), dtype=torch.bool, device=reconstructions.device)
+    for i, reconstruction in enumerate(reconstructions.detach().double().flatten(1)):
+        own = pool[original_index[i]]
+        others = pool[(pool != own).any(dim=1)]
+        distance = (reconstruction - own).square().mean()
+        nearest = (others - reconstruction).square().mean(dim=1).min() if len(others) else torch.inf
+        result[i] = bool(torch.isfinite(distance)) and bool(distance < nearest)
+    return result
+
+
+def chance(num_candidates: int) -> float:
+    """How often a blind guess identifies the original.
+
+    >>> chance(20)
+    0.05
+    """
+    if num_candidates < 1:
+        raise ValueError(f"num_candidates: expected at least 1, got {num_candidates}")
+    return 1 / num_candidates

@@ -1,0 +1,115 @@
+"""Distances between pictures (or signals, or table rows) in unit space, one number an example.
+
+Every function takes two tensors of the same shape (B, ...) with values in [0, 1] and computes in double
+precision. Nothing is summed or averaged over the batch, and nothing is clamped:
+:func:`leakscope.metrics.evaluate` does that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+SSIM_NEEDS_SPACE = "SSIM needs a neighbourhood, and rows of a table have none"
+_WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03
+
+
+def mse(original: Tensor, reconstruction: Tensor) -> Tensor:
+    """Mean squared error.
+
+    >>> mse(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.5)).item()
+    0.25
+    """
+    return _error(original, reconstruction).square().mean(dim=1)
+
+
+def rmse(original: Tensor, reconstruction: Tensor) -> Tensor:
+    """Root of the mean squared error.
+
+    >>> rmse(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.5)).item()
+    0.5
+    """
+    return mse(original, reconstruction).sqrt()
+
+
+def rmse_maxnorm(original: Tensor, reconstruction: Tensor) -> Tensor:
+    """The error relative to its own largest entry, sqrt(mean(e^2 / max e^2)); 0 where there is no error.
+
+    Published tables call this RMSE. It measures the shape of the error and not its size: any Gaussian error
+    over 3072 pixels gives about 0.27, a constant one gives 1. Compare only with such tables.
+
+    >>> rmse_maxnorm(torch.zeros(1, 4), torch.tensor([[0.1, 0.0, 0.0, 0.0]])).item()
+    0.5
+    """
+    squared = _error(original, reconstruction).square()
+    largest = squared.amax(dim=1, keepdim=True)
+    return torch.where(largest > 0, squared / largest, squared).mean(dim=1).sqrt()
+
+
+def psnr(
+    original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap: float | None = None
+) -> Tensor:
+    """Peak signal-to-noise ratio in dB, 10 log10(R^2 / MSE) with R = ``data_range``.
+
+    It is infinite for equal pictures; ``cap`` bounds it from above, for files and plots that cannot hold
+    infinity.
+
+    >>> psnr(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.1)).item()  # doctest: +ELLIPSIS
+    19.99999...
+    >>> x = torch.ones(1, 3)
+    >>> psnr(x, x).item(), psnr(x, x, cap=99.0).item()
+    (inf, 99.0)
+    """
+    if data_range <= 0:
+        raise ValueError(f"data_range: expected a positive number, got {data_range}")
+    value = 10 * torch.log10(data_range**2 / mse(original, reconstruction))
+    return value if cap is None else value.clamp(max=cap)
+
+
+def ssim(original: Tensor, reconstruction: Tensor, data_range: float = 1.0) -> Tensor:
+    """Structural similarity: Gaussian window of 11, sigma 1.5, K1 = 0.01, K2 = 0.03; mean over whole windows.
+
+    Works for (B, C, L) signals, with a window along the line, and for (B, C, H, W) pictures of any number of
+    channels, which are averaged. Where a side is shorter than 11 the window shrinks along it to the largest
+    odd size that fits. Rows of a table (B, D) have no neighbourhood: NaN, see ``SSIM_NEEDS_SPACE``.
+
+    >>> x = torch.linspace(0, 1, 256).reshape(1, 1, 16, 16)
+    >>> round(ssim(x, x).item(), 6), round(ssim(x, 1 - x).item(), 3)
+    (1.0, -0.826)
+    """
+    _same_shape(original, reconstruction)
+    a, b = original.detach().double(), reconstruction.detach().double()
+    if a.dim() < 3:
+        return torch.full((len(a),), torch.nan, dtype=torch.float64, device=a.device)
+    c1, c2 = (_K1 * data_range) ** 2, (_K2 * data_range) ** 2
+    mean_a, mean_b = _blur(a), _blur(b)
+    variance_a = _blur(a * a) - mean_a**2
+    variance_b = _blur(b * b) - mean_b**2
+    covariance = _blur(a * b) - mean_a * mean_b
+    luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
+    structure = (2 * covariance + c2) / (variance_a + variance_b + c2)
+    return (luminance * structure).flatten(1).mean(dim=1)
+
+
+def _blur(x: Tensor) -> Tensor:
+    """Gaussian mean over every window that lies wholly inside, along each axis after the channels."""
+    for axis in range(2, x.dim()):
+        length = x.shape[axis]
+        size = min(_WINDOW, length if length % 2 else length - 1)
+        position = torch.arange(size, dtype=x.dtype, device=x.device) - size // 2
+        weights = torch.exp(-(position**2) / (2 * _SIGMA**2))
+        x = x.unfold(axis, size, 1) @ (weights / weights.sum())
+    return x
+
+
+def _error(original: Tensor, reconstruction: Tensor) -> Tensor:
+    _same_shape(original, reconstruction)
+    return (original.detach().double() - reconstruction.detach().double()).flatten(1)
+
+
+def _same_shape(original: Tensor, reconstruction: Tensor) -> None:
+    if original.shape != reconstruction.shape or original.dim() < 2:
+        raise ValueError(
+            "expected an original and a reconstruction of the same shape (batch, ...), got "
+            f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
+        )

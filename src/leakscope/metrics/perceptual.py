@@ -1,0 +1,120 @@
+"""The Unreasonable Effectiveness of Deep Features as a Perceptual Metric (Zhang et al., 2018): LPIPS.
+
+Version 0.1, five convolution stages of AlexNet: each stage's output is scaled to unit length over channels,
+the squared difference of two pictures is weighted by the calibrated head, averaged over space and summed over
+stages. The weights are no part of this package: they are read from a plain ``.npz`` file with the arrays
+conv0_w, conv0_b, ..., lin0, ..., lin4.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+FILE_NAME = "lpips_alex_v0.1.npz"
+NO_WEIGHTS = f"no LPIPS weights: set LEAKSCOPE_DATA to a folder with {FILE_NAME}, or pass its path"
+SMALLEST = 32
+_SHIFT, _SCALE = (-0.030, -0.088, -0.188), (0.458, 0.448, 0.450)
+_STRIDE_PADDING = ((4, 2), (1, 2), (1, 1), (1, 1), (1, 1))
+_POOLED = (1, 2)
+_CHUNK = 32
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Lpips:
+    """The measure with its weights; call it with originals and reconstructions (B, C, H, W) in unit space.
+
+    >>> Lpips.reason((3, 16, 16))
+    'LPIPS needs pictures of at least 32 pixels a side, got 16x16'
+    """
+
+    weights: Mapping[str, Tensor]
+
+    @staticmethod
+    def reason(shape: tuple[int, ...]) -> str | None:
+        """Why LPIPS cannot be computed for examples of this shape, or None if it can."""
+        if len(shape) != 3:
+            return f"LPIPS is for pictures (C, H, W), got shape {tuple(shape)}"
+        channels, height, width = shape
+        if channels not in (1, 3):
+            return f"LPIPS is for one or three channels, got {channels}"
+        if min(height, width) < SMALLEST:
+            return f"LPIPS needs pictures of at least {SMALLEST} pixels a side, got {height}x{width}"
+        return None
+
+    def __call__(self, original: Tensor, reconstruction: Tensor) -> Tensor:
+        """The distance of each pair (B,), NaN where there is a :meth:`reason`; one channel becomes three."""
+        if original.shape != reconstruction.shape or original.dim() < 2:
+            raise ValueError(
+                "expected an original and a reconstruction of the same shape (batch, ...), got "
+                f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
+            )
+        if self.reason(tuple(original.shape[1:])) is not None:
+            return torch.full((len(original),), torch.nan, dtype=torch.float64, device=original.device)
+        with torch.no_grad():
+            chunks = zip(original.split(_CHUNK), reconstruction.split(_CHUNK), strict=True)
+            parts = [self._distance(a, b) for a, b in chunks]
+        return torch.cat(parts) if parts else original.new_zeros(0, dtype=torch.float64)
+
+    def _distance(self, a: Tensor, b: Tensor) -> Tensor:
+        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+        for stage, (feature_a, feature_b) in enumerate(zip(self.stages(a), self.stages(b), strict=True)):
+            head = self.weights[f"lin{stage}"].to(a.device).reshape(1, -1, 1, 1)
+            difference = (_unit_length(feature_a) - _unit_length(feature_b)).square()
+            total += (difference * head).sum(dim=1).mean(dim=(1, 2)).double()
+        return total
+
+    def stages(self, pictures: Tensor) -> list[Tensor]:
+        """The outputs of the five stages for pictures in unit space."""
+        x = pictures.detach().float().expand(-1, 3, -1, -1) * 2 - 1
+        shift = torch.tensor(_SHIFT, device=x.device).reshape(1, 3, 1, 1)
+        scale = torch.tensor(_SCALE, device=x.device).reshape(1, 3, 1, 1)
+        x = (x - shift) / scale
+        outputs = []
+        for stage, (stride, padding) in enumerate(_STRIDE_PADDING):
+            if stage in _POOLED:
+                x = functional.max_pool2d(x, kernel_size=3, stride=2)
+            weight, bias = (self.weights[f"conv{stage}_{part}"].to(x.device) for part in "wb")
+            x = functional.conv2d(x, weight, bias, stride=stride, padding=padding).relu()
+            outputs.append(x)
+        return outputs
+
+
+def find_lpips() -> Path | None:
+    """The weights in the folder that LEAKSCOPE_DATA names, or None."""
+    folder = os.environ.get("LEAKSCOPE_DATA")
+    path = Path(folder, FILE_NAME) if folder else None
+    return path if path is not None and path.is_file() else None
+
+
+def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
+    """Read the weights from ``path`` or from the folder LEAKSCOPE_DATA names; ValueError if there are none.
+
+    >>> load_lpips("nowhere.npz")
+    Traceback (most recent call last):
+    ValueError: nowhere.npz: no such file. LPIPS weights are a file lpips_alex_v0.1.npz.
+    """
+    chosen = find_lpips() if path is None else Path(path)
+    if chosen is None:
+        raise ValueError(NO_WEIGHTS)
+    if not chosen.is_file():
+        raise ValueError(f"{chosen}: no such file. LPIPS weights are a file {FILE_NAME}.")
+    names = [f"conv{k}_{part}" for k in range(5) for part in "wb"] + [f"lin{k}" for k in range(5)]
+    try:
+        with np.load(chosen, allow_pickle=False) as arrays:
+            weights = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in names}
+    except (KeyError, OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
+        raise ValueError(f"{chosen}: not a file of LPIPS weights ({error})") from error
+    return Lpips(weights)
+
+
+def _unit_length(features: Tensor) -> Tensor:
+    return features / (features.square().sum(dim=1, keepdim=True).sqrt() + 1e-10)

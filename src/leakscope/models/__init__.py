@@ -1,0 +1,153 @@
+"""Reference victims, one family a file, and the door for models of the user's own.
+
+>>> parameter_count(build_model("convnet"))
+113738
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
+from leakscope.models.common import ACTIVATIONS, positive_int
+from leakscope.models.external import call_factory, find_factory
+from leakscope.models.lenet import dlg_lenet, lenet_tanh
+from leakscope.models.mlp import logistic, mlp, s3_mlp
+from leakscope.models.resnet import resnet8, resnet18
+from leakscope.models.vit import s3_vit
+
+__all__ = ["ACTIVATIONS", "MODELS", "ModelEntry", "build_model", "parameter_count"]
+
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """One row of the table: how to build a model, and the shapes it has when none are given."""
+
+    name: str
+    summary: str
+    factory: Callable[..., nn.Module]
+    input_shape: tuple[int, ...]
+    num_classes: int
+
+    def options(self) -> tuple[str, ...]:
+        """Names of the options beside input_shape and num_classes.
+
+        >>> MODELS["one-layer-cnn"].options()
+        ('filters', 'activation')
+        """
+        names = inspect.signature(self.factory).parameters
+        return tuple(name for name in names if name not in ("input_shape", "num_classes"))
+
+
+_CIFAR = (3, 32, 32)
+_MNIST = (1, 28, 28)
+_ENTRIES = (
+    ModelEntry(
+        "convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10
+    ),
+    ModelEntry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
+    ModelEntry(
+        "lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62
+    ),
+    ModelEntry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
+    ModelEntry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
+    ModelEntry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
+    ModelEntry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
+    ModelEntry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
+    ModelEntry("s3-vit", "small vision transformer that sees one patch", s3_vit, _MNIST, 62),
+    ModelEntry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
+    ModelEntry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
+    ModelEntry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
+    ModelEntry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
+)
+MODELS: Mapping[str, ModelEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+
+
+def build_model(
+    spec: str,
+    *,
+    input_shape: tuple[int, ...] | None = None,
+    num_classes: int | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> nn.Module:
+    """Build the model called ``spec``: a name in :data:`MODELS`, or ``package.module:factory``.
+
+    The same arguments give the same weights, and the global random state is left as it was. A factory of the
+    user's own is given ``input_shape``, ``num_classes`` and ``seed`` only where its signature names them.
+
+    >>> build_model("mlp", input_shape=(4,), num_classes=2, hidden=(3,)).fc2
+    Linear(in_features=3, out_features=2, bias=True)
+    """
+    if not isinstance(spec, str):
+        raise TypeError(f"build_model: expected the name of a model, got {type(spec).__name__}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise ValueError(f"build_model: seed: expected an integer, got {seed!r}")
+    if input_shape is not None:
+        input_shape = _checked_shape(input_shape)
+    if num_classes is not None:
+        num_classes = positive_int(num_classes, "build_model: num_classes")
+    if ":" in spec:
+        facts = {"input_shape": input_shape, "num_classes": num_classes, "seed": seed}
+        # Importing may draw numbers too. It has a state of its own, for a second import draws none.
+        with _private_random_state(seed):
+            factory = find_factory(spec)
+        with _private_random_state(seed):
+            return call_factory(spec, factory, facts, options)
+    entry = _entry(spec)
+    unknown = sorted(set(options) - set(entry.options()))
+    if unknown:
+        known = ", ".join(entry.options()) or "none"
+        raise ValueError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
+    shape = entry.input_shape if input_shape is None else input_shape
+    classes = entry.num_classes if num_classes is None else num_classes
+    with _private_random_state(seed):
+        return entry.factory(input_shape=shape, num_classes=classes, **options)
+
+
+def parameter_count(model: nn.Module) -> int:
+    """Number of trainable and frozen weights; buffers such as running means are not counted.
+
+    >>> parameter_count(nn.Linear(3, 2))
+    8
+    """
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@contextmanager
+def _private_random_state(seed: int) -> Iterator[None]:
+    """Initial weights come from torch's default generator; borrow it, and give it back as it was."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        yield
+
+
+def _entry(name: str) -> ModelEntry:
+    if name in MODELS:
+        return MODELS[name]
+    close = difflib.get_close_matches(name.lower(), MODELS, n=1)
+    hint = f" Did you mean {close[0]!r}?" if close else ""
+    raise ValueError(
+        f"unknown model {name!r}.{hint} Known: {', '.join(MODELS)}; or package.module:factory for your own."
+    )
+
+
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    try:
+        sizes = tuple(shape)
+    except TypeError:
+        sizes = ()
+    if not sizes or isinstance(shape, str):
+        raise ValueError(
+            f"build_model: input_shape: expected sizes without the batch such as (3, 32, 32), got {shape!r}"
+        )
+    return tuple(positive_int(size, "build_model: input_shape") for size in sizes)

@@ -1,0 +1,102 @@
+"""What every family of models shares: checked shapes, activations by name, sizes of feature maps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from torch import nn
+
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
+    {
+        "sigmoid": nn.Sigmoid,
+        "tanh": nn.Tanh,
+        "relu": nn.ReLU,
+        "gelu": nn.GELU,
+        "softplus": nn.Softplus,
+        "silu": nn.SiLU,
+    }
+)
+
+
+def activation_layer(name: str) -> nn.Module:
+    """A fresh activation module.
+
+    >>> activation_layer("tanh")
+    Tanh()
+    """
+    if name not in ACTIVATIONS:
+        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]()
+
+
+def positive_int(value: object, what: str) -> int:
+    """``value`` as an int of at least 1, or an error that names ``what``.
+
+    >>> positive_int(12, "filters")
+    12
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{what}: expected an integer of at least 1, got {value!r}")
+    return value
+
+
+def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Channels, height and width, or an error saying that ``model`` reads images.
+
+    >>> image_shape("convnet", (1, 28, 28))
+    (1, 28, 28)
+    """
+    if len(input_shape) != 3:
+        raise ValueError(
+            f"{model}: expected an image shape (channels, height, width), got {tuple(input_shape)}. "
+            "For signals use 'signal-cnn', for tables 'mlp' or 'logistic'."
+        )
+    channels, height, width = input_shape
+    return channels, height, width
+
+
+def signal_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int]:
+    """Channels and length, or an error saying that ``model`` reads signals.
+
+    >>> signal_shape("signal-cnn", (1, 256))
+    (1, 256)
+    """
+    if len(input_shape) != 2:
+        raise ValueError(
+            f"{model}: expected a signal shape (channels, length), got {tuple(input_shape)}. "
+            "For images use 'convnet', for tables 'mlp' or 'logistic'."
+        )
+    channels, length = input_shape
+    return channels, length
+
+
+def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) -> int:
+    """The length of one axis after a convolution or a pooling; 0 or less means that nothing is left.
+
+    >>> output_size(32, kernel=5, stride=2, padding=2)
+    16
+    """
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def too_small(model: str, input_shape: tuple[int, ...], why: str) -> ValueError:
+    """The error for inputs of which ``model`` would leave nothing."""
+    return ValueError(
+        f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs."
+    )
+
+
+def average_pool_to(height: int, width: int, target: int) -> nn.Module:
+    """Average pooling of a height x width map to target x target.
+
+    A fixed window is the same function where it divides the map, and unlike the adaptive one it compiles to a
+    fast double derivative, so it is preferred there.
+
+    >>> average_pool_to(8, 8, 4)
+    AvgPool2d(kernel_size=(2, 2), stride=(2, 2), padding=0)
+    """
+    if height % target == 0 and width % target == 0:
+        window = (height // target, width // target)
+        return nn.AvgPool2d(window, window)
+    return nn.AdaptiveAvgPool2d(target)

@@ -1,0 +1,512 @@
+"""The vocabulary: what a client sends, and all that an adversary sees of it.
+
+An :class:`Observation` is the only thing an attack is given. It has no field for private inputs, and every fact
+that the :class:`Knowledge` denies is ``None`` in it, so an attack cannot use what the threat model withholds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+FORMAT_VERSION = 1
+
+LabelKnowledge = Literal["no", "counts", "yes"]
+UpdateKind = Literal["gradient", "weight_delta"]
+BatchNormMode = Literal["eval", "train"]
+Reduction = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knowledge:
+    """What an adversary knows besides the model and the update; one field for each thing.
+
+    >>> Knowledge.honest_server.labels, Knowledge.full.labels
+    ('no', 'yes')
+    >>> Knowledge.preset("eavesdropper").learning_rate
+    False
+    """
+
+    labels: LabelKnowledge = "no"
+    num_examples: bool = True
+    local_epochs: bool = False
+    batch_size: bool = False
+    learning_rate: bool = False
+    batch_order: bool = False
+    batch_indices: bool = False
+    batchnorm_statistics: bool = False
+    normalisation: bool = False
+    choose_weights: bool = False
+    choose_structure: bool = False
+
+    eavesdropper: ClassVar[Knowledge]
+    honest_server: ClassVar[Knowledge]
+    malicious_server: ClassVar[Knowledge]
+    full: ClassVar[Knowledge]
+
+    def __post_init__(self) -> None:
+        if self.labels not in ("no", "counts", "yes"):
+            raise ValueError(f"Knowledge.labels: expected 'no', 'counts' or 'yes', got {self.labels!r}")
+
+    @classmethod
+    def preset(cls, name: str) -> Knowledge:
+        """The preset called ``name``: eavesdropper, honest_server, malicious_server or full."""
+        if name not in KNOWLEDGE_PRESETS:
+            raise ValueError(
+                f"unknown knowledge preset {name!r}: expected one of {', '.join(KNOWLEDGE_PRESETS)}, "
+                "or a mapping of the fields of Knowledge"
+            )
+        return KNOWLEDGE_PRESETS[name]
+
+    def describe(self) -> list[str]:
+        """The threat model in plain words, one sentence a line."""
+        lines = [
+            "The adversary sees the model's structure, the weights the client received, and the update it sent."
+        ]
+        lines.append(
+            {
+                "no": "It does not know the labels and must infer them.",
+                "counts": "It knows how many examples each class has, not which example has which label.",
+                "yes": "It knows every label.",
+            }[self.labels]
+        )
+        facts = {
+            "num_examples": "the number of examples",
+            "local_epochs": "the number of local epochs",
+            "batch_size": "the local batch size",
+            "learning_rate": "the client's learning rate and optimiser",
+            "batch_order": "the order in which the client visited its examples",
+            "batch_indices": "which examples are in each batch",
+            "batchnorm_statistics": "the BatchNorm statistics of the private batch itself",
+            "normalisation": "the input normalisation and value range",
+        }
+        known = [words for name, words in facts.items() if getattr(self, name)]
+        unknown = [words for name, words in facts.items() if not getattr(self, name)]
+        if known:
+            lines.append("It knows " + ", ".join(known) + ".")
+        if unknown:
+            lines.append("It does not know " + ", ".join(unknown) + ".")
+        powers = {"choose_weights": "the weights", "choose_structure": "the structure"}
+        chosen = [words for name, words in powers.items() if getattr(self, name)]
+        lines.append(
+            f"It may choose {' and '.join(chosen)} of the model."
+            if chosen
+            else "It follows the protocol and may not change the model."
+        )
+        return lines
+
+
+Knowledge.eavesdropper = Knowledge()
+Knowledge.honest_server = Knowledge(
+    local_epochs=True, batch_size=True, learning_rate=True, normalisation=True
+)
+Knowledge.malicious_server = dataclasses.replace(
+    Knowledge.honest_server, choose_weights=True, choose_structure=True
+)
+Knowledge.full = Knowledge(
+    labels="yes",
+    local_epochs=True,
+    batch_size=True,
+    learning_rate=True,
+    batch_order=True,
+    batch_indices=True,
+    batchnorm_statistics=True,
+    normalisation=True,
+    choose_weights=True,
+    choose_structure=True,
+)
+
+KNOWLEDGE_PRESETS: Mapping[str, Knowledge] = MappingProxyType(
+    {
+        "eavesdropper": Knowledge.eavesdropper,
+        "honest_server": Knowledge.honest_server,
+        "malicious_server": Knowledge.malicious_server,
+        "full": Knowledge.full,
+    }
+)
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The valid box of inputs in the space the model reads, one bound a channel (or one for all).
+
+    ``to_unit`` maps it to [0, 1], the space in which pictures are shown and PSNR is measured.
+
+    >>> ValueRange.normalised(mean=(0.5,), std=(0.25,))
+    ValueRange(low=(-2.0,), high=(2.0,))
+    """
+
+    low: tuple[float, ...] = (0.0,)
+    high: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", tuple(float(v) for v in self.low))
+        object.__setattr__(self, "high", tuple(float(v) for v in self.high))
+        if len(self.low) != len(self.high):
+            raise ValueError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
+        if not all(a < b for a, b in zip(self.low, self.high, strict=True)):
+            raise ValueError(f"ValueRange: every low must be below its high, got {self.low} and {self.high}")
+
+    @classmethod
+    def normalised(cls, mean: tuple[float, ...], std: tuple[float, ...]) -> ValueRange:
+        """The box of pixels in [0, 1] after subtracting ``mean`` and dividing by ``std``."""
+        if len(mean) != len(std) or any(s <= 0 for s in std):
+            raise ValueError(f"normalisation: expected equally long mean and positive std, got {mean}, {std}")
+        return cls(
+            low=tuple((0.0 - m) / s for m, s in zip(mean, std, strict=True)),
+            high=tuple((1.0 - m) / s for m, s in zip(mean, std, strict=True)),
+        )
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound, shaped to broadcast over a batch (B, C, ...) such as ``like``."""
+        if len(self.low) == 1:
+            shape: tuple[int, ...] = ()
+        else:
+            if like.dim() < 2 or like.shape[1] != len(self.low):
+                raise ValueError(
+                    f"ValueRange has {len(self.low)} channels but the inputs have shape {tuple(like.shape)}"
+                )
+            shape = (len(self.low),) + (1,) * (like.dim() - 2)
+        low = torch.tensor(self.low, device=like.device, dtype=like.dtype).reshape(shape)
+        high = torch.tensor(self.high, device=like.device, dtype=like.dtype).reshape(shape)
+        return low, high
+
+    def to_unit(self, x: Tensor) -> Tensor:
+        low, high = self.bounds(x)
+        return (x - low) / (high - low)
+
+    def from_unit(self, x: Tensor) -> Tensor:
+        low, high = self.bounds(x)
+        return low + x * (high - low)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """The client's recipe as far as the adversary knows it; ``None`` means not known."""
+
+    epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    optimizer: str | None = None
+    momentum: float | None = None
+    batch_order: tuple[tuple[int, ...], ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One thing sent.
+
+    ``kind`` is "gradient", or "weight_delta" = weights before minus weights after, which for gradient descent is a
+    positive combination of gradients: both kinds point the same way, and no attack has to flip a sign.
+    """
+
+    update: Mapping[str, Tensor]
+    kind: UpdateKind = "gradient"
+    indices: tuple[int, ...] | None = None
+    batchnorm_statistics: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("gradient", "weight_delta"):
+            raise ValueError(f"Message.kind: expected 'gradient' or 'weight_delta', got {self.kind!r}")
+        if not isinstance(self.update, Mapping):
+            raise TypeError(
+                f"Message.update: expected a mapping of parameter names to tensors, got "
+                f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
+            )
+        object.__setattr__(self, "update", _frozen_tensors(self.update))
+        if self.batchnorm_statistics is not None:
+            object.__setattr__(self, "batchnorm_statistics", _frozen_tensors(self.batchnorm_statistics))
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
+        statistics = self.batchnorm_statistics
+        return dataclasses.replace(
+            self,
+            update={k: v.to(device=device, dtype=dtype) for k, v in self.update.items()},
+            batchnorm_statistics=None
+            if statistics is None
+            else {k: v.to(device=device, dtype=dtype) for k, v in statistics.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observation:
+    """All that an adversary sees: the model as the client received it, the messages, and what else is known.
+
+    Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`.
+    """
+
+    model: nn.Module = field(repr=False)
+    messages: tuple[Message, ...] = field(repr=False)
+    input_shape: tuple[int, ...]
+    num_classes: int
+    knowledge: Knowledge = Knowledge.honest_server
+    num_examples: int | None = None
+    value_range: ValueRange | None = None
+    labels: Tensor | None = field(default=None, repr=False)
+    label_counts: Tensor | None = field(default=None, repr=False)
+    training: LocalTraining = LocalTraining()
+    reduction: Reduction = "mean"
+    batchnorm: BatchNormMode = "eval"
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "messages", tuple(self.messages))
+        object.__setattr__(self, "input_shape", tuple(int(n) for n in self.input_shape))
+        # A copy, so that neither the caller's later training nor an attack can change what was observed.
+        object.__setattr__(self, "model", copy.deepcopy(self.model))
+        self._validate()
+
+    def _validate(self) -> None:
+        problems: list[str] = []
+        if not self.messages:
+            problems.append("messages: expected at least one Message, got none")
+        if any(n < 1 for n in self.input_shape) or not self.input_shape:
+            problems.append(f"input_shape: expected positive sizes without the batch, got {self.input_shape}")
+        if self.num_classes < 1:
+            problems.append(f"num_classes: expected at least 1, got {self.num_classes}")
+        if self.num_examples is not None and self.num_examples < 1:
+            problems.append(f"num_examples: expected at least 1, got {self.num_examples}")
+        parameters = dict(self.model.named_parameters())
+        for message in self.messages:
+            problems += _update_problems(message.update, parameters)
+        known = self.knowledge
+        if self.labels is not None and known.labels != "yes":
+            problems.append("labels are given although the knowledge denies them")
+        if self.label_counts is not None and known.labels == "no":
+            problems.append("label counts are given although the knowledge denies them")
+        if self.num_examples is not None and not known.num_examples:
+            problems.append("num_examples is given although the knowledge denies it")
+        if problems:
+            raise ValueError("not a valid observation:\n  - " + "\n  - ".join(problems))
+
+    @classmethod
+    def from_update(
+        cls,
+        model: nn.Module,
+        update: Mapping[str, Tensor],
+        *,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        num_examples: int | None = None,
+        kind: UpdateKind = "gradient",
+        knowledge: Knowledge = Knowledge.honest_server,
+        **facts: Any,
+    ) -> Observation:
+        """The observation of an update captured elsewhere; ``facts`` are further fields of Observation."""
+        message = Message(update=update, kind=kind)
+        return cls(
+            model=model,
+            messages=(message,),
+            input_shape=input_shape,
+            num_classes=num_classes,
+            num_examples=num_examples,
+            knowledge=knowledge,
+            **facts,
+        )
+
+    @property
+    def message(self) -> Message:
+        """The only message; protocols of several rounds carry more, and attacks on them say so."""
+        if len(self.messages) != 1:
+            raise ValueError(f"expected an observation with one message, got {len(self.messages)}")
+        return self.messages[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.message.update.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.message.update.values())).dtype
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Observation:
+        """The same observation on another device or in another precision; integers keep their type."""
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device=device)
+
+        return dataclasses.replace(
+            self,
+            model=copy.deepcopy(self.model).to(device=device, dtype=dtype),
+            messages=tuple(m.to(device, dtype) for m in self.messages),
+            labels=move(self.labels),
+            label_counts=move(self.label_counts),
+        )
+
+    def with_update(self, update: Mapping[str, Tensor]) -> Observation:
+        """The same observation with another update, for null controls and for defences of a captured update."""
+        return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
+
+    # -- files ---------------------------------------------------------------------------------------------------
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write PATH.safetensors (tensors) and PATH.json (facts), each atomically."""
+        from safetensors.torch import save
+
+        target = Path(path).with_suffix(".safetensors")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "format": FORMAT_VERSION,
+            "model_name": self.model_name,
+            "input_shape": list(self.input_shape),
+            "num_classes": self.num_classes,
+            "num_examples": self.num_examples,
+            "knowledge": dataclasses.asdict(self.knowledge),
+            "value_range": None if self.value_range is None else dataclasses.asdict(self.value_range),
+            "training": dataclasses.asdict(self.training),
+            "reduction": self.reduction,
+            "batchnorm": self.batchnorm,
+            "messages": [
+                {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)}
+                for m in self.messages
+            ],
+        }
+        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._named_tensors()}
+        atomic_write(target, save(tensors))
+        atomic_write(target.with_suffix(".json"), json.dumps(facts, indent=1).encode())
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        for name, value in self.model.state_dict().items():
+            yield f"model/{name}", value
+        for number, message in enumerate(self.messages):
+            for name, value in message.update.items():
+                yield f"message/{number}/update/{name}", value
+            for name, value in (message.batchnorm_statistics or {}).items():
+                yield f"message/{number}/batchnorm/{name}", value
+        if self.labels is not None:
+            yield "labels", self.labels
+        if self.label_counts is not None:
+            yield "label_counts", self.label_counts
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Observation:
+        """Read what :meth:`save` wrote. The structure comes from ``model``; no code is taken from the file."""
+        tensors, facts = read_observation_files(path)
+        weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
+        try:
+            skeleton = copy.deepcopy(model)
+            dtypes = {v.dtype for v in weights.values() if v.is_floating_point()}
+            if len(dtypes) == 1:
+                skeleton = skeleton.to(dtype=dtypes.pop())
+            skeleton.load_state_dict(weights)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
+            ) from error
+        messages = []
+        for number, entry in enumerate(facts["messages"]):
+            prefix = f"message/{number}/"
+            update = _below(tensors, prefix + "update/")
+            statistics = _below(tensors, prefix + "batchnorm/")
+            messages.append(
+                Message(
+                    update=update,
+                    kind=entry["kind"],
+                    indices=None if entry["indices"] is None else tuple(entry["indices"]),
+                    batchnorm_statistics=statistics or None,
+                )
+            )
+        training = dict(facts["training"])
+        if training.get("batch_order") is not None:
+            training["batch_order"] = tuple(tuple(step) for step in training["batch_order"])
+        box = facts["value_range"]
+        return cls(
+            model=skeleton,
+            messages=tuple(messages),
+            input_shape=tuple(facts["input_shape"]),
+            num_classes=facts["num_classes"],
+            num_examples=facts["num_examples"],
+            knowledge=Knowledge(**facts["knowledge"]),
+            value_range=None if box is None else ValueRange(tuple(box["low"]), tuple(box["high"])),
+            labels=tensors.get("labels"),
+            label_counts=tensors.get("label_counts"),
+            training=LocalTraining(**training),
+            reduction=facts["reduction"],
+            batchnorm=facts["batchnorm"],
+            model_name=facts["model_name"],
+        )
+
+
+def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    target = Path(path).with_suffix(".safetensors")
+    for file in (target, target.with_suffix(".json")):
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
+    try:
+        tensors = load(target.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{target}: not a readable safetensors file ({error})") from error
+    try:
+        facts = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
+        missing = _FACTS - set(facts)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{target.with_suffix('.json')}: not readable as JSON ({error})") from error
+    if missing:
+        raise ValueError(f"{target.with_suffix('.json')}: missing {', '.join(sorted(missing))}")
+    if facts["format"] != FORMAT_VERSION:
+        raise ValueError(f"{target}: format {facts['format']}, this version reads {FORMAT_VERSION}")
+    return tensors, facts
+
+
+_FACTS = frozenset(
+    "format model_name input_shape num_classes num_examples knowledge value_range training reduction batchnorm "
+    "messages".split()
+)
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def _update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
+    problems = []
+    # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
+    missing = [name for name, value in parameters.items() if value.requires_grad and name not in update]
+    extra = [name for name in update if name not in parameters]
+    if missing:
+        problems.append(
+            f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter"
+        )
+    if extra:
+        problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
+    for name, value in update.items():
+        expected = parameters.get(name)
+        if expected is not None and expected.shape != value.shape:
+            problems.append(
+                f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
+            )
+    return problems

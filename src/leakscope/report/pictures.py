@@ -1,0 +1,81 @@
+"""Tensors in unit space as pictures inside the page: PNG data URIs, or line pairs for signals."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from markupsafe import Markup
+from PIL import Image
+from torch import Tensor
+
+from leakscope.report import svg
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """One drawn example: either ``uri`` (an image) or ``drawing`` (an SVG)."""
+
+    alt: str
+    uri: str | None = None
+    drawing: Markup | None = None
+    pixelated: bool = True
+
+
+def channel_note(shape: Sequence[int]) -> str | None:
+    """What the pictures of data of this shape leave out, if anything.
+
+    >>> channel_note((3, 32, 32)) is None, channel_note((1, 28, 28)) is None
+    (True, True)
+    >>> channel_note((5, 32, 32))
+    'Pictures show the first of 5 channels, in grey.'
+    """
+    if len(shape) == 3 and shape[0] not in (1, 3):
+        return f"Pictures show the first of {shape[0]} channels, in grey."
+    if len(shape) == 2 and shape[0] != 1:
+        return f"Lines show the first of {shape[0]} channels."
+    if len(shape) == 1:
+        return "Lines show the features of each record in their order, each scaled to [0, 1]."
+    return None
+
+
+def png(image: Tensor) -> bytes:
+    """PNG bytes of an image (C, H, W) in [0, 1]; what is not finite becomes black.
+
+    >>> png(torch.zeros(1, 2, 2))[:4]
+    b'\\x89PNG'
+    """
+    if image.dim() != 3 or 0 in image.shape:
+        raise ValueError(f"expected an image of shape (channels, height, width), got {tuple(image.shape)}")
+    clean = torch.nan_to_num(image.detach().float().cpu(), nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
+    pixels = (clean * 255).round().to(torch.uint8)
+    array = pixels.permute(1, 2, 0).contiguous().numpy() if image.shape[0] == 3 else pixels[0].numpy()
+    stream = io.BytesIO()
+    Image.fromarray(array).save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def draw(value: Tensor, *, alt: str, identity: str, behind: Tensor | None = None) -> Picture:
+    """The picture of one example of any shape; a signal is drawn over ``behind``, its original, if given."""
+    if value.dim() == 3:
+        uri = "data:image/png;base64," + base64.b64encode(png(value)).decode("ascii")
+        return Picture(alt=alt, uri=uri, pixelated=max(value.shape[1:]) <= 96)
+    trace = _trace(value)
+    if behind is None:
+        return Picture(alt=alt, drawing=svg.signal_pair(trace, None, title=alt, identity=identity))
+    return Picture(alt=alt, drawing=svg.signal_pair(_trace(behind), trace, title=alt, identity=identity))
+
+
+def _trace(value: Tensor) -> list[float]:
+    """The one line that stands for a signal or a record.
+
+    >>> _trace(torch.tensor([[0.0, 1.0], [5.0, 5.0]]))
+    [0.0, 1.0]
+    """
+    flat = value.detach().float().cpu()
+    while flat.dim() > 1:
+        flat = flat[0]
+    return [float(v) for v in flat.reshape(-1)]

@@ -1,0 +1,264 @@
+"""Small charts as inline SVG, without a plotting library; the style sheet gives the colours, light and dark.
+
+Every text that enters a chart is escaped here; every chart has a title and a description for screen readers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup, escape
+
+MAX_POINTS = 160
+#: Beyond this PSNR pictures look the same; an exact copy must not squeeze everything else into a corner.
+MAX_DECIBEL = 60.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DotRow:
+    """One line of the dot plot; NaN where there is nothing to draw."""
+
+    label: str
+    outcome: str
+    value: float
+    low: float
+    high: float
+    baseline: float
+    points: tuple[float, ...] = ()
+
+
+def ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """About ``count`` round numbers that span ``low`` to ``high``.
+
+    >>> ticks(0, 37)
+    [0.0, 10.0, 20.0, 30.0]
+    >>> ticks(0.2, 0.9, 4)
+    [0.2, 0.4, 0.6, 0.8]
+    """
+    span = high - low
+    if not (math.isfinite(span) and span > 0):
+        return [low] if math.isfinite(low) else []
+    raw = span / max(1, count)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / raw)))
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Powers of ten between two positive values, at most five; 1, 2 and 5 of each power where there are few.
+
+    >>> log_ticks(0.004, 2.0)
+    [0.01, 0.1, 1.0]
+    >>> log_ticks(0.03, 0.3)
+    [0.05, 0.1, 0.2]
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    steps = range(first, last + 1)
+    powers = [10.0**n for n in steps if low <= 10.0**n <= high]
+    if len(powers) < 2:
+        found = [float(f"{m}e{n}") for n in steps for m in (1, 2, 5)]
+        return [value for value in found if low <= value <= high]
+    return powers[:: math.ceil(len(powers) / 5)]
+
+
+def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[int, float]]:
+    """At most ``limit`` (step, value) pairs, evenly spread, with the first and the last.
+
+    >>> thin([5.0, 4.0, 3.0, 2.0, 1.0], 3)
+    [(0, 5.0), (2, 3.0), (4, 1.0)]
+    """
+    count = len(values)
+    if count <= limit:
+        return list(enumerate(values))
+    return [(n, values[n]) for n in (round(k * (count - 1) / (limit - 1)) for k in range(limit))]
+
+
+def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int, label_width: int) -> Markup:
+    """Mean and interval of each row, its examples as dots, its baseline as a diamond, the policy as a line.
+
+    With ``label_width`` 0 the labels stand above the rows, for narrow screens.
+    """
+    above = label_width == 0
+    left, right, top = (14, 22, 26) if above else (label_width, 22, 26)
+    pitch = 50 if above else 34
+    shown = [
+        v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)
+    ]
+    low = min([0.0, *shown])
+    high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
+    beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
+    bottom = top + pitch * len(rows)
+    height = bottom + 42
+
+    def x(value: float) -> float:
+        return left + (min(max(value, low), high) - low) / (high - low) * (width - left - right)
+
+    out = [
+        _open(
+            identity, width, height, "PSNR of the strongest attack for each setting", _describe(rows, policy)
+        )
+    ]
+    for tick in ticks(low, high, 4 if above else 8):
+        out.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{bottom}"/>')
+        out.append(
+            f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
+        )
+    axis = (left + width - right) / 2
+    out.append(
+        f'<text class="axis" x="{axis:.1f}" y="{bottom + 34}" text-anchor="middle">PSNR, dB{beyond}</text>'
+    )
+    if math.isfinite(policy):
+        # The label turns to the other side where it would run out of the chart.
+        anchor = "start" if x(policy) < width * 0.6 else "end"
+        place = x(policy) + (-3 if anchor == "start" else 1)
+        out.append(
+            f'<line class="policy" x1="{x(policy):.1f}" x2="{x(policy):.1f}" y1="{top - 6}" y2="{bottom}"/>'
+            f'<text class="policy-label" x="{place:.1f}" y="{top - 11}" text-anchor="{anchor}">'
+            f"policy {policy:g} dB</text>"
+        )
+    for number, row in enumerate(rows):
+        y = top + pitch * number + (pitch - 14 if above else pitch / 2)
+        out.append(_dot_row(row, x, y, above, left, label_width))
+    out.append("</svg>")
+    return Markup("".join(out))
+
+
+def _dot_row(
+    row: DotRow, x: Callable[[float], float], y: float, above: bool, left: int, label_width: int
+) -> str:
+    parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(_sentence(row))}</title>']
+    room = 40 if above else max(8, (label_width - 20) // 8)
+    text = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
+    if above:
+        parts.append(f'<text class="label" x="{left}" y="{y - 14:.1f}">{escape(text)}</text>')
+    else:
+        parts.append(
+            f'<text class="label" x="{label_width - 12}" y="{y + 4:.1f}" text-anchor="end">'
+            f"{escape(text)}</text>"
+        )
+    parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
+    if math.isfinite(row.low) and math.isfinite(row.high):
+        parts.append(
+            f'<line class="interval" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+    if math.isfinite(row.baseline):
+        parts.append(f'<path class="baseline" d="M{x(row.baseline):.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"/>')
+    if row.value == row.value:
+        parts.append(f'<circle class="mean" cx="{x(row.value):.1f}" cy="{y:.1f}" r="6"/>')
+    else:
+        parts.append(f'<text class="tick" x="{left + 4}" y="{y + 4:.1f}">no measurement</text>')
+    return "".join(parts) + "</g>"
+
+
+def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, identity: str) -> Markup:
+    """Objective against recorded step, one line a curve; logarithmic where every value is positive."""
+    width, height, left, right, top, bottom = 360, 200, 52, 10, 10, 160
+    thinned = [(name, [(n, v) for n, v in thin(values) if math.isfinite(v)]) for name, values in curves]
+    values = [v for _, points in thinned for _, v in points]
+    logarithmic = bool(values) and min(values) > 0
+    scale = "logarithmic" if logarithmic else "linear"
+    described = f"{len(curves)} curves on a {scale} scale."
+    if values:
+        described += f" Values from {min(values):.3g} to {max(values):.3g}."
+    out = [_open(identity, width, height, title, described)]
+    if not values:
+        out.append(
+            f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>'
+        )
+        return Markup("".join(out))
+    place = math.log10 if logarithmic else float
+    low, high = place(min(values)), place(max(values))
+    if high - low < 1e-9:
+        low, high = low - 0.5, high + 0.5
+    last = max(n for _, points in thinned for n, _ in points) or 1
+
+    def y(position: float) -> float:
+        return bottom - (position - low) / (high - low) * (bottom - top)
+
+    marks = log_ticks(min(values), max(values)) if logarithmic else ticks(low, high, 3)
+    for mark in marks:
+        tick, words = place(mark), f"{mark:.3g}"
+        out.append(
+            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
+        )
+        out.append(
+            f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{words}</text>'
+        )
+    span = width - left - right
+    for number, (name, points) in enumerate(thinned):
+        line = " ".join(f"{left + n / last * span:.1f},{y(place(v)):.1f}" for n, v in points)
+        final = f", ends at {points[-1][1]:.3g}" if points else ""
+        out.append(
+            f'<g class="curve c{number % 6}"><title>{escape(name + final)}</title>'
+            f'<polyline points="{line}"/></g>'
+        )
+    out.append(f'<text class="tick" x="{left}" y="{bottom + 16}">0</text>')
+    out.append(f'<text class="tick" x="{width - right}" y="{bottom + 16}" text-anchor="end">{last}</text>')
+    out.append(
+        f'<text class="axis" x="{left + span / 2:.0f}" y="{height - 6}" text-anchor="middle">'
+        f"recorded step · {scale} scale</text></svg>"
+    )
+    return Markup("".join(out))
+
+
+def signal_pair(
+    original: Sequence[float] | None, guess: Sequence[float] | None, *, title: str, identity: str
+) -> Markup:
+    """A signal in [0, 1] and its reconstruction, one above the other's trace."""
+    width, height, margin = 200, 90, 6
+    names = [n for n, v in (("original", original), ("reconstruction", guess)) if v is not None]
+    out = [_open(identity, width, height, title, "Lines of the " + " and the ".join(names) + " over [0, 1].")]
+    for name, values in (("original", original), ("guess", guess)):
+        if values is None:
+            continue
+        points = [(n, v) for n, v in thin(values) if math.isfinite(v)]
+        last = max(1, len(values) - 1)
+        line = " ".join(
+            f"{margin + n / last * (width - 2 * margin):.1f},"
+            f"{height - margin - min(max(v, 0.0), 1.0) * (height - 2 * margin):.1f}"
+            for n, v in points
+        )
+        out.append(f'<polyline class="signal {name}" points="{line}"/>')
+    return Markup("".join(out) + "</svg>")
+
+
+def _open(identity: str, width: int, height: int, title: str, description: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{identity}-t {identity}-d">'
+        f'<title id="{identity}-t">{escape(title)}</title>'
+        f'<desc id="{identity}-d">{escape(description)}</desc>'
+    )
+
+
+def _describe(rows: Sequence[DotRow], policy: float) -> str:
+    limit = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
+    return limit + " ".join(_sentence(row) for row in rows)
+
+
+def _sentence(row: DotRow) -> str:
+    """What one row shows, in words.
+
+    >>> nan = float("nan")
+    >>> _sentence(DotRow(label="S1", outcome="leaks", value=30.25, low=28.0, high=32.0, baseline=nan))
+    'S1: leaks, mean 30.2 dB, interval 28.0 to 32.0 dB.'
+    """
+    words = f"{row.label}: {row.outcome}"
+    words += f", mean {row.value:.1f} dB" if math.isfinite(row.value) else ", no finite mean"
+    if math.isfinite(row.low) and math.isfinite(row.high):
+        words += f", interval {row.low:.1f} to {row.high:.1f} dB"
+    if math.isfinite(row.baseline):
+        words += f", zero-information baseline {row.baseline:.1f} dB"
+    return words + "."
+
+
+def _word(text: str) -> str:
+    """A class name out of an outcome; only letters survive, so nothing can leave the attribute.
+
+    >>> _word('within policy'), _word('">x')
+    ('withinpolicy', 'x')
+    """
+    return "".join(c for c in text if c.isascii() and c.isalpha())

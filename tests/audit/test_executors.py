@@ -1,0 +1,175 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import audit_doubles as doubles
+import pytest
+from test_run import run, timeless
+
+from leakscope.audit import ExecutorError, Store
+from leakscope.audit.executors import default_workers
+
+
+def processes(out: Path, **changes: Any) -> Any:
+    return run(out, **{"executor": "processes", "workers": 2, **changes})
+
+
+def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
+    events: list[dict[str, Any]] = []
+    spread = processes(tmp_path / "a", progress=events.append)
+    assert timeless(spread.rows) == timeless(run(tmp_path / "b").rows)
+    assert spread.verdict.outcome == "leaks"
+    finished = [e for e in events if e["event"] == "finished"]
+    assert sorted(e["position"] for e in finished) == list(range(len(spread.rows)))
+    assert [e["completed"] for e in finished] == list(range(1, len(spread.rows) + 1))
+    again = processes(tmp_path / "a")
+    assert again.rows == spread.rows
+
+
+def test_a_death_costs_one_job(tmp_path: Path) -> None:
+    attacks = [doubles.Guess(), doubles.Trouble(how="exit"), doubles.Trouble(how="kill"), doubles.Quotient()]
+    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1)
+    told = [(row.job["attack_name"], row.status) for row in done.rows]
+    assert told == [("guess", "done"), ("trouble", "failed"), ("trouble", "failed"), ("quotient", "done")]
+    assert done.rows[1].error == "WorkerDied: the worker process ended with exit code 7"
+    assert "by signal SIGKILL" in str(done.rows[2].error)
+    assert done.verdict.settings[0].failed == 2
+
+
+def test_a_model_that_ends_its_process(tmp_path: Path) -> None:
+    changes = {"attacks": [doubles.Guess()], "defenses": None, "controls": False, "examples": 2}
+    done = processes(tmp_path, model="audit_doubles:fatal_net", **changes)
+    assert [row.status for row in done.rows] == ["failed"] * 2
+    assert done.verdict.outcome == "nothing audited"
+
+
+def test_timeout(tmp_path: Path) -> None:
+    attacks = [doubles.Trouble(how="hang"), doubles.Guess()]
+    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1, timeout=1.5)
+    assert [row.status for row in done.rows] == ["failed", "done"]
+    assert done.rows[0].error == "TimeoutError: stopped after more than 1.5 s"
+    assert done.rows[0].seconds is not None
+    assert 1.5 <= done.rows[0].seconds < 30
+
+
+def test_a_model_that_cannot_travel(tmp_path: Path) -> None:
+    with pytest.raises(ExecutorError, match="executor='serial'"):
+        processes(tmp_path / "out", model=doubles.unpicklable_net())
+    assert not (tmp_path / "out").exists()
+    assert run(model=doubles.unpicklable_net()).verdict.outcome == "leaks"
+
+
+def test_a_model_that_differs_from_process_to_process(tmp_path: Path) -> None:
+    with pytest.raises(ExecutorError, match="come out the same each time"):
+        processes(tmp_path, model="audit_doubles:random_net")
+
+
+def test_workers_that_cannot_start_are_not_hired_forever(tmp_path: Path) -> None:
+    with pytest.raises(ExecutorError, match="in a row died before they were ready"):
+        processes(tmp_path, model="audit_doubles:dying_factory", workers=1)
+
+
+def test_default_number_of_workers() -> None:
+    assert default_workers(10**6) == 1
+    assert default_workers(1) >= 1
+
+
+SLOW = 0.25
+SCRIPT = """
+import sys
+import audit_doubles as doubles
+from leakscope.audit import audit
+
+if __name__ == "__main__":
+    audit(
+        model=doubles.net(), data=doubles.examples(), out=sys.argv[1], executor=sys.argv[2], workers=2,
+        attacks=[doubles.Quotient(slow=float(sys.argv[3])), doubles.Guess()], defenses=["none"], examples=4,
+        pictures=True,
+    )
+"""
+
+
+def start(folder: Path, out: Path, executor: str, slow: float) -> subprocess.Popen[bytes]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    return subprocess.Popen(
+        [sys.executable, str(script), str(out), executor, str(slow)],
+        env=doubles.environment(),
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+    )
+
+
+def wait_for_rows(process: subprocess.Popen[bytes], out: Path, count: int) -> None:
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[1]
+        if (out / "audit.sqlite").exists():
+            with Store.open(out) as store:
+                if len(store.rows()) >= count:
+                    return
+        time.sleep(0.02)
+    raise AssertionError("no rows came")
+
+
+def group_is_gone(group: int) -> bool:
+    """Whether every process of the group ends soon; the tracker of multiprocessing takes a moment."""
+    for _ in range(200):
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.parametrize("executor", ["serial", "processes"])
+def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: str) -> None:
+    out = tmp_path / "out"
+    process = start(tmp_path, out, executor, SLOW)
+    wait_for_rows(process, out, 2)
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait(30) == -signal.SIGKILL
+    with Store.open(out) as store:
+        survived = store.rows()
+        assert 2 <= len(survived) < 16
+        for row in survived:
+            assert row.status == "done"
+            assert store.artifact(row.key) is not None
+    assert group_is_gone(process.pid)  # workers notice that their parent is no more
+    settings = {
+        "attacks": [doubles.Quotient(slow=SLOW), doubles.Guess()],
+        "defenses": ["none"],
+        "examples": 4,
+        "pictures": True,
+    }
+    run(out, executor=executor, workers=2, **settings)
+    run(tmp_path / "whole", **settings)
+    with Store.open(out) as store, Store.open(tmp_path / "whole") as other:
+        rows = store.rows()
+        assert len(rows) == 16
+        assert timeless(rows) == timeless(other.rows())
+        assert [row for row in rows if row.key in {r.key for r in survived}] == survived
+        assert store.meta("spec_hash") == other.meta("spec_hash")
+    assert not list((out / "artifacts").glob(".*"))
+
+
+@pytest.mark.parametrize("executor", ["serial", "processes"])
+def test_interrupt_ends_cleanly_and_keeps_rows(tmp_path: Path, executor: str) -> None:
+    out = tmp_path / "out"
+    process = start(tmp_path, out, executor, SLOW)
+    wait_for_rows(process, out, 1)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode != 0
+    assert b"KeyboardInterrupt" in errors
+    assert errors.count(b"Traceback") == 1, errors.decode()
+    assert group_is_gone(process.pid)
+    with Store.open(out) as store:
+        assert len(store.rows()) >= 1

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import audit_doubles as doubles
+import pytest
+
+from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml
+from leakscope.audit.default import DEFAULT_SPEC as DIRECT
+from leakscope.federation import FedAvg
+from leakscope.observation import Knowledge
+
+SMALL = {"model": "logistic", "data": "tiles"}
+
+
+def spec(**changes: Any) -> AuditSpec:
+    return AuditSpec.parse({**SMALL, **changes})
+
+
+def problems(**changes: Any) -> list[str]:
+    with pytest.raises(SpecError) as caught:
+        spec(**changes)
+    return caught.value.problems
+
+
+def test_default_spec_is_valid_and_complete() -> None:
+    checked = AuditSpec.parse(DEFAULT_SPEC)
+    assert DIRECT is DEFAULT_SPEC
+    assert [part.name for part in checked.defenses] == ["none", "gradient-noise", "gradient-pruning"]
+    assert checked.defenses[0].identity() == "none"
+    assert checked.defenses[1].instance.sigma == 0.01
+    assert len(checked.attacks) >= 1
+
+
+def test_names_of_every_spelling_mean_the_same() -> None:
+    spellings = ["gradient-pruning", "gradient_pruning", "GradientPruning"]
+    assert len({spec(defenses=[name]).defenses[0].identity() for name in spellings}) == 1
+    assert spec(protocols="FedSGD").protocols[0].name == "fedsgd"
+    assert spec(knowledge="honest-server").knowledge == spec(knowledge="honest_server").knowledge
+
+
+def test_forms_of_a_part() -> None:
+    given = FedAvg(epochs=2, batch_size=1, lr=0.1)
+    forms = [
+        {"fedavg": {"epochs": 2, "batch_size": 1, "lr": 0.1}},
+        {"name": "fedavg", "options": {"epochs": 2, "batch_size": 1, "lr": 0.1}},
+        given,
+    ]
+    assert {spec(protocols=[form]).protocols[0].identity() for form in forms} == {repr(given)}
+
+
+def test_seeds_are_a_list_or_a_count() -> None:
+    assert spec(seeds=3).seeds == [0, 1, 2]
+    assert spec(seeds=[5, 7]).seeds == [5, 7]
+    for wrong in (0, [], [1, 1], ["a"], True, [-1], [0.5]):
+        assert problems(seeds=wrong)[0].startswith("seeds: expected")
+
+
+def test_yaml_pitfalls_are_bridged() -> None:
+    checked = parse_yaml(
+        """
+        model: logistic
+        data: tiles
+        protocols: [{fedavg: {lr: 1e-3}}]
+        knowledge: {labels: yes}
+        """
+    )
+    assert checked.protocols[0].instance.lr == 1e-3
+    assert Knowledge(**checked.knowledge).labels == "yes"
+
+
+def test_every_problem_is_told_once() -> None:
+    found = problems(
+        model="convnett",
+        exampels=4,
+        examples=5,
+        batch=2,
+        protocols=["fedsgdd", {"fedavg": {"epochs": 0, "lr": 0.1}}, {"fedavg": {"epochz": 1}}],
+        defenses=[{"gradient-noise": {"sigma": "much"}}],
+        attacks=["no-such-attack"],
+        policy={"max_psnr": "high"},
+        threads=0,
+        executor="cloud",
+        timeout=5,
+        device=3,
+    )
+    told = "\n".join(found)
+    for expected in (
+        "model: expected one of",
+        "did you mean convnet",
+        "exampels: unknown key: expected one of",
+        "did you mean examples",
+        "examples: expected a multiple of batch (2), got 5",
+        "protocols[0]: expected one of fedsgd, fedavg, got 'fedsgdd'; did you mean fedsgd?",
+        "protocols[1]: fedavg: epochs: expected at least 1, got 0",
+        "protocols[2]: fedavg: unknown setting 'epochz'",
+        "defenses[0]: gradient-noise: sigma: expected",
+        "attacks[0]: expected one of",
+        "policy.max_psnr: expected",
+        "threads: expected",
+        "executor: expected",
+        "device: expected",
+    ):
+        assert expected in told, (expected, told)
+    assert all("\n" not in line for line in found)
+
+
+def test_wrong_shapes_of_a_spec() -> None:
+    assert "expected a value, got nothing" in problems(model=None)[0] or "model" in problems(model=None)[0]
+    with pytest.raises(SpecError, match="expected a mapping"):
+        AuditSpec.parse([1])
+    with pytest.raises(SpecError, match="not valid YAML"):
+        parse_yaml("a: [")
+    with pytest.raises(SpecError, match="expected a value"):
+        parse_yaml("")
+    assert "unknown key 'instance'" in problems(model={"name": "logistic", "instance": 1})[0]
+    assert "both mean and std" in problems(data={"name": "tiles", "mean": [0.5]})[0]
+    assert "expected a mapping of settings" in problems(attacks=[{"dlg": 3}])[0]
+    assert "got the keys" in problems(protocols=[{"fedsgd": {}, "fedavg": {}}])[0]
+    assert "at least one" in problems(attacks=[])[0]
+    assert "more than once" in problems(defenses=["none", None])[0]
+    assert "executor 'processes'" in problems(timeout=3)[0]
+
+
+def test_objects_need_a_repr_that_tells_all() -> None:
+    class Vague:
+        def __call__(self) -> None: ...
+
+    assert "repr tells all" in problems(attacks=[Vague()])[0]
+    assert "name of a protocol" in problems(protocols=[3])[0]
+    assert "torch.nn.Module" in problems(model=3)[0]
+    assert "pair (x, y)" in problems(data=3)[0]
+
+
+def test_unregistered_attack_has_a_name() -> None:
+    part = spec(attacks=[doubles.Quotient()]).attacks[0]
+    assert (part.name, part.identity()) == ("quotient", "Quotient(slow=0.0)")
+
+
+def test_file(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("model: logistic\ndata: tiles\nattacks: [nonsense]\n")
+    with pytest.raises(SpecError, match=r"spec.yaml: cannot be used:\n  - attacks\[0\]"):
+        load_spec(path)
+    with pytest.raises(SpecError, match="cannot be read"):
+        load_spec(tmp_path / "absent.yaml")
+
+
+def test_normalised_spec_parses_to_itself() -> None:
+    plain = spec(seeds=2, defenses=["none", {"gradient-noise": {"sigma": 0.1}}]).normalised()
+    assert AuditSpec.parse(plain).normalised() == plain
+
+
+def test_spec_module_is_light() -> None:
+    code = "import sys, leakscope.audit.spec; sys.exit('torch' in sys.modules)"
+    assert (
+        subprocess.run([sys.executable, "-c", code], check=False, env=doubles.environment()).returncode == 0
+    )

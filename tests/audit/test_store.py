@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import audit_doubles as doubles
+import pytest
+import torch
+
+from leakscope.audit import Row, Store, StoreError, StoreMismatch
+from leakscope.audit.store import check_same_audit, differences
+
+KEY = "ab12"
+
+
+def row(**changes: object) -> Row:
+    facts: dict[str, object] = {
+        "key": KEY,
+        "position": 0,
+        "status": "done",
+        "job": {"seed": 0},
+        "result": {"a": 1},
+    }
+    return Row(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_round_trip(tmp_path: Path) -> None:
+    tensors = {"originals": torch.rand(1, 2)}
+    with Store.create(tmp_path / "new" / "folder", {"spec": {"x": None}}) as store:
+        assert store.rows() == []
+        store.record(row(key="zz", position=1, status="failed", result=None, error="E", seconds=1.5))
+        store.record(row(), tensors, {"objective": [[1.0, None]]})
+        assert store.meta("spec") == {"x": None}
+        assert store.meta("absent") is None
+    with Store.open(tmp_path / "new" / "folder") as store:
+        first, second = store.rows()
+        assert first == row()
+        assert (second.status, second.error, second.seconds) == ("failed", "E", 1.5)
+        found = store.artifact(KEY)
+        assert found is not None
+        assert torch.equal(found["originals"], tensors["originals"])
+        assert store.history(KEY) == {"objective": [[1.0, None]]}
+        assert store.artifact("zz") is None
+        assert store.history("zz") == {}
+        assert store.finished() == {KEY: "done", "zz": "failed"}
+        with pytest.raises(sqlite3.OperationalError):
+            store.record(row())
+
+
+def test_a_retried_job_replaces_its_row(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record(row(status="failed", result=None, error="E"))
+        store.record(row())
+        assert [r.status for r in store.rows()] == ["done"]
+
+
+def test_files_come_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(path: Path, content: bytes) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("leakscope.audit.store.atomic_write", broken)
+    with Store.create(tmp_path, {}) as store:
+        with pytest.raises(OSError, match="disk full"):
+            store.record(row(), {"originals": torch.zeros(1)}, {})
+        assert store.rows() == []
+
+
+def test_keys_cannot_leave_the_folder(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store, pytest.raises(ValueError, match="letters and digits"):
+        store.artifact("../secret")
+
+
+def test_no_store_here(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no audit here"):
+        Store.open(tmp_path)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(StoreError, match="cannot be made a folder"):
+        Store.create(tmp_path / "file", {})
+
+
+@pytest.mark.parametrize("content", [b"", b"hello", b"SQLite format 3\x00garbage" * 100])
+def test_a_strangers_file_is_refused_untouched(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "audit.sqlite"
+    path.write_bytes(content)
+    for write in (False, True):
+        with pytest.raises(StoreError, match="not an audit of leakscope"):
+            Store.open(tmp_path, write=write)
+    assert path.read_bytes() == content
+    assert [p.name for p in tmp_path.iterdir()] == ["audit.sqlite"]
+
+
+def test_another_programs_database_is_refused_untouched(tmp_path: Path) -> None:
+    path = tmp_path / "audit.sqlite"
+    connection = sqlite3.connect(path)
+    connection.execute("CREATE TABLE bookmarks(url TEXT)")
+    connection.commit()
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(StoreError, match="not an audit"):
+        Store.open(tmp_path, write=True)
+    with pytest.raises(StoreError, match="exists already"):
+        Store.create(tmp_path, {})
+    assert path.read_bytes() == before
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {"format": 2}):
+        pass
+    with pytest.raises(StoreError, match="format 2, this version of leakscope reads 1"):
+        Store.open(tmp_path)
+
+
+def test_mismatch_names_what_differs(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {"identity": {"seeds": [0], "model": {"name": "a"}}}) as store:
+        check_same_audit(store, {"seeds": [0], "model": {"name": "a"}})
+        with pytest.raises(StoreMismatch, match="choose another --out or delete") as caught:
+            check_same_audit(store, {"seeds": [0, 1], "model": {"name": "b"}})
+    assert "seeds: the store has [0], now [0, 1]" in str(caught.value)
+    assert "model.name: the store has 'a', now 'b'" in str(caught.value)
+    assert differences({"a": 1}, {"b": 2}) == [
+        "a: the store has 1, now None",
+        "b: the store has None, now 2",
+    ]
+
+
+def test_one_writer_at_a_time(tmp_path: Path) -> None:
+    pytest.importorskip("fcntl")
+    with Store.create(tmp_path, {}) as store:
+        with pytest.raises(StoreError, match="another audit is writing here"):
+            Store.open(tmp_path, write=True)
+        with Store.open(tmp_path) as reader:
+            store.record(row())
+            assert len(reader.rows()) == 1
+    Store.open(tmp_path, write=True).close()
+
+
+def test_half_written_files_are_swept_away(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}):
+        pass
+    leftover = tmp_path / "artifacts" / ".ab.safetensors.1.tmp"
+    leftover.write_bytes(b"half")
+    Store.open(tmp_path).close()
+    assert leftover.exists()
+    Store.open(tmp_path, write=True).close()
+    assert not leftover.exists()
+
+
+def test_rows_survive_a_kill_right_after_record(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from leakscope.audit import Row, Store\n"
+        "store = Store.create(sys.argv[1], {})\n"
+        "store.record(Row('ab12', 0, 'done', {}, {}))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], check=False, env=doubles.environment()
+    )
+    assert ended.returncode == -9
+    with Store.open(tmp_path) as store:
+        assert [r.key for r in store.rows()] == ["ab12"]

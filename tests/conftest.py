@@ -1,0 +1,30 @@
+"""Fixtures that every test may use."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    """Test workers run side by side: one thread each is several times faster than two."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def real_data() -> Path:
+    """The folder of real data sets, from LEAKSCOPE_DATA or beside the checkout; skips where there is none."""
+    candidates = [os.environ.get("LEAKSCOPE_DATA"), Path(__file__).parents[2] / "shared" / "data"]
+    for candidate in candidates:
+        if candidate and Path(candidate).is_dir():
+            return Path(candidate)
+    pytest.skip("no real data here: set LEAKSCOPE_DATA to a folder with the data sets")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

@@ -1,0 +1,116 @@
+"""Folders of pictures, whole and damaged."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from leakscope.data import load_data
+
+
+def picture(file: Path, size: tuple[int, int] = (6, 4), seed: int = 0, mode: str = "RGB") -> np.ndarray:
+    """Write a picture of random pixels, size as (width, height)."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    channels = {"RGB": (3,), "L": (), "RGBA": (4,)}[mode]
+    pixels = np.random.default_rng(seed).integers(0, 256, (size[1], size[0], *channels), dtype=np.uint8)
+    Image.fromarray(pixels).save(file)
+    return pixels
+
+
+def test_classes_take_turns(tmp_path: Path) -> None:
+    first = picture(tmp_path / "cat" / "1.png", seed=1)
+    picture(tmp_path / "cat" / "2.png", seed=2)
+    picture(tmp_path / "cat" / "3.png", seed=3)
+    picture(tmp_path / "bird" / "z.bmp", seed=4)
+    (tmp_path / "cat" / "notes.txt").write_text("not a picture")
+    (tmp_path / ".hidden").mkdir()
+    examples = load_data("folder", tmp_path)
+    assert examples.class_names == ("bird", "cat")
+    assert examples.y.tolist() == [0, 1, 1, 1]
+    assert examples.shape == (3, 4, 6)
+    assert examples.private
+    assert torch.equal(
+        (examples.x[1] * 255).round().byte(), torch.from_numpy(first.transpose(2, 0, 1).copy())
+    )
+    assert load_data("folder", tmp_path, limit=2).y.tolist() == [0, 1]
+    assert load_data("folder", tmp_path, limit=2).num_classes == 2
+    assert not load_data("folder", tmp_path, private=False).private
+
+
+def test_modes_and_sizes(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "1.png", (6, 4))
+    picture(tmp_path / "a" / "2.jpg", (9, 12))
+    picture(tmp_path / "b" / "3.png", (5, 5), mode="L")
+    picture(tmp_path / "b" / "4.png", (8, 3), mode="RGBA")
+    with pytest.raises(ValueError, match=r"3\.png: expected a size of \(4, 6\).*resize"):
+        load_data("folder", tmp_path)
+    assert load_data("folder", tmp_path, resize=8).shape == (3, 8, 8)
+    assert load_data("folder", tmp_path, resize=(4, 7)).shape == (3, 4, 7)
+    assert load_data("folder", tmp_path, resize=[4, 7], mode="L").shape == (1, 4, 7)
+    for resize in (0, "8", (1, 2, 3), 2.5, True, (4, -1)):
+        with pytest.raises(ValueError, match="resize"):
+            load_data("folder", tmp_path, resize=resize)
+    with pytest.raises(ValueError, match="mode: expected one of RGB, L"):
+        load_data("folder", tmp_path, mode="CMYK")
+
+
+def test_resize_keeps_proportions(tmp_path: Path) -> None:
+    pixels = np.zeros((10, 30, 3), np.uint8)
+    pixels[:, 10:20] = 255  # the middle third is what a centre crop keeps
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "1.png")
+    assert load_data("folder", tmp_path, resize=10).x.min() == 1.0
+
+
+def png(width: int, height: int) -> bytes:
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return (
+            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+        )
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n"
+        + chunk(b"IHDR", header)
+        + chunk(b"IDAT", zlib.compress(bytes(100)))
+        + chunk(b"IEND", b"")
+    )
+
+
+@pytest.mark.parametrize("what", ["empty", "text", "cut", "bomb", "large", "script", "cut jpeg"])
+def test_one_damaged_file_is_named(tmp_path: Path, what: str) -> None:
+    picture(tmp_path / "a" / "good.png", (40, 40))
+    picture(tmp_path / "a" / "good.jpg", (40, 40))
+    content = {
+        "empty": b"",
+        "text": b"hello",
+        "cut": (tmp_path / "a" / "good.png").read_bytes()[:300],
+        "cut jpeg": (tmp_path / "a" / "good.jpg").read_bytes()[:500],
+        "bomb": png(100_000, 100_000),
+        "large": png(9_000, 9_000),
+        "script": b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n",
+    }[what]
+    (tmp_path / "a" / "wrong.png").write_bytes(content)
+    with pytest.raises(ValueError, match=r"wrong\.png: not a readable picture") as caught:
+        load_data("folder", tmp_path, resize=8)
+    assert "good" not in str(caught.value)
+
+
+def test_structure_is_checked(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no subfolders"):
+        load_data("folder", tmp_path)
+    picture(tmp_path / "loose.png")
+    with pytest.raises(ValueError, match="no subfolders"):
+        load_data("folder", tmp_path)
+    (tmp_path / "empty").mkdir()
+    picture(tmp_path / "full" / "1.png")
+    with pytest.raises(ValueError, match="no pictures in empty"):
+        load_data("folder", tmp_path)
+    with pytest.raises(ValueError, match="no such folder"):
+        load_data("folder", tmp_path / "loose.png")

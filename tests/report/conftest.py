@@ -1,0 +1,8 @@
+"""Makes the fabricated stores importable for the tests of the report."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -1,0 +1,70 @@
+"""Two audits side by side."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from fabricate import HOSTILE, NOISE, PRUNING, SGD, fabricate
+
+from leakscope.report import compare, compare_tables, write_comparison
+from leakscope.report.compare import STRONGEST
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("compare")
+    first = fabricate(settings=((SGD, "none"), (SGD, PRUNING)), level=(0.03, 0.1), failures=False)
+    second = fabricate(settings=((SGD, "none"), (SGD, NOISE)), level=(0.2, 0.3), failures=False)
+    return first.write(folder / "a"), second.write(folder / "b")
+
+
+def test_lines_pair_the_same_setting_and_attack(pair: tuple[Path, Path]) -> None:
+    lines = compare_tables(*pair)
+    assert len(lines) == 3 * 4
+    first = lines[0]
+    assert (first.protocol, first.defense, first.attack) == (SGD, "none", STRONGEST)
+    assert first.difference == pytest.approx(first.psnr_b - first.psnr_a)
+    assert first.difference < -10
+    assert first.overlap is False
+    assert first.interval_a[0] <= first.psnr_a <= first.interval_a[1]
+    lacking = [line for line in lines if line.defense == PRUNING]
+    assert all(math.isnan(line.psnr_b) and math.isnan(line.difference) for line in lacking)
+    assert all(line.overlap is None for line in lacking)
+
+
+def test_an_audit_agrees_with_itself(pair: tuple[Path, Path]) -> None:
+    for line in compare_tables(pair[0], pair[0]):
+        assert line.difference == 0
+        assert line.overlap is True
+
+
+def test_other_hyper_parameters_are_matched_by_name(tmp_path: Path) -> None:
+    settings = ((SGD, "none"),)
+    first = fabricate(settings=settings, level=(0.1,), failures=False)
+    second = fabricate(settings=settings, level=(0.1,), failures=False)
+    for row in second.jobs:
+        row["job"]["attack"] = row["job"]["attack"].replace("iterations=500", "iterations=900")
+    lines = compare_tables(first.write(tmp_path / "a"), second.write(tmp_path / "b"))
+    assert [line.attack for line in lines] == [STRONGEST, "inverting-gradients", "deep-leakage", "analytic"]
+    assert all(math.isfinite(line.difference) for line in lines)
+
+
+def test_page_is_the_same_each_time_and_escapes(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    assert compare(pair) == compare(pair)
+    hostile = fabricate(examples=2)
+    hostile.meta["model"]["name"] = HOSTILE
+    for row in hostile.jobs:
+        row["job"]["attack_name"] = HOSTILE
+    target = write_comparison(pair[0], hostile.write(tmp_path / "hostile"), tmp_path / "out" / "page.html")
+    text = target.read_text(encoding="utf-8")
+    assert text.count("<script>") == 1
+    assert "&lt;script&gt;alert(1)" in text
+    assert "http://" not in text
+    assert "https://" not in text
+
+
+def test_two_folders_are_expected(pair: tuple[Path, Path]) -> None:
+    with pytest.raises(ValueError, match="expected two folders"):
+        compare(pair[:1])

@@ -1,0 +1,284 @@
+"""The page: complete, self-contained, the same for the same store, and safe against what the store says."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+import sqlite3
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fabricate import (
+    ANALYTIC,
+    AVG,
+    GEIPING,
+    HOSTILE,
+    HOSTILE_ATTRIBUTE,
+    NOISE,
+    PRUNING,
+    SGD,
+    fabricate,
+)
+
+from leakscope.report import render, write_report
+
+VOID = {"meta", "img", "input", "br", "line", "circle", "path", "polyline", "link", "hr"}
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text, and insists on balanced tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.words: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return fabricate(missing=3).write(tmp_path_factory.mktemp("report") / "audit")
+
+
+@pytest.fixture(scope="module")
+def page(store: Path) -> Page:
+    return Page(render(store))
+
+
+def test_same_store_gives_the_same_bytes_wherever_it_lies(store: Path, tmp_path: Path) -> None:
+    moved = fabricate(missing=3).write(tmp_path / "elsewhere")
+    assert render(store) == render(store) == render(moved)
+    assert str(store) not in render(store)
+
+
+def test_write_report_writes_beside_the_store_or_where_told(store: Path, tmp_path: Path) -> None:
+    assert write_report(store) == store / "report.html"
+    other = write_report(store, tmp_path / "new" / "page.html")
+    assert other.read_bytes() == (store / "report.html").read_bytes()
+    assert [file.name for file in other.parent.iterdir()] == ["page.html"]
+
+
+def test_banner_says_the_verdict_and_what_it_rests_on(page: Page) -> None:
+    assert "Leaks above policy" in page.text
+    assert re.search(r"\d+ done, 3 failed, 16 refused, 3 missing of 99 planned", page.text)
+    assert "20 dB or more and at least 3 dB above the zero-information baseline" in page.text
+    assert "Most exposed example" in page.text
+
+
+def test_page_has_every_section(page: Page) -> None:
+    sections = {a.get("id") for a in page.all("section")}
+    assert {"threat", "settings", "examples", "curves", "jobs", "glossary", "provenance"} <= sections
+    for words in ("It does not know the labels", "15,826", "GradientPruning(fraction=0.9)", "chance 0.5 %"):
+        assert words in page.text
+    for words in ("Fabricated waves", "leakscope audit spec.yaml --out DIR", "2025-03-01T10:00:00", "2.6.0"):
+        assert words in page.text
+    assert hashlib.sha256(b"digits").hexdigest() in page.text
+
+
+def test_failed_and_refused_jobs_show_their_reasons(page: Page) -> None:
+    assert page.text.count("the line search produced a NaN objective at step 12") >= 3
+    assert page.text.count("the first layer must be linear with a bias") >= 16
+    bodies = [a for a in page.all("tbody") if a.get("class") in ("failed", "refused")]
+    assert len(bodies) == 19
+
+
+def test_a_dash_tells_why_there_is_no_number(tmp_path: Path) -> None:
+    text = render(fabricate(shape=(1, 32), examples=2).write(tmp_path / "audit"))
+    assert "not an image: SSIM needs two spatial axes" in text
+    cells = [a for a in Page(text).all("td") if a.get("title") and a.get("data-value") == ""]
+    assert any("SSIM needs" in str(a["title"]) for a in cells)
+    assert any("the line search" in str(a["title"]) for a in cells)
+
+
+def test_flags_that_occur_are_explained_and_others_are_not(page: Page) -> None:
+    glossary = page.text[page.text.index("Flags in this audit") :]
+    assert "restarts disagree" in glossary
+    assert "did not converge" not in glossary
+
+
+def test_page_fetches_nothing_and_its_policy_admits_only_its_own_script(store: Path) -> None:
+    text = render(store)
+    page = Page(text)
+    for tag, attributes in page.tags:
+        assert tag not in ("link", "iframe", "object", "embed", "base", "form")
+        for name in ("src", "href", "action", "data", "srcset"):
+            value = attributes.get(name)
+            assert value is None or value.startswith(("#", "data:image/png;base64,"))
+    assert not re.search(r"url\(|@import", text)
+    (policy,) = (a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy is not None
+    script = text[text.index("<script>") + 8 : text.index("</script>")]
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.startswith("default-src 'none'; img-src data:;")
+    assert f"script-src 'sha256-{digest}'" in policy
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+
+
+def test_hostile_strings_stay_text(tmp_path: Path) -> None:
+    built = fabricate(examples=2)
+    for word in (HOSTILE, HOSTILE_ATTRIBUTE):
+        built.meta["model"]["name"] += word
+        built.meta["data"]["name"] += word
+        built.meta["data"]["credits"] += word
+        built.meta["threat_model"].append(word)
+        built.meta["versions"][word] = word
+        built.meta["spec"][word] = word
+    built.meta["model"]["repr"] = "</pre>" + HOSTILE
+    built.meta["data"]["class_names"] = [HOSTILE, HOSTILE_ATTRIBUTE]
+    for row in built.jobs:
+        row["job"]["attack_name"] += HOSTILE_ATTRIBUTE
+        row["job"]["attack"] += HOSTILE
+        row["job"]["protocol"] = f"Fed{HOSTILE_ATTRIBUTE}(a='{HOSTILE}')"
+        if row["job"]["defense"] != "none":
+            row["job"]["defense"] += HOSTILE_ATTRIBUTE
+        if row["error"]:
+            row["error"] = HOSTILE + HOSTILE_ATTRIBUTE + " \x1b[31m\x00"
+        if row["result"]:
+            row["result"]["flags"] = [HOSTILE, HOSTILE_ATTRIBUTE]
+            row["result"]["notes"] = [HOSTILE, "half a letter \ud800"]
+            row["result"]["reasons"] = {"lpips": HOSTILE_ATTRIBUTE}
+    clean = Page(render(fabricate(examples=2).write(tmp_path / "clean")))
+    text = render(built.write(tmp_path / "hostile"))
+    page = Page(text)
+    assert len(page.all("script")) == 1
+    assert "x" not in [a.get("src") for a in page.all("img")]
+    assert len(page.all("img")) == len(clean.all("img"))
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert "alert(1)" in page.text
+    assert "\x1b" not in text
+    assert "\x00" not in text
+    text.encode("utf-8")
+
+
+def test_private_data_shows_no_picture_unless_asked(tmp_path: Path) -> None:
+    hidden = fabricate(private=True, pictures=False).write(tmp_path / "hidden")
+    text = render(hidden)
+    assert not Page(text).all("img")
+    assert "The data is private" in text
+    assert "--pictures" in text
+    assert "The store holds no pictures" in render(hidden, pictures=True)
+    kept = fabricate(private=True, pictures=True).write(tmp_path / "kept")
+    assert Page(render(kept)).all("img")
+    assert not Page(render(kept, pictures=False)).all("img")
+
+
+def test_an_attack_on_paths_through_a_key_is_refused(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1)
+    for number, row in enumerate(built.jobs):
+        row["key"] = f"../../secret{number}"
+    built.artifacts.clear()
+    built.histories.clear()
+    assert not Page(render(built.write(tmp_path / "audit"))).all("img")
+
+
+@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 12), (5, 8, 8), (2, 40), (12,)], ids=str)
+def test_every_shape_of_data_is_drawn(shape: tuple[int, ...], tmp_path: Path) -> None:
+    page = Page(render(fabricate(shape=shape, examples=2).write(tmp_path / "audit")))
+    if len(shape) == 3:
+        # The pair in the banner; then each example's original and a reconstruction for each setting.
+        assert len(page.all("img")) == 2 + 2 * (1 + 3)
+    else:
+        assert not page.all("img")
+        assert [a for a in page.all("polyline") if a.get("class") == "signal guess"]
+    assert ("first of 5 channels" in page.text) == (shape[0] == 5)
+
+
+def test_empty_and_unfinished_stores_have_a_page(tmp_path: Path) -> None:
+    empty = fabricate()
+    empty.jobs.clear()
+    assert "Nothing audited" in Page(render(empty.write(tmp_path / "empty"))).text
+    broken = fabricate()
+    broken.jobs[:] = [row for row in broken.jobs if row["status"] != "done"]
+    assert "Nothing audited" in Page(render(broken.write(tmp_path / "broken"))).text
+
+
+def test_within_policy_and_inconclusive(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"settings": ((SGD, "none"),), "level": (0.3,)}
+    assert "Within policy" in Page(render(fabricate(**options, failures=False).write(tmp_path / "a"))).text
+    assert "Inconclusive" in Page(render(fabricate(**options, failures=True).write(tmp_path / "b"))).text
+
+
+def test_damaged_artifacts_do_not_stop_the_page(tmp_path: Path) -> None:
+    built = fabricate(examples=2)
+    directory = built.write(tmp_path / "audit")
+    for file in (directory / "artifacts").iterdir():
+        file.write_bytes(b"damaged")
+    page = Page(render(directory))
+    assert not page.all("img")
+    assert "could not be read" in page.text
+    assert "No attack left a history" in page.text
+
+
+def test_numbers_that_are_no_numbers_become_dashes(tmp_path: Path) -> None:
+    built = fabricate(examples=2, failures=False)
+    for row in built.jobs:
+        for example in row["result"]["examples"]:
+            example["psnr"] = None
+            example["ssim"] = None
+    assert "–" in Page(render(built.write(tmp_path / "audit"))).text
+
+
+def test_page_of_no_store_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no audit here"):
+        render(tmp_path)
+    (tmp_path / "audit.sqlite").write_bytes(b"")
+    with pytest.raises(ValueError, match="not an audit"):
+        write_report(tmp_path)
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_large_audit_stays_readable(tmp_path: Path) -> None:
+    settings = ((SGD, "none"), (SGD, PRUNING), (AVG, "none"), (AVG, NOISE))
+    built = fabricate(settings=settings, level=(0.02, 0.1, 0.2, 0.3), examples=15, seeds=2, shape=(1, 8, 8))
+    text = render(built.write(tmp_path / "audit"))
+    assert len(built.jobs) > 500
+    assert len(text) < 3_000_000
+    assert not [a for a in Page(text).all("details") if "open" in a]
+    assert "9 more examples" in text
+
+
+def test_the_store_is_only_read(store: Path) -> None:
+    connection = sqlite3.connect(store / "audit.sqlite")
+    before = connection.execute("SELECT * FROM jobs ORDER BY key").fetchall()
+    render(store)
+    assert connection.execute("SELECT * FROM jobs ORDER BY key").fetchall() == before
+    connection.close()
+
+
+def test_long_batches_are_cut_in_the_details(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1, failures=False)
+    for row in built.jobs:
+        first = row["result"]["examples"][0]
+        row["result"]["examples"] = [{**first, "index": n} for n in range(40)]
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert "16 more examples are in the store" in page.text
+    assert "Best PSNR, dB" in page.text
+    assert GEIPING in page.text
+    assert ANALYTIC in page.text
