@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import multiprocessing
 import os
 import signal
@@ -14,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import Attack, MissingKnowledge, NotApplicable, Reconstruction
+from leakscope.attacks.base import Attack, MissingKnowledge, NotApplicable, Reconstruction
+from leakscope.audit import Audit, Row, audit
 from leakscope.observation import Observation
 
 
@@ -78,6 +81,26 @@ class Guess(Attack):
         return Reconstruction(
             x * float("nan") if self.nan else x, None, torch.zeros(shape[0]), flags=self.flags
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Malicious(Attack):
+    """Sends out a model with zero weights, and looks whether the client used it."""
+
+    requires = ("num_examples", "choose_weights")
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        return model
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Any = None
+    ) -> Reconstruction:
+        if any(bool(parameter.any()) for parameter in observation.model.parameters()):
+            raise RuntimeError("the client was sent another model")
+        return Guess().run(observation, generator)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,3 +197,26 @@ def linear() -> nn.Module:
 def environment() -> dict[str, str]:
     """The environment in which a fresh interpreter finds what this one finds."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+
+
+BASE: dict[str, Any] = {
+    "attacks": [Quotient(), Guess()],
+    "defenses": ["none", {"gradient-noise": {"sigma": 0.3}}],
+    "examples": 3,
+}
+
+
+def run(out: Path | None = None, **changes: Any) -> Audit:
+    return audit(**{**BASE, "model": net(), "data": examples(), "out": out, **changes})
+
+
+def timeless(rows: list[Row]) -> list[Row]:
+    """Rows without what may differ between two runs of the same job."""
+    kept = []
+    for row in rows:
+        result = json.loads(json.dumps(row.result))
+        if result is not None:
+            result.pop("peak_memory_mb")
+            result["info"].pop("seconds")
+        kept.append(dataclasses.replace(row, result=result, seconds=None, finished=None))
+    return kept

@@ -10,7 +10,7 @@ from typing import Any
 
 import audit_doubles as doubles
 import pytest
-from test_run import run, timeless
+from audit_doubles import run, timeless
 
 from leakscope.audit import ExecutorError, Store
 from leakscope.audit.executors import default_workers

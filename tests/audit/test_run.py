@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -9,35 +8,14 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 import torch
+from audit_doubles import BASE, run, timeless
 from safetensors.torch import save_file
 
 import leakscope
-from leakscope.audit import Audit, Row, SpecError, Store, StoreError, StoreMismatch, audit, run_spec
+from leakscope.audit import Audit, SpecError, Store, StoreError, StoreMismatch, run_spec
 from leakscope.audit.job import null_update, plain
 from leakscope.federation import FedSGD
 from leakscope.observation import ValueRange
-
-BASE: dict[str, Any] = {
-    "attacks": [doubles.Quotient(), doubles.Guess()],
-    "defenses": ["none", {"gradient-noise": {"sigma": 0.3}}],
-    "examples": 3,
-}
-
-
-def run(out: Path | None = None, **changes: Any) -> Audit:
-    return audit(**{**BASE, "model": doubles.net(), "data": doubles.examples(), "out": out, **changes})
-
-
-def timeless(rows: list[Row]) -> list[Row]:
-    """Rows without what may differ between two runs of the same job."""
-    kept = []
-    for row in rows:
-        result = json.loads(json.dumps(row.result))
-        if result is not None:
-            result.pop("peak_memory_mb")
-            result["info"].pop("seconds")
-        kept.append(dataclasses.replace(row, result=result, seconds=None, finished=None))
-    return kept
 
 
 def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
@@ -244,6 +222,27 @@ def test_weights_from_a_file(tmp_path: Path) -> None:
     path.write_bytes(b"junk")
     with pytest.raises(SpecError, match="not a readable safetensors file"):
         run_spec(spec, tmp_path / "c")
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 9), (4, 6, 6)])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_any_shape(shape: tuple[int, ...], batch: int) -> None:
+    x = torch.rand(3, *shape, generator=torch.Generator().manual_seed(0)) * 4 - 1
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(x[0].numel(), 5))
+    protocols = ["fedsgd", {"fedavg": {"batch_size": 2}}]
+    done = run(model=model, data=(x, torch.arange(3)), batch=batch, protocols=protocols, knowledge="full")
+    assert {row.status for row in done.rows} == {"done"}
+    assert len(done.verdict.settings) == 4
+    assert sorted(e.index for e in done.verdict.settings[0].examples) == [0, 1, 2]
+
+
+def test_a_server_that_may_choose_the_model_does(tmp_path: Path) -> None:
+    quick = {"attacks": [doubles.Malicious()], "defenses": None, "examples": 1, "controls": False}
+    (honest,) = run(tmp_path / "honest", **quick).rows
+    assert honest.status == "refused"
+    assert "choose_weights" in str(honest.error)
+    (malicious,) = run(tmp_path / "malicious", knowledge="malicious-server", **quick).rows
+    assert malicious.status == "done"
 
 
 def test_null_update_keeps_norms_and_loses_all_else() -> None:

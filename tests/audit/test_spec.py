@@ -8,6 +8,7 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 
+from leakscope.attacks import DLG
 from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml
 from leakscope.audit.default import DEFAULT_SPEC as DIRECT
 from leakscope.federation import FedAvg
@@ -50,6 +51,13 @@ def test_forms_of_a_part() -> None:
         given,
     ]
     assert {spec(protocols=[form]).protocols[0].identity() for form in forms} == {repr(given)}
+
+
+def test_published_settings_by_name() -> None:
+    part = spec(attacks=[{"dlg": {"preset": "paper", "iterations": 5}}]).attacks[0]
+    assert part.instance == DLG.preset("paper", iterations=5)
+    assert "attacks[0]: dlg: expected one of" in problems(attacks=[{"dlg": {"preset": "papper"}}])[0]
+    assert "unknown setting 'preset'" in problems(protocols=[{"fedsgd": {"preset": "paper"}}])[0]
 
 
 def test_seeds_are_a_list_or_a_count() -> None:

@@ -49,6 +49,14 @@ def test_round_trip(tmp_path: Path) -> None:
             store.record(row())
 
 
+def test_nothing_but_the_store_is_left(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record(row(), None, {})
+    with Store.open(tmp_path) as store:
+        store.rows()
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".audit.lock", "artifacts", "audit.sqlite"]
+
+
 def test_a_retried_job_replaces_its_row(tmp_path: Path) -> None:
     with Store.create(tmp_path, {}) as store:
         store.record(row(status="failed", result=None, error="E"))
@@ -139,12 +147,13 @@ def test_one_writer_at_a_time(tmp_path: Path) -> None:
 def test_half_written_files_are_swept_away(tmp_path: Path) -> None:
     with Store.create(tmp_path, {}):
         pass
-    leftover = tmp_path / "artifacts" / ".ab.safetensors.1.tmp"
-    leftover.write_bytes(b"half")
+    leftovers = [tmp_path / "artifacts" / ".ab.safetensors.1.tmp", tmp_path / ".audit.sqlite.1.tmp-journal"]
+    for leftover in leftovers:
+        leftover.write_bytes(b"half")
     Store.open(tmp_path).close()
-    assert leftover.exists()
+    assert all(leftover.exists() for leftover in leftovers)
     Store.open(tmp_path, write=True).close()
-    assert not leftover.exists()
+    assert not any(leftover.exists() for leftover in leftovers)
 
 
 def test_rows_survive_a_kill_right_after_record(tmp_path: Path) -> None:

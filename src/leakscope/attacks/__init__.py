@@ -1,0 +1,120 @@
+"""Attacks, one paper a file, and the table that names them."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from leakscope.attacks.base import (
+    FLAGS,
+    Attack,
+    MissingKnowledge,
+    NotApplicable,
+    Progress,
+    Reconstruction,
+)
+from leakscope.attacks.dlg import DLG
+from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.idlg import IDLG
+from leakscope.attacks.inverting_gradients import InvertingGradients
+from leakscope.attacks.learn_from_gradients import LearnFromGradients
+from leakscope.attacks.linear_layer import LinearLayer
+from leakscope.attacks.sapag import SAPAG
+
+
+@dataclass(frozen=True)
+class AttackEntry:
+    name: str
+    cls: type[Attack]
+    summary: str
+    paper: str
+
+
+def _table(*entries: AttackEntry) -> Mapping[str, AttackEntry]:
+    return MappingProxyType({entry.name: entry for entry in entries})
+
+
+ATTACKS: Mapping[str, AttackEntry] = _table(
+    AttackEntry(
+        "inverting-gradients",
+        InvertingGradients,
+        "match the update's direction under total variation; gradients and unrolled weight updates",
+        "Geiping et al., Inverting Gradients, NeurIPS 2020",
+    ),
+    AttackEntry(
+        "dlg",
+        DLG,
+        "search inputs and labels together by L-BFGS",
+        "Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019",
+    ),
+    AttackEntry(
+        "idlg",
+        IDLG,
+        "read the label off the last layer, then search the input by L-BFGS",
+        "Zhao, Mopuri, Bilen, iDLG, 2020",
+    ),
+    AttackEntry(
+        "sapag",
+        SAPAG,
+        "match tensor by tensor under an adaptive Gaussian kernel",
+        "Wang et al., SAPAG, 2020",
+    ),
+    AttackEntry(
+        "learn-from-gradients",
+        LearnFromGradients,
+        "L-BFGS or Adam with a decaying norm or orthogonality prior",
+        "Qian, Hansen, What Can We Learn from Gradients?, 2021",
+    ),
+    AttackEntry(
+        "linear-layer",
+        LinearLayer,
+        "closed form for a first linear layer: one input exactly, the span of a batch",
+        "Phong et al., 2018; Geiping et al., 2020",
+    ),
+)
+
+#: What ``attacks="standard"`` runs: the strongest of each kind; those that do not apply to a model say so.
+STANDARD: tuple[str, ...] = ("inverting-gradients", "idlg", "linear-layer")
+
+
+def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Attack:
+    """An attack by the name in the table, with options or a published preset.
+
+    >>> make_attack("dlg", iterations=10).iterations
+    10
+    """
+    if name not in ATTACKS:
+        near = difflib.get_close_matches(name, ATTACKS, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"unknown attack {name!r}: expected one of {', '.join(ATTACKS)}.{hint}")
+    cls = ATTACKS[name].cls
+    known = [f.name for f in dataclasses.fields(cls) if f.init]
+    unknown = [key for key in options if key not in known]
+    if unknown:
+        raise ValueError(f"{name}: unknown option {', '.join(unknown)}; expected some of {', '.join(known)}")
+    return cls(**options) if preset is None else cls.preset(preset, **options)
+
+
+__all__ = [
+    "ATTACKS",
+    "DLG",
+    "FLAGS",
+    "IDLG",
+    "SAPAG",
+    "STANDARD",
+    "Attack",
+    "AttackEntry",
+    "GradientMatching",
+    "InvertingGradients",
+    "LearnFromGradients",
+    "LinearLayer",
+    "MissingKnowledge",
+    "NotApplicable",
+    "Progress",
+    "Reconstruction",
+    "make_attack",
+]

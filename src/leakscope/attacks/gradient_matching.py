@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.labels.recover import recover_labels
+from leakscope.labels import recover_labels
 from leakscope.matching import Matcher, Victim
 from leakscope.observation import Observation
 

@@ -148,12 +148,14 @@ class _Crew:
             self._replace(worker, f"TimeoutError: stopped after more than {self._timeout:g} s")
 
     def _listen(self, worker: _Worker) -> None:
-        try:
-            kind, content = pickle.loads(worker.pipe.recv_bytes())
-        except (EOFError, OSError):
-            worker.process.join(10)
+        message = None
+        with contextlib.suppress(EOFError, OSError):
+            message = worker.pipe.recv_bytes()
+        if message is None:
+            worker.process.join(10)  # the pipe closes a moment before the process has ended
             self._bury(worker)
             return
+        kind, content = pickle.loads(message)
         if kind == "broken":
             raise ExecutorError(
                 f"a worker process cannot prepare this audit. {content}\nUse executor='serial'."

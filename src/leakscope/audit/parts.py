@@ -125,10 +125,19 @@ def _part(value: Any, table: Mapping[str, type], base: type | None, kind: str) -
     name, options = _named(value, kind)
     known = find_name(name, table, [(cls.__name__, entry) for entry, cls in table.items()])
     try:
-        instance = construct(table[known], options)
+        instance = construct(table[known], _with_preset(table[known], options))
     except ValueError as error:
         raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=_plain_fields(instance), instance=instance)
+
+
+def _with_preset(cls: type, options: dict[str, Any]) -> dict[str, Any]:
+    """The settings published under the name in ``preset``, if there is one, changed by the other options."""
+    presets: Mapping[str, Mapping[str, Any]] = getattr(cls, "presets", {})
+    if "preset" not in options or not presets:
+        return options
+    chosen = find_name(str(options["preset"]), presets)
+    return {**presets[chosen], **{name: value for name, value in options.items() if name != "preset"}}
 
 
 def _named(value: str | Mapping[str, Any], kind: str) -> tuple[str, dict[str, Any]]:

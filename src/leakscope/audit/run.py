@@ -112,9 +112,7 @@ def run_spec(
     {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
     "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store.
     """
-    checked = (
-        spec if isinstance(spec, AuditSpec) else load_spec(spec if isinstance(spec, Mapping) else Path(spec))
-    )
+    checked = load_spec(spec)
     setup = build_setup(checked)
     rehearse(setup)
     jobs = make_plan(setup)

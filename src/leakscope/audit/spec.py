@@ -197,7 +197,8 @@ class AuditSpec(_Strict):
             spec = cls.model_validate(dict(mapping))
         except ValidationError as error:
             found = [_line(entry) for entry in error.errors(include_url=False)]
-            raise SpecError(found + problems, source) from error
+            # The lines tell everything; the library's own account would only bury them.
+            raise SpecError(found + problems, source) from None
         if problems:
             raise SpecError(problems, source)
         return spec

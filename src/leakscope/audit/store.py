@@ -78,7 +78,7 @@ class Store:
         try:
             if target.exists():
                 raise StoreError(f"{target}: exists already; open it, or choose another --out")
-            temporary.unlink(missing_ok=True)
+            _sweep(folder)
             connection = sqlite3.connect(temporary, isolation_level=None)
             try:
                 connection.executescript(_SCHEMA)
@@ -92,7 +92,7 @@ class Store:
             temporary.unlink(missing_ok=True)
             _release_lock(lock)
             raise
-        return cls(folder, _connect(target, write=True), lock)
+        return cls(folder, _connect(target, "write"), lock)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Store:
@@ -104,14 +104,13 @@ class Store:
         _check(target)
         lock = _take_lock(folder) if write else None
         try:
-            store = cls(folder, _connect(target, write=write), lock)
+            store = cls(folder, _connect(target, "write" if write else "read"), lock)
         except BaseException:
             _release_lock(lock)
             raise
         if write:
             (folder / ARTIFACTS).mkdir(exist_ok=True)
-            for leftover in (folder / ARTIFACTS).glob(".*.tmp"):
-                leftover.unlink(missing_ok=True)
+            _sweep(folder)
         return store
 
     def close(self) -> None:
@@ -237,7 +236,7 @@ def _check(path: Path) -> None:
             raise StoreError(stranger)
     connection = None
     try:
-        connection = _connect(path, write=False)
+        connection = _connect(path, "look")
         tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if not {"meta", "jobs"} <= tables:
             raise StoreError(stranger)
@@ -254,15 +253,19 @@ def _check(path: Path) -> None:
         raise StoreError(f"{path}: store format {version}, this version of leakscope reads {STORE_FORMAT}")
 
 
-def _connect(path: Path, *, write: bool) -> sqlite3.Connection:
-    if write:
+def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Connection:
+    """A connection to write with, to read with, or to look at a file that may be a stranger's."""
+    if mode == "write":
         connection = sqlite3.connect(path, isolation_level=None, timeout=30)
         connection.execute("PRAGMA journal_mode=WAL")
         connection.execute("PRAGMA synchronous=FULL")
         return connection
     uri = path.resolve().as_uri()
-    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, isolation_level=None, timeout=30)
+    # A reader that could write clears up the files of the log when it closes last; a mere onlooker cannot.
+    access = "rw" if mode == "read" else "ro"
+    connection = sqlite3.connect(f"{uri}?mode={access}", uri=True, isolation_level=None, timeout=30)
     try:
+        connection.execute("PRAGMA query_only=ON")
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
         return connection
     except sqlite3.OperationalError:
@@ -272,6 +275,12 @@ def _connect(path: Path, *, write: bool) -> sqlite3.Connection:
             raise
         # A folder that may not be written to, and no pending log: the file itself is complete.
         return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what a killed process left half-written; the lock makes sure that nobody else is writing."""
+    for leftover in [*folder.glob(f".{DATABASE}.*.tmp*"), *(folder / ARTIFACTS).glob(".*.tmp")]:
+        leftover.unlink(missing_ok=True)
 
 
 def _take_lock(folder: Path) -> int | None:

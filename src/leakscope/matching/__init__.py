@@ -8,6 +8,7 @@ from leakscope.matching.distances import (
     DirectionL1,
     Distance,
     GaussianKernel,
+    RelativeSquaredL2,
     SquaredL2,
     as_distance,
 )
@@ -42,6 +43,7 @@ __all__ = [
     "Pixels",
     "Prior",
     "Progress",
+    "RelativeSquaredL2",
     "SingleGradient",
     "SoftRange",
     "SquaredL2",

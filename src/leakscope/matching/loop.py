@@ -45,6 +45,8 @@ class Matcher:
 
     distance: Distance
     priors: tuple[Prior, ...] = ()
+    #: Judges iterates and restarts instead of ``distance``, for distances whose value says little of progress.
+    judge: Distance | None = None
     canvas: Pixels = Pixels()
     optimiser: Optimiser = Adam()
     simulation: Simulation = SingleGradient()
@@ -88,10 +90,14 @@ class Matcher:
         best_distance = best_value.clone()
         alive = torch.ones(self.restarts, dtype=torch.bool, device=start.device)
         curves: list[Tensor] = []
+        late = best
         for step in range(self.iterations):
+            if step == int(0.9 * self.iterations):
+                late = best
             points = state.ask()
-            values, distances, gradients = evaluate(points, step)
-            usable = torch.isfinite(values) & torch.isfinite(gradients).all(1)
+            objectives, judged, gradients = evaluate(points, step)
+            values, distances = judged.unbind(1)
+            usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
             if not self.optimiser.survives_non_finite or step == 0:
                 alive = alive & usable
             better = usable & alive & (values < best_value)
@@ -99,7 +105,7 @@ class Matcher:
             best_value = torch.where(better, values, best_value)
             best_distance = torch.where(better, distances, best_distance)
             curves.append(best_value if self.optimiser.survives_non_finite else values)
-            state.tell(values, torch.where(usable[:, None], gradients, 0.0), usable & alive)
+            state.tell(objectives, torch.where(usable[:, None], gradients, 0.0), usable & alive)
             if progress is not None:
                 progress(step + 1, self.iterations, float(best_value.min()))
             done = ~alive | state.finished | (best_value <= self.tolerance)
@@ -107,7 +113,8 @@ class Matcher:
                 break
         winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
         inputs, logits = problem.unpack(best[winner])
-        flags = _flags(problem, best, best_value, alive, curves, winner, self.tolerance)
+        moved = float((best - late)[winner, : problem.size].abs().mean()) if len(curves) == self.iterations else 0.0
+        flags = _flags(problem, best, best_value, alive, curves, winner, moved)
         return Match(
             inputs=problem.to_model(inputs).detach(),
             label_logits=None if logits is None else logits.detach(),
@@ -180,7 +187,7 @@ class _Problem:
         return torch.cat([clamped, rows[:, self.size :]], dim=1)
 
     def evaluator(self, restarts: int, compiled: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-        """Objective, distance and gradient for each row, both derivatives taken by torch.func."""
+        """For each row the objective, its judged form with and without priors, and the gradient."""
         matcher, victim = self.matcher, self.victim
         problem = self
 
@@ -192,10 +199,11 @@ class _Problem:
             )
             distance = matcher.distance(given["observed"], candidate)
             scene = Scene(given["iteration"], recorded, given["batchnorm"])
-            total = distance
+            penalty = torch.zeros_like(distance)
             for prior in matcher.priors:
-                total = total + prior(picture, scene)
-            return total, distance
+                penalty = penalty + prior(picture, scene)
+            judged = distance if matcher.judge is None else matcher.judge(given["observed"], candidate)
+            return distance + penalty, torch.stack([judged + penalty, judged])
 
         derivative = grad_and_value(objective, has_aux=True)
         # One restart needs no vmap, whose batched convolutions cost more than plain ones.
@@ -214,10 +222,10 @@ class _Problem:
 
         def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
             now = {**given, "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype)}
-            gradient, (value, distance) = step(rows[0] if restarts == 1 else rows, now)
+            gradient, (value, judged) = step(rows[0] if restarts == 1 else rows, now)
             if restarts == 1:
-                gradient, value, distance = gradient[None], value[None], distance[None]
-            return value.detach(), distance.detach(), gradient.detach()
+                gradient, value, judged = gradient[None], value[None], judged[None]
+            return value.detach(), judged.detach(), gradient.detach()
 
         return evaluate
 
@@ -229,7 +237,7 @@ def _flags(
     alive: Tensor,
     curves: list[Tensor],
     winner: int,
-    tolerance: float,
+    moved: float,
 ) -> tuple[str, ...]:
     flags = []
     if not bool(alive.any()):
@@ -239,8 +247,9 @@ def _flags(
     curve = torch.stack(curves)[:, winner].cpu()
     reached = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
     tail = float(reached[max(0, int(0.9 * len(curve)) - 1)])
-    # Still falling by a twentieth over the last tenth of the steps: more steps would have given more.
-    if float(reached[-1]) > tolerance and len(curve) >= 10 and tail - float(reached[-1]) > 0.05 * abs(tail):
+    # Over the last tenth of the steps the objective still fell by a twentieth and the picture still moved by half a
+    # grey level of 256 on average: more steps would have shown something else.
+    if len(curve) >= 10 and tail - float(reached[-1]) > 0.05 * abs(tail) and moved > 0.5 / 256:
         flags.append("did not converge")
     rivals = alive & (best_value <= 1.1 * best_value[winner] + 1e-12)
     chosen = problem.unpack(best[winner])[0]

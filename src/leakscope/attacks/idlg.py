@@ -1,0 +1,22 @@
+"""iDLG: Improved Deep Leakage from Gradients. Bo Zhao, Konda Reddy Mopuri, Hakan Bilen. 2020.
+
+The label of a single example is read off the last layer, then DLG searches the input alone with the label fixed.
+
+Differences: the label comes from the bias gradient where the head has a bias, which is exact for every activation; the
+published rule (smallest row sum of the weight gradient) serves heads without one. Batches are allowed, their labels
+found by counting. Otherwise as :mod:`leakscope.attacks.dlg`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from leakscope.attacks.dlg import DLG
+
+
+@dataclass(frozen=True, kw_only=True)
+class IDLG(DLG):
+    """DLG with the labels recovered first."""
+
+    labels: Literal["recover", "joint"] = "recover"

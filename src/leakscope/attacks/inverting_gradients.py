@@ -1,0 +1,119 @@
+"""Inverting Gradients: How easy is it to break privacy in federated learning? Geiping et al. NeurIPS 2020.
+
+Minimise over x in the valid box:  1 - cos(g, grad(x)) + weight * TV(x),  by Adam; labels recovered first.
+
+For a weight update of several local steps the candidate's update is unrolled: ``local_steps`` of plain gradient descent
+with the known learning rate, compared with the observed difference of weights.
+
+Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, takes plain
+Adam steps with a cosine schedule in [0, 1] space, and needs 300 steps where the published settings take thousands: on a
+3-layer ReLU ConvNet with one CIFAR-10 image the median is above 60 dB against about 21 for the cosine after the same
+steps. ``preset("paper")`` is the published untrained-ConvNet setting (cosine, signed Adam 0.1, step schedule, N(0, 1)
+start, TV 1e-6, 4000 steps), ``preset("paper-trained")`` the ImageNet one. The best restart is chosen by the whole
+objective, not by the matching term alone; the optional median filter is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.matching import (
+    Adam,
+    BatchNormStatistics,
+    Matcher,
+    Pixels,
+    Prior,
+    SingleGradient,
+    TotalVariation,
+    UnrolledSteps,
+    as_distance,
+    steps_in_order,
+)
+from leakscope.observation import Observation
+
+_PAPER = {
+    "iterations": 4000,
+    "distance": "cosine",
+    "gradient": "sign",
+    "schedule": "step",
+    "start": "normal",
+    "space": "model",
+    "tv": 1e-6,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class InvertingGradients(GradientMatching):
+    """Match the direction of the update under a total-variation prior.
+
+    ``update``: "unroll" simulates the local steps of a weight update, "gradient" takes the update for one gradient,
+    "auto" unrolls plain-SGD updates of several steps whose recipe is known.
+    """
+
+    presets = MappingProxyType(
+        {"paper": _PAPER, "paper-trained": {**_PAPER, "iterations": 24_000, "restarts": 8, "tv": 0.1}}
+    )
+
+    distance: str = "direction-l1"
+    tv: float = 0.01
+    batchnorm: float = 0.0
+    lr: float = 0.1
+    gradient: Literal["plain", "sign", "soft_sign"] = "plain"
+    schedule: Literal["constant", "step", "cosine"] = "cosine"
+    start: Literal["grey", "normal", "uniform"] = "grey"
+    space: Literal["unit", "model"] = "unit"
+    update: Literal["auto", "gradient", "unroll"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_distance(self.distance)
+        Adam(lr=self.lr, gradient=self.gradient, schedule=self.schedule)
+        Pixels(space=self.space, start=self.start)
+        if self.update not in ("auto", "gradient", "unroll"):
+            raise ValueError(f"update: expected 'auto', 'gradient' or 'unroll', got {self.update!r}")
+        if self.tv < 0 or self.batchnorm < 0:
+            raise ValueError(f"tv and batchnorm: expected weights >= 0, got {self.tv} and {self.batchnorm}")
+
+    def missing(self, observation: Observation) -> list[str]:
+        needed = super().missing(observation)
+        if self.update == "unroll" and observation.message.kind == "weight_delta":
+            facts = observation.training
+            recipe = {
+                "local_epochs": facts.epochs,
+                "batch_size": facts.batch_size,
+                "learning_rate": facts.learning_rate,
+            }
+            needed += [name for name, value in recipe.items() if value is None]
+        return needed
+
+    def matcher(self, observation: Observation) -> Matcher:
+        priors: list[Prior] = []
+        if self.tv:
+            priors.append(TotalVariation(weight=self.tv))
+        if self.batchnorm:
+            priors.append(BatchNormStatistics(weight=self.batchnorm))
+        return Matcher(
+            distance=as_distance(self.distance),
+            priors=tuple(priors),
+            canvas=Pixels(space=self.space, start=self.start),
+            optimiser=Adam(lr=self.lr, gradient=self.gradient, schedule=self.schedule),
+            simulation=self._simulation(observation),
+            iterations=self.iterations,
+            restarts=self.restarts,
+            compile=self.compile,
+        )
+
+    def _simulation(self, observation: Observation) -> SingleGradient | UnrolledSteps:
+        facts = observation.training
+        examples = observation.num_examples
+        if observation.message.kind == "gradient" or self.update == "gradient":
+            return SingleGradient()
+        if examples is None or facts.epochs is None or facts.batch_size is None or facts.learning_rate is None:
+            return SingleGradient()
+        if self.update == "auto" and (facts.optimizer not in (None, "sgd") or facts.momentum):
+            return SingleGradient()
+        order = facts.batch_order or steps_in_order(examples, facts.batch_size, facts.epochs)
+        return UnrolledSteps(facts.learning_rate, order)

@@ -1,0 +1,143 @@
+"""Closed-form inversion of a first linear layer.
+
+Le Trieu Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", 2018; Geiping et al. 2020,
+proposition 3.1; Qian and Hansen 2021. For z = W x + b with back-signals D (examples x units): dW = D'X, db = D'1.
+
+One example: x = dW_k / db_k for every unit k; the least-squares combination x = dW'db / ||db||^2 is used, because plain
+ratios blow up where db_k is tiny. Several examples: the row space of dW is the span of the inputs (exactly, when D has
+full rank), read off by an SVD; single inputs are not separable without more, so what is returned are mixtures.
+
+A weight difference of several local steps is treated as one gradient, which is exact for one step only.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
+from leakscope.observation import Observation
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearLayer(Attack):
+    """Solve for the input of a first linear layer; no search.
+
+    ``tolerance`` is the relative singular value below which a direction counts as rounding noise.
+    """
+
+    requires = ()
+
+    tolerance: float = 1e-5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.tolerance < 1:
+            raise ValueError(f"tolerance: expected 0 < tolerance < 1, got {self.tolerance}")
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        layer = first_linear(observation.model, observation.input_shape)
+        update = observation.message.update
+        weight = update[f"{layer}.weight"]
+        bias = update.get(f"{layer}.bias")
+        flags: tuple[str, ...] = ()
+        notes: tuple[str, ...] = ()
+        if observation.num_examples == 1:
+            if bias is None:
+                raise NotApplicable(f"layer {layer!r} has no bias, so the input's length is not in its gradient")
+            inputs, residual = invert_single(weight, bias)
+            scores = residual[None]
+            if not bool((bias != 0).any()):
+                notes = ("the layer's bias gradient is zero: nothing can be solved for",)
+        else:
+            basis, strengths = input_span(weight, self.tolerance)
+            count = observation.num_examples or len(basis)
+            inputs = _pictures_of(basis[:count], observation)
+            scores = strengths[:count]
+            flags = ("mixture",)
+            notes = (
+                f"the inputs' span has {len(basis)} dimensions; each returned input is one direction of it, "
+                "scaled to the value range, not one example",
+            )
+        return Reconstruction(
+            inputs=inputs.reshape(-1, *observation.input_shape),
+            labels=None,
+            scores=scores,
+            flags=flags,
+            notes=notes,
+            info={"layer": layer, "steps": 1, "restarts": 1, "compiled": False},
+        )
+
+
+def invert_single(weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """The input x that best explains dW = db x', and the relative residual (zero for one untouched example).
+
+    >>> x, residual = invert_single(torch.tensor([[2.0, 4.0], [-1.0, -2.0]]), torch.tensor([2.0, -1.0]))
+    >>> x.tolist(), float(residual)
+    ([[1.0, 2.0]], 0.0)
+    """
+    size = (bias * bias).sum()
+    if float(size) == 0:
+        return torch.zeros_like(weight[:1]), weight.new_tensor(torch.inf)
+    x = (bias @ weight) / size
+    residual = torch.linalg.vector_norm(weight - bias[:, None] * x) / torch.linalg.vector_norm(weight)
+    return x[None], residual
+
+
+def input_span(weight: Tensor, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]:
+    """An orthonormal basis (rows) of the span of a batch's inputs, and the singular values, largest first.
+
+    >>> basis, _ = input_span(torch.tensor([[1.0, 1.0, 0.0], [2.0, 2.0, 0.0]]))
+    >>> [round(abs(v), 4) for v in basis[0].tolist()]
+    [0.7071, 0.7071, 0.0]
+    """
+    _, values, basis = torch.linalg.svd(weight, full_matrices=False)
+    keep = values > tolerance * values[0] if float(values[0]) > 0 else torch.zeros_like(values, dtype=torch.bool)
+    return basis[keep], values[keep]
+
+
+def _pictures_of(basis: Tensor, observation: Observation) -> Tensor:
+    """Directions shown as inputs: sign so that the mean is positive, stretched to the value range."""
+    shaped = basis.reshape(-1, *observation.input_shape)
+    flat = basis * torch.where(basis.mean(1, keepdim=True) < 0, -1.0, 1.0)
+    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    unit = ((flat - low) / (high - low).clamp_min(1e-30)).reshape(shaped.shape)
+    return unit if observation.value_range is None else observation.value_range.from_unit(unit)
+
+
+def first_linear(model: nn.Module, input_shape: tuple[int, ...]) -> str:
+    """The name of the linear layer that reads the input itself, flattened at most; NotApplicable without one.
+
+    Found by running the model on a marked input: the first layer with parameters must be linear and receive exactly
+    the input's values in their order.
+    """
+    probe = copy.deepcopy(model).eval()
+    parameter = next(probe.parameters())
+    size = int(torch.tensor(input_shape).prod())
+    marked = torch.arange(1.0, size + 1).reshape(1, *input_shape).to(parameter) / size
+    seen: list[tuple[str, nn.Module, Tensor]] = []
+
+    def record(name: str, module: nn.Module) -> None:
+        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if not seen and inputs:
+                seen.append((name, layer, inputs[0].detach()))
+
+        module.register_forward_pre_hook(hook)
+
+    for name, module in probe.named_modules():
+        if any(True for _ in module.parameters(recurse=False)):
+            record(name, module)
+    with torch.no_grad():
+        probe(marked)
+    if not seen:
+        raise NotApplicable("the model runs no layer with parameters")
+    name, layer, received = seen[0]
+    if not isinstance(layer, nn.Linear):
+        raise NotApplicable(f"the first layer {name!r} is {type(layer).__name__}, not nn.Linear")
+    if received.shape != (1, size) or not torch.equal(received.flatten(), marked.flatten()):
+        raise NotApplicable(f"the first linear layer {name!r} does not read the input itself")
+    return name
