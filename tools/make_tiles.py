@@ -66,9 +66,7 @@ def grid(photo: Image.Image, parts: int) -> list[NDArray[np.uint8]]:
     columns, rows = photo.size[0] // side, photo.size[1] // side
     # Centred, so that a photo wider than a multiple of the tile loses both its edges alike.
     left, top = (photo.size[0] - columns * side) // 2, (photo.size[1] - rows * side) // 2
-    tiles = [
-        square(photo, left + c * side, top + r * side, side) for r in range(rows) for c in range(columns)
-    ]
+    tiles = [square(photo, left + c * side, top + r * side, side) for r in range(rows) for c in range(columns)]
     return sorted((t for t in tiles if contrast(t) >= LEAST_CONTRAST), key=contrast, reverse=True)
 
 

@@ -70,9 +70,7 @@ class Knowledge:
 
     def describe(self) -> list[str]:
         """The threat model in plain words, one sentence a line."""
-        lines = [
-            "The adversary sees the model's structure, the weights the client received, and the update it sent."
-        ]
+        lines = ["The adversary sees the model's structure, the weights the client received, and the update it sent."]
         lines.append(
             {
                 "no": "It does not know the labels and must infer them.",
@@ -107,12 +105,8 @@ class Knowledge:
 
 
 Knowledge.eavesdropper = Knowledge()
-Knowledge.honest_server = Knowledge(
-    local_epochs=True, batch_size=True, learning_rate=True, normalisation=True
-)
-Knowledge.malicious_server = dataclasses.replace(
-    Knowledge.honest_server, choose_weights=True, choose_structure=True
-)
+Knowledge.honest_server = Knowledge(local_epochs=True, batch_size=True, learning_rate=True, normalisation=True)
+Knowledge.malicious_server = dataclasses.replace(Knowledge.honest_server, choose_weights=True, choose_structure=True)
 Knowledge.full = Knowledge(
     labels="yes",
     local_epochs=True,
@@ -367,8 +361,7 @@ class Observation:
             "reduction": self.reduction,
             "batchnorm": self.batchnorm,
             "messages": [
-                {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)}
-                for m in self.messages
+                {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)} for m in self.messages
             ],
         }
         tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._named_tensors()}
@@ -463,8 +456,19 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
 
 
 _FACTS = frozenset(
-    "format model_name input_shape num_classes num_examples knowledge value_range training reduction batchnorm "
-    "messages".split()
+    [
+        "format",
+        "model_name",
+        "input_shape",
+        "num_classes",
+        "num_examples",
+        "knowledge",
+        "value_range",
+        "training",
+        "reduction",
+        "batchnorm",
+        "messages",
+    ]
 )
 
 
@@ -498,15 +502,11 @@ def _update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tens
     missing = [name for name, value in parameters.items() if value.requires_grad and name not in update]
     extra = [name for name in update if name not in parameters]
     if missing:
-        problems.append(
-            f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter"
-        )
+        problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
     if extra:
         problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
     for name, value in update.items():
         expected = parameters.get(name)
         if expected is not None and expected.shape != value.shape:
-            problems.append(
-                f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}"
-            )
+            problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
     return problems

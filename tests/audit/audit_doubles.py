@@ -46,9 +46,7 @@ class Quotient(Attack):
 
     slow: float = 0.0
 
-    def run(
-        self, observation: Observation, generator: torch.Generator, progress: Any = None
-    ) -> Reconstruction:
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         time.sleep(self.slow)
         update = observation.message.update
         weight, bias = update["1.weight"], update["1.bias"]
@@ -73,14 +71,10 @@ class Guess(Attack):
     flags: tuple[str, ...] = ()
     nan: bool = False
 
-    def run(
-        self, observation: Observation, generator: torch.Generator, progress: Any = None
-    ) -> Reconstruction:
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         shape = (observation.num_examples or 1, *observation.input_shape)
         x = torch.rand(shape, generator=generator)
-        return Reconstruction(
-            x * float("nan") if self.nan else x, None, torch.zeros(shape[0]), flags=self.flags
-        )
+        return Reconstruction(x * float("nan") if self.nan else x, None, torch.zeros(shape[0]), flags=self.flags)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +89,7 @@ class Malicious(Attack):
                 parameter.zero_()
         return model
 
-    def run(
-        self, observation: Observation, generator: torch.Generator, progress: Any = None
-    ) -> Reconstruction:
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         if any(bool(parameter.any()) for parameter in observation.model.parameters()):
             raise RuntimeError("the client was sent another model")
         return Guess().run(observation, generator)
@@ -109,9 +101,7 @@ class Trouble(Attack):
 
     how: str = "raise"
 
-    def run(
-        self, observation: Observation, generator: torch.Generator, progress: Any = None
-    ) -> Reconstruction:
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         if self.how == "refuse":
             raise NotApplicable("only models without bias")
         if self.how == "missing":
@@ -136,9 +126,7 @@ class OnceFailing(Attack):
 
     marker: str
 
-    def run(
-        self, observation: Observation, generator: torch.Generator, progress: Any = None
-    ) -> Reconstruction:
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         if not Path(self.marker).exists():
             raise OSError("out of something")
         return Guess().run(observation, generator)

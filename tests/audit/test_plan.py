@@ -138,6 +138,4 @@ def test_rehearsal_tells_of_every_setting_that_fails() -> None:
     with pytest.raises(SpecError) as caught:
         rehearse(setup(model=torch.nn.Linear(5, 2)))
     assert len(caught.value.problems) == 2
-    assert "protocols[0] with defenses[0]: the model cannot read inputs of shape (1, 4, 4)" in str(
-        caught.value
-    )
+    assert "protocols[0] with defenses[0]: the model cannot read inputs of shape (1, 4, 4)" in str(caught.value)

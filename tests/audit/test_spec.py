@@ -164,6 +164,4 @@ def test_normalised_spec_parses_to_itself() -> None:
 
 def test_spec_module_is_light() -> None:
     code = "import sys, leakscope.audit.spec; sys.exit('torch' in sys.modules)"
-    assert (
-        subprocess.run([sys.executable, "-c", code], check=False, env=doubles.environment()).returncode == 0
-    )
+    assert subprocess.run([sys.executable, "-c", code], check=False, env=doubles.environment()).returncode == 0

@@ -164,9 +164,7 @@ def test_rows_survive_a_kill_right_after_record(tmp_path: Path) -> None:
         "store.record(Row('ab12', 0, 'done', {}, {}))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], check=False, env=doubles.environment()
-    )
+    ended = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False, env=doubles.environment())
     assert ended.returncode == -9
     with Store.open(tmp_path) as store:
         assert [r.key for r in store.rows()] == ["ab12"]

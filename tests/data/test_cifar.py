@@ -148,9 +148,7 @@ HOSTILE = {
     "object array": pickle.dumps({"data": np.array([{}], dtype=object)}, 2),
     "structured array": pickle.dumps({"data": np.zeros(2, dtype="i4,f4")}, 2),
     "text array": pickle.dumps({"data": np.array(["a"])}, 2),
-    "shape and bytes disagree": python2_pickle([1], np.zeros((1, 3072), np.uint8)).replace(
-        b"M\x00\x0c", b"M\x00\xff"
-    ),
+    "shape and bytes disagree": python2_pickle([1], np.zeros((1, 3072), np.uint8)).replace(b"M\x00\x0c", b"M\x00\xff"),
     "state on a list": b"\x80\x02]}U\x01aK\x01sb.",
     "call a number": b"\x80\x02K\x01)R.",
     "empty": b"",

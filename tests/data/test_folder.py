@@ -35,9 +35,7 @@ def test_classes_take_turns(tmp_path: Path) -> None:
     assert examples.y.tolist() == [0, 1, 1, 1]
     assert examples.shape == (3, 4, 6)
     assert examples.private
-    assert torch.equal(
-        (examples.x[1] * 255).round().byte(), torch.from_numpy(first.transpose(2, 0, 1).copy())
-    )
+    assert torch.equal((examples.x[1] * 255).round().byte(), torch.from_numpy(first.transpose(2, 0, 1).copy()))
     assert load_data("folder", tmp_path, limit=2).y.tolist() == [0, 1]
     assert load_data("folder", tmp_path, limit=2).num_classes == 2
     assert not load_data("folder", tmp_path, private=False).private
@@ -70,16 +68,11 @@ def test_resize_keeps_proportions(tmp_path: Path) -> None:
 
 def png(width: int, height: int) -> bytes:
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
-        )
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return (
-        b"\x89PNG\r\n\x1a\n"
-        + chunk(b"IHDR", header)
-        + chunk(b"IDAT", zlib.compress(bytes(100)))
-        + chunk(b"IEND", b"")
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(bytes(100))) + chunk(b"IEND", b"")
     )
 
 

@@ -46,10 +46,7 @@ FILES = {
     "idx": ("mnist", "some-images-idx3-ubyte", IDX),
     "idx gz": ("mnist", "some-images-idx3-ubyte.gz", gzip.compress(IDX, mtime=0)),
     "npz": ("npz", "pack.npz", _npz()),
-    **{
-        f"folder {kind}": ("folder", f"a/x.{kind.lower()}", _picture(kind))
-        for kind in ("PNG", "JPEG", "GIF", "TIFF")
-    },
+    **{f"folder {kind}": ("folder", f"a/x.{kind.lower()}", _picture(kind)) for kind in ("PNG", "JPEG", "GIF", "TIFF")},
 }
 
 

@@ -29,9 +29,7 @@ from leakscope.observation import ValueRange
         ("photos", 10, 10),
     ],
 )
-def test_real_packs(
-    real_data: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, classes: int
-) -> None:
+def test_real_packs(real_data: Path, monkeypatch: pytest.MonkeyPatch, name: str, count: int, classes: int) -> None:
     monkeypatch.setenv("LEAKSCOPE_DATA", str(real_data))
     examples = load_data(name)
     assert (len(examples), examples.num_classes, examples.shape) == (count, classes, DATA[name].shape)
@@ -50,9 +48,7 @@ def test_femnist_splits_and_writers(real_data: Path) -> None:
     assert len(train) + len(test) == 18796
     assert test.group is not None
     assert test.group.tolist() == pack["writer"][pack["split"] == 1].tolist()
-    assert torch.equal(
-        (train.x[0, 0] * 255).round().byte(), torch.from_numpy(pack["x"][pack["split"] == 0][0])
-    )
+    assert torch.equal((train.x[0, 0] * 255).round().byte(), torch.from_numpy(pack["x"][pack["split"] == 0][0]))
 
 
 def test_ecg_is_in_millivolts(real_data: Path) -> None:

@@ -161,9 +161,7 @@ def test_scale_free_rules_do_not_see_the_scale(scale: float) -> None:
     weight_gradient, bias_gradient = head_gradients(features.abs(), weight, bias, labels)
     assert torch.equal(llg_labels(weight_gradient * scale, 6), llg_labels(weight_gradient, 6))
     assert torch.equal(llg_bias_labels(bias_gradient * scale, 6), llg_bias_labels(bias_gradient, 6))
-    assert torch.equal(
-        gradinversion_labels(weight_gradient * scale, 3), gradinversion_labels(weight_gradient, 3)
-    )
+    assert torch.equal(gradinversion_labels(weight_gradient * scale, 3), gradinversion_labels(weight_gradient, 3))
 
 
 def test_gradinversion_finds_unique_labels_and_refuses_more_than_classes() -> None:

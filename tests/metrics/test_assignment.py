@@ -35,9 +35,7 @@ def test_a_three_cycle_is_undone_and_not_done_twice(cost: str, method: str) -> N
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 10_000), ties=st.booleans())
 def test_hungarian_is_as_cheap_as_scipy(rows: int, columns: int, seed: int, ties: bool) -> None:
     random = np.random.default_rng(seed)
-    costs = (
-        random.integers(0, 3, (rows, columns)).astype(float) if ties else random.normal(size=(rows, columns))
-    )
+    costs = random.integers(0, 3, (rows, columns)).astype(float) if ties else random.normal(size=(rows, columns))
     order = hungarian(costs)
     placed = order[order >= 0]
     assert len(placed) == len(set(placed.tolist())) == min(rows, columns)
@@ -48,9 +46,7 @@ def test_hungarian_is_as_cheap_as_scipy(rows: int, columns: int, seed: int, ties
 
 @settings(max_examples=30, deadline=None)
 @given(count=st.integers(1, 6), seed=st.integers(0, 1000), cost=st.sampled_from(COSTS))
-def test_shuffling_reconstructions_does_not_change_what_each_original_gets(
-    count: int, seed: int, cost: str
-) -> None:
+def test_shuffling_reconstructions_does_not_change_what_each_original_gets(count: int, seed: int, cost: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     originals, guesses = pictures(count, seed), pictures(count, seed + 1)
     shuffle = torch.randperm(count, generator=generator)

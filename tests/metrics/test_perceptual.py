@@ -56,9 +56,7 @@ def test_a_blur_that_mse_forgives_looks_worse_than_slight_noise(lpips: Lpips, ph
 
 def test_one_channel_is_repeated_to_three(lpips: Lpips, photos: Tensor) -> None:
     grey, other = photos.mean(1, keepdim=True), noisy(photos.mean(1, keepdim=True), 0.1)
-    assert torch.allclose(
-        lpips(grey, other), lpips(grey.repeat(1, 3, 1, 1), other.repeat(1, 3, 1, 1)), atol=1e-6
-    )
+    assert torch.allclose(lpips(grey, other), lpips(grey.repeat(1, 3, 1, 1), other.repeat(1, 3, 1, 1)), atol=1e-6)
 
 
 def test_the_first_stage_by_hand(real_data: Path, lpips: Lpips, photos: Tensor) -> None:
@@ -78,8 +76,7 @@ def test_the_first_stage_by_hand(real_data: Path, lpips: Lpips, photos: Tensor) 
 
     expected = np.einsum("kij,k->ij", (stage(a) - stage(b)) ** 2, head).mean()
     silent = {
-        name: value * 0 if name[:3] == "lin" and name != "lin0" else value
-        for name, value in lpips.weights.items()
+        name: value * 0 if name[:3] == "lin" and name != "lin0" else value for name, value in lpips.weights.items()
     }
     assert Lpips(silent)(a, b).item() == pytest.approx(expected, rel=1e-4)
     assert [tuple(f.shape[1:]) for f in lpips.stages(a)] == [

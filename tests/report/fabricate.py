@@ -15,9 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
-AVG = (
-    "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"
-)
+AVG = "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"
 PRUNING = "GradientPruning(fraction=0.9, scope='tensor')"
 NOISE = "GradientNoise(sigma=0.01)"
 GEIPING = "InvertingGradients(iterations=500, restarts=2, tv=0.1, optimizer='signed-adam', labels=None)"
@@ -47,9 +45,7 @@ class Fabricated:
         connection = sqlite3.connect(directory / "audit.sqlite")
         connection.execute("PRAGMA journal_mode=WAL")
         connection.executescript(SCHEMA)
-        connection.executemany(
-            "INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in self.meta.items()]
-        )
+        connection.executemany("INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in self.meta.items()])
         for row in self.jobs:
             result = None if row["result"] is None else json.dumps(row["result"])
             connection.execute(

@@ -4,6 +4,7 @@ Minimise over inputs x and label logits y:  sum_l || grad_l(x, softmax(y)) - g_l
 
 Differences from the published code. The start is mid-grey with a little noise instead of N(0, 1): from there the
 reference LeNet needs a third of the steps. Each step is searched for by backtracking, so that a run cannot diverge.
+A soft box, zero inside the valid range, keeps saturating activations from running away; the published code has none.
 The objective is divided by the observed update's own squared length, which moves no minimum but lets one tolerance
 serve every model. Restarts, where asked for, run side by side and the smallest objective wins. ``preset("paper")``
 takes full steps from N(0, 1) as published (300 calls of 20 iterations).
@@ -16,7 +17,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from leakscope.attacks.gradient_matching import GradientMatching
-from leakscope.matching import LBFGS, Matcher, Pixels, RelativeSquaredL2
+from leakscope.matching import LBFGS, Matcher, Pixels, RelativeSquaredL2, SoftRange
 from leakscope.observation import Observation
 
 
@@ -25,7 +26,15 @@ class DLG(GradientMatching):
     """Joint search of inputs and labels by L-BFGS on the squared distance of gradients."""
 
     presets = MappingProxyType(
-        {"paper": {"iterations": 6000, "start": "normal", "space": "model", "line_search": "none"}}
+        {
+            "paper": {
+                "iterations": 6000,
+                "start": "normal",
+                "space": "model",
+                "line_search": "none",
+                "patience": 0,
+            }
+        }
     )
 
     iterations: int = 2000
@@ -34,15 +43,20 @@ class DLG(GradientMatching):
     space: Literal["unit", "model"] = "unit"
     history: int = 100
     line_search: Literal["backtracking", "none"] = "backtracking"
+    soft_range: float = 0.1
     tolerance: float = 1e-10
+    patience: int = 200
 
     def matcher(self, observation: Observation) -> Matcher:
+        boxed = self.soft_range > 0 and self.space == "unit" and observation.value_range is not None
         return Matcher(
             distance=RelativeSquaredL2(),
+            priors=(SoftRange(weight=self.soft_range),) if boxed else (),
             canvas=Pixels(space=self.space, start=self.start, clamp=False),
             optimiser=LBFGS(history=self.history, line_search=self.line_search),
             iterations=self.iterations,
             restarts=self.restarts,
             tolerance=self.tolerance,
+            patience=self.patience,
             compile=self.compile,
         )

@@ -32,9 +32,7 @@ class GradientMatching(Attack):
         if self.labels not in ("recover", "joint"):
             raise ValueError(f"labels: expected 'recover' or 'joint', got {self.labels!r}")
         if self.iterations < 1 or self.restarts < 1:
-            raise ValueError(
-                f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}"
-            )
+            raise ValueError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
 
     @abstractmethod
     def matcher(self, observation: Observation) -> Matcher:

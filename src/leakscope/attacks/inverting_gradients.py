@@ -58,7 +58,7 @@ class InvertingGradients(GradientMatching):
     )
 
     distance: str = "direction-l1"
-    tv: float = 0.01
+    tv: float = 0.03
     batchnorm: float = 0.0
     lr: float = 0.1
     gradient: Literal["plain", "sign", "soft_sign"] = "plain"

@@ -40,7 +40,7 @@ class LearnFromGradients(GradientMatching):
     labels: Literal["recover", "joint"] = "joint"
     weight: float = 0.1
     decay: float = 0.9
-    every: int = 20
+    every: int = 10
     squared: bool = True
     optimizer: Literal["lbfgs", "adam"] = "lbfgs"
     lr: float = 0.05

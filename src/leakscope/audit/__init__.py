@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from leakscope.audit.default import DEFAULT_SPEC
     from leakscope.audit.executors import ExecutorError
     from leakscope.audit.run import Audit, audit, run_spec
-    from leakscope.audit.spec import AuditSpec, Policy, SpecError, load_spec, parse_yaml
+    from leakscope.audit.spec import AuditSpec, Policy, SpecError, load_spec, parse_yaml, read_yaml
     from leakscope.audit.store import Row, Store, StoreError, StoreMismatch
     from leakscope.audit.verdict import SettingVerdict, StrongestExample, Verdict, judge, judge_store
 
@@ -23,7 +23,7 @@ _NAMES = {
     "default": ("DEFAULT_SPEC",),
     "executors": ("ExecutorError",),
     "run": ("Audit", "audit", "run_spec"),
-    "spec": ("AuditSpec", "Policy", "SpecError", "load_spec", "parse_yaml"),
+    "spec": ("AuditSpec", "Policy", "SpecError", "load_spec", "parse_yaml", "read_yaml"),
     "store": ("Row", "Store", "StoreError", "StoreMismatch"),
     "verdict": ("SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
 }
@@ -48,6 +48,7 @@ __all__ = [
     "judge_store",
     "load_spec",
     "parse_yaml",
+    "read_yaml",
     "run_spec",
 ]
 

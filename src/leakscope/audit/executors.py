@@ -157,9 +157,7 @@ class _Crew:
             return
         kind, content = pickle.loads(message)
         if kind == "broken":
-            raise ExecutorError(
-                f"a worker process cannot prepare this audit. {content}\nUse executor='serial'."
-            )
+            raise ExecutorError(f"a worker process cannot prepare this audit. {content}\nUse executor='serial'.")
         if kind == "advanced" and worker.job is not None:
             self._emit({"event": "advanced", "job": worker.job, **content})
             return

@@ -111,9 +111,7 @@ def knowledge_fields(value: Any) -> dict[str, Any]:
         raise ValueError(f"expected {', '.join(KNOWLEDGE_PRESETS)} or a mapping, got {value!r}")
     options = dict(value)
     if isinstance(options.get("labels"), bool):
-        options["labels"] = (
-            "yes" if options["labels"] else "no"
-        )  # YAML reads the words yes and no as booleans
+        options["labels"] = "yes" if options["labels"] else "no"  # YAML reads the words yes and no as booleans
     return dataclasses.asdict(construct(Knowledge, options))
 
 

@@ -152,9 +152,7 @@ def plan_summary(setup: Setup, jobs: list[Job]) -> dict[str, Any]:
 def _batch_fingerprint(setup: Setup, number: int) -> str:
     x, y = setup.batch(number)
     box = setup.data.value_range
-    digest = hashlib.sha256(
-        f"{tuple(x.shape)} {x.dtype} {box.low} {box.high} {setup.data.num_classes}".encode()
-    )
+    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} {box.low} {box.high} {setup.data.num_classes}".encode())
     digest.update(tensor_bytes(x))
     digest.update(tensor_bytes(y))
     return digest.hexdigest()

@@ -102,9 +102,7 @@ def rehearse(setup: Setup) -> None:
         raise SpecError(list(dict.fromkeys(problems)))
 
 
-def observe(
-    setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator
-) -> Any:
+def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:
     """What the adversary sees of a client that holds (x, y)."""
     return protocol.instance.observe(
         setup.model,
@@ -124,9 +122,7 @@ def model_fingerprint(model: nn.Module) -> str:
     digest.update(f"{type(model).__qualname__} {without_addresses(repr(model))}".encode())
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, value in named:
-            digest.update(
-                f"\n{kind} {name} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode()
-            )
+            digest.update(f"\n{kind} {name} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode())
             digest.update(tensor_bytes(value))
     return digest.hexdigest()
 

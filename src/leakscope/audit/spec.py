@@ -222,11 +222,16 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str]) ->
 
 def parse_yaml(text: str, source: str = "audit spec") -> AuditSpec:
     """The spec in ``text``."""
+    return AuditSpec.parse(read_yaml(text, source), source)
+
+
+def read_yaml(text: str, source: str = "audit spec") -> Any:
+    """What ``text`` says, numbers as people mean them, not yet checked as a spec."""
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise SpecError([f"not valid YAML: {' '.join(str(error).split())}"], source) from error
-    return AuditSpec.parse(_numbers({} if content is None else content), source)
+    return _numbers({} if content is None else content)
 
 
 def _numbers(value: Any) -> Any:

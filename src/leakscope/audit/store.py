@@ -136,8 +136,7 @@ class Store:
     def rows(self) -> list[Row]:
         """Every finished job in the order of the plan."""
         rows = self._connection.execute(
-            "SELECT key, position, status, job, result, error, seconds, finished FROM jobs "
-            "ORDER BY position, key"
+            "SELECT key, position, status, job, result, error, seconds, finished FROM jobs ORDER BY position, key"
         )
         return [
             Row(key, position, status, json.loads(job), None if result is None else json.loads(result), *rest)
@@ -294,9 +293,7 @@ def _take_lock(folder: Path) -> int | None:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(descriptor)
-        raise StoreError(
-            f"{folder}: another audit is writing here; wait for it or choose another --out"
-        ) from error
+        raise StoreError(f"{folder}: another audit is writing here; wait for it or choose another --out") from error
     return descriptor
 
 

@@ -107,9 +107,7 @@ def judge(
         for cell, found in cells.items()
     ]
     reasons = [
-        f"{setting.protocol}, defence {setting.defense}: {reason}"
-        for setting in settings
-        for reason in setting.reasons
+        f"{setting.protocol}, defence {setting.defense}: {reason}" for setting in settings for reason in setting.reasons
     ]
     doubts = []
     broken = sum(row.status == "failed" for row in controls)
@@ -133,9 +131,7 @@ def judge(
     return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst)
 
 
-def _expectations(
-    rows: list[Row], plan: Mapping[str, Any] | int | None
-) -> tuple[int, dict[tuple[str, str], int]]:
+def _expectations(rows: list[Row], plan: Mapping[str, Any] | int | None) -> tuple[int, dict[tuple[str, str], int]]:
     """How many jobs there should be, in all and a setting; without a plan the rows' own grid is the guide."""
     grid: dict[tuple[str, str], set[tuple[Any, ...]]] = defaultdict(set)
     for row in rows:
@@ -183,9 +179,7 @@ def _judge_setting(
             leaks.append(f"example {example.index} leaks by {example.attack_name}: {', '.join(why)}")
         doubts += doubt
     if identified_too_often:
-        leaks.append(
-            f"{rate:.0%} of the examples are identified, the limit is {policy.max_identification:.0%}"
-        )
+        leaks.append(f"{rate:.0%} of the examples are identified, the limit is {policy.max_identification:.0%}")
     if policy.max_identification is not None and any(e.identified is None for e in strongest):
         doubts.append("identification could not be measured for every example, but the policy limits it")
     flags = sorted({flag for row in done for flag in (row.result or {}).get("flags", [])})
@@ -220,9 +214,7 @@ def _judge_setting(
     )
 
 
-def _against(
-    example: StrongestExample, tries: list[StrongestExample], policy: Policy
-) -> tuple[list[str], list[str]]:
+def _against(example: StrongestExample, tries: list[StrongestExample], policy: Policy) -> tuple[list[str], list[str]]:
     """Why an example leaks, and what keeps us from being sure that it does not."""
     leaks, doubts = [], []
     if _above(example, policy):
@@ -256,9 +248,7 @@ class _Baselines:
         own = self._own.get((attack, index))
         if own is not None:
             return own
-        others = [
-            value for (_, place), value in self._own.items() if place == index and not math.isnan(value)
-        ]
+        others = [value for (_, place), value in self._own.items() if place == index and not math.isnan(value)]
         return max(others, default=NAN)
 
 

@@ -52,9 +52,7 @@ def _pack(name: str, file_name: str, **fixed: Any) -> Callable[..., Examples]:
 
 
 _ENTRIES = (
-    DataEntry(
-        "tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles
-    ),
+    DataEntry("tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles),
     DataEntry("cifar10", "CIFAR-10, binary or Python version", (3, 32, 32), True, load_cifar10),
     DataEntry("cifar100", "CIFAR-100, binary or Python version", (3, 32, 32), True, load_cifar100),
     DataEntry("mnist", "MNIST, idx files", (1, 28, 28), True, load_mnist),

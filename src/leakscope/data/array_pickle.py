@@ -78,9 +78,7 @@ def _build(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, A
     expected = math.prod(shape) * kind.dtype.itemsize
     if expected != len(content):
         raise ValueError(f"an array of shape {shape} needs {expected} bytes, got {len(content)}")
-    return np.frombuffer(bytes(content), dtype=kind.dtype).reshape(
-        shape, order="F" if order in ("F", b"F") else "C"
-    )
+    return np.frombuffer(bytes(content), dtype=kind.dtype).reshape(shape, order="F" if order in ("F", b"F") else "C")
 
 
 def _reconstruct(*_: Any) -> _Array:

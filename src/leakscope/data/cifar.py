@@ -78,9 +78,7 @@ def load_cifar100(
     """CIFAR-100 with its 100 ``fine`` or its 20 ``coarse`` labels."""
     checked_choice(labels, ("fine", "coarse"), "cifar100: labels")
     fine = labels == "fine"
-    return _load(
-        _CIFAR100, path, split, limit, key=f"{labels}_labels", column=int(fine), classes=100 if fine else 20
-    )
+    return _load(_CIFAR100, path, split, limit, key=f"{labels}_labels", column=int(fine), classes=100 if fine else 20)
 
 
 def _load(
@@ -136,9 +134,7 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
     )
 
 
-def _binary_rows(
-    file: Path, label_bytes: int, column: int
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+def _binary_rows(file: Path, label_bytes: int, column: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     row = label_bytes + PIXELS
     content = read_whole(file)
     if not content or len(content) % row:
@@ -153,13 +149,7 @@ def _binary_rows(
 def _python_rows(file: Path, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     content = _dictionary(file)
     x, y = content.get("data"), content.get(key)
-    if (
-        not isinstance(x, np.ndarray)
-        or x.dtype != np.uint8
-        or x.ndim != 2
-        or x.shape[1] != PIXELS
-        or not len(x)
-    ):
+    if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS or not len(x):
         got = f"{x.dtype} {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
         raise ValueError(f"{file}: 'data': expected bytes of shape (N, {PIXELS}), got {got}")
     if isinstance(y, list) and all(type(label) is int for label in y):
@@ -177,12 +167,8 @@ def _dictionary(file: Path) -> dict[str, Any]:
     """The dictionary in ``file``, with text keys also where Python 2 wrote them as bytes."""
     content = read_array_pickle(file)
     if not isinstance(content, dict):
-        raise ValueError(
-            f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}"
-        )
-    return {
-        key.decode("latin-1") if isinstance(key, bytes) else str(key): value for key, value in content.items()
-    }
+        raise ValueError(f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}")
+    return {key.decode("latin-1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
 
 
 def _class_names(kind: _Kind, file: Path, key: str, classes: int) -> tuple[str, ...] | None:

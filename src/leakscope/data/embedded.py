@@ -24,8 +24,6 @@ def load_tiles(path: AnyPath | None = None, *, limit: int | None = None) -> Exam
     ((3, 32, 32), [0, 1, 2, 3, 4, 5, 6, 7, 8])
     """
     if path is not None:
-        raise ValueError(
-            f"data 'tiles' is inside the package and takes no path, got {path}. Did you mean 'npz'?"
-        )
+        raise ValueError(f"data 'tiles' is inside the package and takes no path, got {path}. Did you mean 'npz'?")
     tiles = load_npz(Path(__file__).with_name("tiles.npz"), limit=limit, private=False, name="tiles")
     return dataclasses.replace(tiles, credits=CREDITS)

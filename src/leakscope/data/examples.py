@@ -56,8 +56,7 @@ class Examples:
         index = index.to(torch.int64)
         if len(index) == 0 or int(index.min()) < 0 or int(index.max()) >= len(self):
             raise ValueError(
-                f"subset: expected at least one number between 0 and {len(self) - 1}, "
-                f"got {index.tolist()[:10]}"
+                f"subset: expected at least one number between 0 and {len(self) - 1}, got {index.tolist()[:10]}"
             )
         group = None if self.group is None else self.group[index]
         return dataclasses.replace(self, x=self.x[index], y=self.y[index], group=group)
@@ -115,9 +114,7 @@ def from_tensors(
             "Use torch.as_tensor on arrays and lists."
         )
     if x.is_complex() or y.is_complex() or y.is_floating_point():
-        raise ValueError(
-            f"from_tensors: expected real inputs and integer labels, got {x.dtype} and {y.dtype}"
-        )
+        raise ValueError(f"from_tensors: expected real inputs and integer labels, got {x.dtype} and {y.dtype}")
     # Copies, so that later changes of the caller's tensors do not reach the examples.
     x = x.detach().to(device="cpu", dtype=torch.float32, copy=True)
     y = y.detach().to(device="cpu", dtype=torch.int64, copy=True)
@@ -155,9 +152,7 @@ def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
 def _problems(examples: Examples) -> list[str]:
     x, y, problems = examples.x, examples.y, []
     if x.dtype != torch.float32 or x.dim() < 2 or x.numel() == 0:
-        problems.append(
-            f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}"
-        )
+        problems.append(f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
     elif not bool(torch.isfinite(x).all()):
         problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
     if y.dtype != torch.int64 or y.shape != x.shape[:1]:

@@ -26,9 +26,7 @@ def data_folder(reader: str) -> Path:
         )
     folder = Path(value)
     if not folder.is_dir():
-        raise ValueError(
-            f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=..."
-        )
+        raise ValueError(f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=...")
     return folder
 
 

@@ -46,21 +46,16 @@ def load_folder(
     root = Path(path)
     if not root.is_dir():
         raise ValueError(f"data 'folder': {root}: no such folder")
-    names = sorted(
-        entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith(".")
-    )
+    names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files = [
-        sorted(f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES)
-        for name in names
+        sorted(f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES) for name in names
     ]
     # An empty subfolder is a mistake more often than a class without examples.
     empty = [name for name, members in zip(names, files, strict=True) if not members]
     if not names or empty:
         got = f"no pictures in {', '.join(empty)}" if empty else "no subfolders"
         kinds = ", ".join(sorted(SUFFIXES))
-        raise ValueError(
-            f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}"
-        )
+        raise ValueError(f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}")
     turns = chain.from_iterable(
         zip_longest(*([(file, label) for file in members] for label, members in enumerate(files)))
     )
@@ -76,9 +71,7 @@ def load_folder(
             )
         total += 4 * picture.numel()
         if total > MAX_BYTES:
-            raise ValueError(
-                f"{root}: more than {MAX_BYTES} bytes of pictures. Pass limit=... or a smaller resize=..."
-            )
+            raise ValueError(f"{root}: more than {MAX_BYTES} bytes of pictures. Pass limit=... or a smaller resize=...")
         pixels.append(picture)
     return Examples(
         x=torch.stack(pixels),
@@ -107,17 +100,13 @@ def _picture(file: Path, mode: str, size: tuple[int, int] | None) -> Tensor:
             warnings.simplefilter("ignore")
             with Image.open(file, formats=FORMATS) as opened:
                 if opened.size[0] * opened.size[1] > MAX_PIXELS:
-                    raise ValueError(
-                        f"{opened.size[0]}x{opened.size[1]} pixels, expected at most {MAX_PIXELS}"
-                    )
+                    raise ValueError(f"{opened.size[0]}x{opened.size[1]} pixels, expected at most {MAX_PIXELS}")
                 picture = ImageOps.exif_transpose(opened).convert(mode)
     except (
         OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError,
         OverflowError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError,
     ) as error:  # fmt: skip
-        raise ValueError(
-            f"{file}: not a readable picture: {error}. Repair it or take it out of the folder."
-        ) from error
+        raise ValueError(f"{file}: not a readable picture: {error}. Repair it or take it out of the folder.") from error
     if size is not None:
         picture = ImageOps.fit(picture, (size[1], size[0]), Image.Resampling.BICUBIC)
     array = np.asarray(picture, dtype=np.float32)

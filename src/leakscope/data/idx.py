@@ -67,9 +67,7 @@ def read_idx(file: Path, axes: int, limit: int | None = None) -> np.ndarray[Any,
         wanted = claimed // shape[0] * count
         content = source.read(wanted)
         if len(content) != wanted:
-            raise ValueError(
-                f"{file}: truncated: expected {wanted} bytes of data, got {len(content)}. Get it again."
-            )
+            raise ValueError(f"{file}: truncated: expected {wanted} bytes of data, got {len(content)}. Get it again.")
         # Reading past the end also lets gzip verify its checksum.
         if count == shape[0] and source.read(1):
             raise ValueError(f"{file}: more data than its header claims (shape {shape}). Get it again.")
@@ -81,9 +79,7 @@ def load_mnist(path: AnyPath | None = None, *, split: str = "train", limit: int 
     checked_choice(split, ("train", "test"), "mnist: split")
     prefix = "train" if split == "train" else "t10k"
     images, labels = _pair("mnist", path, prefix, ("MNIST/raw", "mnist/raw", "MNIST", "mnist"))
-    return _examples(
-        "mnist", images, labels, limit, classes=10, names=_DIGITS, first_label=0, transposed=False
-    )
+    return _examples("mnist", images, labels, limit, classes=10, names=_DIGITS, first_label=0, transposed=False)
 
 
 def load_emnist(
@@ -97,9 +93,7 @@ def load_emnist(
     """EMNIST, whose files hold images mirrored along the diagonal; ``transposed=False`` if yours do not."""
     checked_choice(split, ("train", "test"), "emnist: split")
     checked_choice(variant, tuple(EMNIST_CLASSES), "emnist: variant")
-    images, labels = _pair(
-        "emnist", path, f"emnist-{variant}-{split}", ("EMNIST/raw", "emnist/raw", "EMNIST", "gzip")
-    )
+    images, labels = _pair("emnist", path, f"emnist-{variant}-{split}", ("EMNIST/raw", "emnist/raw", "EMNIST", "gzip"))
     return _examples(
         "emnist",
         images,

@@ -39,8 +39,7 @@ class Pack:
                 self.names = {n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")}
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
             raise ValueError(
-                f"{file}: expected an .npz archive, got something else ({error}). "
-                "Write it with numpy.savez_compressed."
+                f"{file}: expected an .npz archive, got something else ({error}). Write it with numpy.savez_compressed."
             ) from error
 
     def array(self, name: str, kinds: str, limit: int | None = None) -> np.ndarray[Any, Any]:
@@ -183,9 +182,7 @@ def _to_float(pack: Pack, raw: np.ndarray[Any, Any]) -> tuple[Tensor, ValueRange
     if "scale" in pack.names:
         scale = pack.array("scale", "uif", _TEXT_BYTES)
         if scale.size != 1 or not np.isfinite(scale).all() or float(scale.reshape(())) <= 0:
-            raise ValueError(
-                f"{pack.file}: array 'scale': expected one positive number, got {scale.tolist()!r}"
-            )
+            raise ValueError(f"{pack.file}: array 'scale': expected one positive number, got {scale.tolist()!r}")
         x = x * float(scale.reshape(()))
     return x, natural_range(x)
 

@@ -217,9 +217,7 @@ def check_batch(model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None)
     elif not bool(torch.isfinite(x).all()):
         problems.append("x: has NaN or infinite values")
     if y.dtype != torch.int64 or y.dim() != 1 or y.shape[0] != x.shape[0]:
-        problems.append(
-            f"y: expected int64 class numbers of shape ({x.shape[0]},), got {y.dtype} {tuple(y.shape)}"
-        )
+        problems.append(f"y: expected int64 class numbers of shape ({x.shape[0]},), got {y.dtype} {tuple(y.shape)}")
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         problems.append("model: has no trainable parameter, so there is no update")
@@ -231,9 +229,7 @@ def check_batch(model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None)
         try:
             logits = client_copy(model, "eval")(x[:1])
         except RuntimeError as error:
-            raise ValueError(
-                f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}"
-            ) from error
+            raise ValueError(f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:
         got = tuple(logits.shape) if isinstance(logits, Tensor) else type(logits).__name__
         raise ValueError(f"model: expected logits of shape (examples, classes), got {got}")
@@ -241,7 +237,5 @@ def check_batch(model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None)
     if num_classes is not None and num_classes != outputs:
         raise ValueError(f"num_classes is {num_classes} but the model has {outputs} outputs")
     if int(y.min()) < 0 or int(y.max()) >= outputs:
-        raise ValueError(
-            f"y: labels must lie in 0..{outputs - 1} for this model, got {int(y.min())}..{int(y.max())}"
-        )
+        raise ValueError(f"y: labels must lie in 0..{outputs - 1} for this model, got {int(y.min())}..{int(y.max())}")
     return outputs

@@ -58,8 +58,7 @@ def label_counts_from_weight(
     """
     if not mean_feature_sum:
         raise ValueError(
-            "mean_feature_sum: expected a number other than 0. Features that cancel carry no count; "
-            "use llg_labels."
+            "mean_feature_sum: expected a number other than 0. Features that cancel carry no count; use llg_labels."
         )
     sums = weight_rows(weight_gradient).sum(dim=1) / mean_feature_sum
     # With features of one sign a negative row sum proves presence, though not how often.
@@ -107,9 +106,7 @@ def counts_to_labels(counts: Tensor) -> Tensor:
     [1, 1, 3]
     """
     if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
-        raise ValueError(
-            f"counts: expected one non-negative integer a class, got {counts.tolist()} ({counts.dtype})"
-        )
+        raise ValueError(f"counts: expected one non-negative integer a class, got {counts.tolist()} ({counts.dtype})")
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 

@@ -53,9 +53,7 @@ def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
 
 def zeros_for(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
     """A zero input for the model; two examples where BatchNorm needs a batch to normalise."""
-    needs_batch = any(
-        isinstance(m, _BATCH_NORM) and (m.training or m.running_mean is None) for m in model.modules()
-    )
+    needs_batch = any(isinstance(m, _BATCH_NORM) and (m.training or m.running_mean is None) for m in model.modules())
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     return torch.zeros((2 if needs_batch else 1, *input_shape), device=like.device, dtype=like.dtype)
 
@@ -88,8 +86,7 @@ def _head_of(model: nn.Module, executed: list[nn.Module], num_classes: int) -> H
         )
     if last.out_features != num_classes:
         raise ValueError(
-            f"no head for {num_classes} classes: the last layer executed, {name!r}, "
-            f"has {last.out_features} outputs"
+            f"no head for {num_classes} classes: the last layer executed, {name!r}, has {last.out_features} outputs"
         )
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     weight_name = names.get(id(last.weight))

@@ -142,9 +142,7 @@ def _apply(
         counts = label_counts_from_bias(bias / scale, total, statistics.probabilities)
         labels = counts_to_labels(counts)
     else:
-        counts = label_counts_from_weight(
-            weight / scale, total, statistics.probabilities, statistics.feature_sum
-        )
+        counts = label_counts_from_weight(weight / scale, total, statistics.probabilities, statistics.feature_sum)
         labels = counts_to_labels(counts)
     if not bool((weight != 0).any() | (bias != 0).any()):
         notes += ("the head's update is zero throughout: these labels are a guess",)

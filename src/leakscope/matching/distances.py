@@ -66,8 +66,7 @@ class SquaredL2:
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         scale = depth_weights(len(observed), self.weights)
         return _total(
-            w * ((candidate[name] - value) ** 2).sum()
-            for w, (name, value) in zip(scale, observed.items(), strict=True)
+            w * ((candidate[name] - value) ** 2).sum() for w, (name, value) in zip(scale, observed.items(), strict=True)
         )
 
 
@@ -119,8 +118,7 @@ class Cosine:
             return 1 - dot / (_norm(observed) * _norm(candidate))
         scale = depth_weights(len(observed), self.weights)
         terms = [
-            w
-            * (1 - (candidate[name] * value).sum() / (_norm({"": value}) * _norm({"": candidate[name]})))
+            w * (1 - (candidate[name] * value).sum() / (_norm({"": value}) * _norm({"": candidate[name]})))
             for w, (name, value) in zip(scale, observed.items(), strict=True)
         ]
         return _total(terms) / len(terms)

@@ -53,13 +53,13 @@ class Matcher:
     iterations: int = 300
     restarts: int = 1
     tolerance: float = 0.0
+    #: A restart whose best fell by less than a twentieth over this many steps has come to rest; 0 never stops it.
+    patience: int = 0
     compile: Literal["auto", "never", "always"] = "auto"
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.restarts < 1:
-            raise ValueError(
-                f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}"
-            )
+            raise ValueError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
         if self.compile not in ("auto", "never", "always"):
             raise ValueError(f"compile: expected 'auto', 'never' or 'always', got {self.compile!r}")
 
@@ -90,6 +90,7 @@ class Matcher:
         best_distance = best_value.clone()
         alive = torch.ones(self.restarts, dtype=torch.bool, device=start.device)
         curves: list[Tensor] = []
+        levels: list[Tensor] = []
         late = best
         for step in range(self.iterations):
             if step == int(0.9 * self.iterations):
@@ -108,7 +109,10 @@ class Matcher:
             state.tell(objectives, torch.where(usable[:, None], gradients, 0.0), usable & alive)
             if progress is not None:
                 progress(step + 1, self.iterations, float(best_value.min()))
+            levels.append(best_value)
             done = ~alive | state.finished | (best_value <= self.tolerance)
+            if self.patience and step >= self.patience:
+                done = done | (best_value > 0.95 * levels[step - self.patience])
             if bool(done.all()):
                 break
         winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
@@ -122,7 +126,12 @@ class Matcher:
             distance=float(best_distance[winner]),
             curves=_thin(curves),
             flags=flags,
-            info={"steps": len(curves), "restarts": self.restarts, "compiled": compiled, "best_restart": winner},
+            info={
+                "steps": len(curves),
+                "restarts": self.restarts,
+                "compiled": compiled,
+                "best_restart": winner,
+            },
         )
 
     def _compiles(self, victim: Victim, shape: tuple[int, ...], like: Tensor) -> bool:

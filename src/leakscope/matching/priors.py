@@ -65,9 +65,7 @@ def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tenso
     if variant == "sq_roll":
         squares = torch.stack([(picture - picture.roll(1, axis)) ** 2 for axis in axes]).sum(0) + 1e-7
         return squares.sum() / picture.shape[0]
-    raise ValueError(
-        f"variant: expected l1mean_sum, l1mean_avg, conv, sq_roll or l1sum, got {variant!r}"
-    )
+    raise ValueError(f"variant: expected l1mean_sum, l1mean_avg, conv, sq_roll or l1sum, got {variant!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

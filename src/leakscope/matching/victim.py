@@ -67,9 +67,7 @@ class Victim:
         self._tape.clear()
         return nn.functional.cross_entropy(logits, targets, reduction=self.reduction), recorded
 
-    def gradient(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
-    ) -> tuple[Tensors, Tensors]:
+    def gradient(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensors, Tensors]:
         """The gradient a client would send for this batch, and the BatchNorm layers' inputs."""
         return grad(self.loss, has_aux=True)(weights, fixed, x, targets)
 

@@ -18,9 +18,7 @@ Cost = Literal["mse", "psnr", "ssim", "cosine"]
 Method = Literal["hungarian", "greedy", "best", "none"]
 
 
-def assign(
-    originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", method: Method = "hungarian"
-) -> Tensor:
+def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", method: Method = "hungarian") -> Tensor:
     """For each original the number of its reconstruction, or -1 where there are not enough of them.
 
     ``hungarian`` minimises the total cost one-to-one; ``greedy`` takes the cheapest pair that is left again

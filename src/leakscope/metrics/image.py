@@ -46,9 +46,7 @@ def rmse_maxnorm(original: Tensor, reconstruction: Tensor) -> Tensor:
     return torch.where(largest > 0, squared / largest, squared).mean(dim=1).sqrt()
 
 
-def psnr(
-    original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap: float | None = None
-) -> Tensor:
+def psnr(original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap: float | None = None) -> Tensor:
     """Peak signal-to-noise ratio in dB, 10 log10(R^2 / MSE) with R = ``data_range``.
 
     It is infinite for equal pictures; ``cap`` bounds it from above, for files and plots that cannot hold

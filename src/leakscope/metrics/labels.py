@@ -13,9 +13,7 @@ def label_accuracy(true: Tensor, guess: Tensor) -> float:
     0.5
     """
     if true.dim() != 1 or guess.dim() != 1 or len(true) == 0:
-        raise ValueError(
-            f"expected labels of shape (B,) with B > 0, got {tuple(true.shape)} and {tuple(guess.shape)}"
-        )
+        raise ValueError(f"expected labels of shape (B,) with B > 0, got {tuple(true.shape)} and {tuple(guess.shape)}")
     classes, counts = true.cpu().unique(return_counts=True)
     found = (guess.cpu().unsqueeze(1) == classes).sum(dim=0)
     return float(torch.minimum(found, counts).sum()) / len(true)
@@ -28,7 +26,5 @@ def label_correct(true: Tensor, guess: Tensor) -> Tensor:
     [True, False]
     """
     if true.shape != guess.shape:
-        raise ValueError(
-            f"expected one guess for each label, got {tuple(true.shape)} and {tuple(guess.shape)}"
-        )
+        raise ValueError(f"expected one guess for each label, got {tuple(true.shape)} and {tuple(guess.shape)}")
     return true == guess.to(true.device)

@@ -51,13 +51,9 @@ class ModelEntry:
 _CIFAR = (3, 32, 32)
 _MNIST = (1, 28, 28)
 _ENTRIES = (
-    ModelEntry(
-        "convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10
-    ),
+    ModelEntry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10),
     ModelEntry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
-    ModelEntry(
-        "lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62
-    ),
+    ModelEntry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62),
     ModelEntry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
     ModelEntry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
     ModelEntry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),

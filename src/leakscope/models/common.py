@@ -82,9 +82,7 @@ def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) ->
 
 def too_small(model: str, input_shape: tuple[int, ...], why: str) -> ValueError:
     """The error for inputs of which ``model`` would leave nothing."""
-    return ValueError(
-        f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs."
-    )
+    return ValueError(f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs.")
 
 
 def average_pool_to(height: int, width: int, target: int) -> nn.Module:

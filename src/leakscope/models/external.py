@@ -41,23 +41,17 @@ def find_factory(spec: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
             raise ValueError(
-                f"model {spec!r}: no module named {error.name!r}. "
-                "Install its package, or run in the folder it is in."
+                f"model {spec!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
             ) from error
-        raise ValueError(
-            f"model {spec!r}: importing {module_name} failed: {error}. Install what it needs."
-        ) from error
+        raise ValueError(f"model {spec!r}: importing {module_name} failed: {error}. Install what it needs.") from error
     except Exception as error:
-        raise ValueError(
-            f"model {spec!r}: importing {module_name} raised {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"model {spec!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
             raise ValueError(
-                f"model {spec!r}: {module_name} has no {attribute!r}. "
-                f"Callables in it: {', '.join(names) or 'none'}"
+                f"model {spec!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
             )
         found = getattr(found, part)
     if isinstance(found, nn.Module):
@@ -66,9 +60,7 @@ def find_factory(spec: str) -> Callable[..., Any]:
             "Wrap it in a function that returns it."
         )
     if not callable(found):
-        raise ValueError(
-            f"model {spec!r}: {attribute} is a {type(found).__name__}, expected a function or class"
-        )
+        raise ValueError(f"model {spec!r}: {attribute} is a {type(found).__name__}, expected a function or class")
     return found
 
 
@@ -99,11 +91,7 @@ def call_factory(
         model = factory(**arguments, **options)
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in {**arguments, **options}.items())
-        raise ValueError(
-            f"model {spec!r}: calling it with ({given}) raised {type(error).__name__}: {error}"
-        ) from error
+        raise ValueError(f"model {spec!r}: calling it with ({given}) raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(
-            f"model {spec!r}: expected it to return a torch.nn.Module, got {type(model).__name__}"
-        )
+        raise ValueError(f"model {spec!r}: expected it to return a torch.nn.Module, got {type(model).__name__}")
     return model

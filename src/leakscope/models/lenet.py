@@ -61,9 +61,7 @@ class LeNetTanh(nn.Module):
             height = output_size(output_size(height, kernel=5), kernel=2, stride=2, padding=1)
             width = output_size(output_size(width, kernel=5), kernel=2, stride=2, padding=1)
             if min(height, width) < 2:
-                raise too_small(
-                    "lenet-tanh", input_shape, "two 5x5 convolutions without padding need 10 pixels a side"
-                )
+                raise too_small("lenet-tanh", input_shape, "two 5x5 convolutions without padding need 10 pixels a side")
         self.conv1 = nn.Conv2d(channels, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool = nn.AvgPool2d(2, 2, padding=1)

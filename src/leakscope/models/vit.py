@@ -27,8 +27,7 @@ class Attention(nn.Module):
         batch, tokens, dim = x.shape
         head = dim // self.heads
         query, key, value = (
-            part.reshape(batch, tokens, self.heads, head).transpose(1, 2)
-            for part in self.qkv(x).chunk(3, dim=-1)
+            part.reshape(batch, tokens, self.heads, head).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1)
         )
         weights = torch.softmax(query @ key.transpose(-2, -1) / head**0.5, dim=-1)
         return self.projection((weights @ value).transpose(1, 2).reshape(batch, tokens, dim))
@@ -45,9 +44,7 @@ class Layer(nn.Module):
         self.attention = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
         self.mlp = nn.Sequential(
-            OrderedDict(
-                fc1=nn.Linear(dim, mlp_ratio * dim), activation=nn.GELU(), fc2=nn.Linear(mlp_ratio * dim, dim)
-            )
+            OrderedDict(fc1=nn.Linear(dim, mlp_ratio * dim), activation=nn.GELU(), fc2=nn.Linear(mlp_ratio * dim, dim))
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -78,8 +75,7 @@ class VisionTransformer(nn.Module):
         self.position = nn.Parameter(torch.zeros(1, tokens + 1, dim))
         self.layers = nn.Sequential(
             OrderedDict(
-                (f"layer{i}", Layer(dim, heads, mlp_ratio, plain_attention=i == 1))
-                for i in range(1, layers + 1)
+                (f"layer{i}", Layer(dim, heads, mlp_ratio, plain_attention=i == 1)) for i in range(1, layers + 1)
             )
         )
         self.norm = nn.LayerNorm(dim)

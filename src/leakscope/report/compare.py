@@ -155,9 +155,7 @@ def _by_attack(rows: list[Row], crowded: set[str]) -> _Table:
         attack = str(row.job.get("attack")) if name in crowded else name
         place = (str(row.job.get("protocol")), str(row.job.get("defense")), attack)
         for example in (row.result or {}).get("examples") or []:
-            seeds.setdefault(place, {}).setdefault(example.get("index"), []).append(
-                number(example.get("psnr"))
-            )
+            seeds.setdefault(place, {}).setdefault(example.get("index"), []).append(number(example.get("psnr")))
     table = {place: [mean(values) for values in examples.values()] for place, examples in seeds.items()}
     return {place: [v for v in values if v == v] for place, values in table.items()}
 

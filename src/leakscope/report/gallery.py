@@ -27,9 +27,7 @@ _ABSENT = "The store holds no pictures. To keep them, run the audit with --pictu
 class Gallery:
     """The pictures of one store; opens each artifact only when a picture of it is wanted."""
 
-    def __init__(
-        self, store: Store, rows: list[Row], data: dict[str, Any], kept: bool, asked: bool | None
-    ) -> None:
+    def __init__(self, store: Store, rows: list[Row], data: dict[str, Any], kept: bool, asked: bool | None) -> None:
         self.rows = {row.key: row for row in rows}
         self.data = data
         private = bool(data.get("private", True))
@@ -71,9 +69,7 @@ class Gallery:
         try:
             return (
                 draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o"),
-                draw(
-                    guess, alt=f"reconstruction of example {index}", identity=f"{identity}-r", behind=original
-                ),
+                draw(guess, alt=f"reconstruction of example {index}", identity=f"{identity}-r", behind=original),
             )
         except ValueError:
             self.unreadable.add(key)

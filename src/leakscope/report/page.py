@@ -150,9 +150,7 @@ def policy_lines(policy: dict[str, Any]) -> list[str]:
     if not math.isnan(ssim):
         lines.append(f"It also counts as leaked when its SSIM is {ssim:g} or more.")
     if not math.isnan(identification):
-        lines.append(
-            f"A setting also leaks when more than {words.percent(identification)} of examples are identified."
-        )
+        lines.append(f"A setting also leaks when more than {words.percent(identification)} of examples are identified.")
     return lines
 
 
@@ -184,9 +182,7 @@ def _worst(verdict: Verdict, settings: list[dict[str, Any]], gallery: Gallery) -
         "ssim": words.fixed(words.number(worst.ssim), 2),
         "baseline": words.fixed(words.number(worst.baseline_psnr)),
         "lift": words.fixed(words.number(worst.lift)),
-        "lift_reason": ""
-        if math.isfinite(words.number(worst.lift))
-        else "no control of this attack was measured",
+        "lift_reason": "" if math.isfinite(words.number(worst.lift)) else "no control of this attack was measured",
         "label": gallery.label_of(worst.key, worst.index),
         "setting": setting,
         "original": original,
@@ -241,9 +237,7 @@ def _provenance(store: Store, meta: dict[str, dict[str, Any]], rows: list[Row]) 
     seeds = dict.fromkeys(row.job.get("seed") for row in rows)
 
     def seen(name: str) -> str:
-        return (
-            ", ".join(sorted({str(info[name]) for info in infos if info.get(name) is not None})) or words.DASH
-        )
+        return ", ".join(sorted({str(info[name]) for info in infos if info.get(name) is not None})) or words.DASH
 
     return [
         ("Created", str(store.meta("created") or words.DASH)),

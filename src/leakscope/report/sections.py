@@ -229,9 +229,7 @@ def flags_section(verdict: Verdict, rows: list[Row]) -> list[dict[str, Any]]:
     for setting in verdict.settings:
         for flag in setting.flags:
             counts.setdefault(str(flag), 0)
-    return [
-        {"name": name, "jobs": counts[name], "meaning": words.explain_flag(name)} for name in sorted(counts)
-    ]
+    return [{"name": name, "jobs": counts[name], "meaning": words.explain_flag(name)} for name in sorted(counts)]
 
 
 def _curves(store: Store, key: str) -> tuple[list[tuple[str, list[float]]], str]:

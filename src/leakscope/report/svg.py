@@ -85,9 +85,7 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     above = label_width == 0
     left, right, top = (14, 22, 26) if above else (label_width, 22, 26)
     pitch = 50 if above else 34
-    shown = [
-        v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)
-    ]
+    shown = [v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)]
     low = min([0.0, *shown])
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
@@ -97,20 +95,12 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     def x(value: float) -> float:
         return left + (min(max(value, low), high) - low) / (high - low) * (width - left - right)
 
-    out = [
-        _open(
-            identity, width, height, "PSNR of the strongest attack for each setting", _describe(rows, policy)
-        )
-    ]
+    out = [_open(identity, width, height, "PSNR of the strongest attack for each setting", _describe(rows, policy))]
     for tick in ticks(low, high, 4 if above else 8):
         out.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{bottom}"/>')
-        out.append(
-            f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>'
-        )
+        out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
     axis = (left + width - right) / 2
-    out.append(
-        f'<text class="axis" x="{axis:.1f}" y="{bottom + 34}" text-anchor="middle">PSNR, dB{beyond}</text>'
-    )
+    out.append(f'<text class="axis" x="{axis:.1f}" y="{bottom + 34}" text-anchor="middle">PSNR, dB{beyond}</text>')
     if math.isfinite(policy):
         # The label turns to the other side where it would run out of the chart.
         anchor = "start" if x(policy) < width * 0.6 else "end"
@@ -127,9 +117,7 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     return Markup("".join(out))
 
 
-def _dot_row(
-    row: DotRow, x: Callable[[float], float], y: float, above: bool, left: int, label_width: int
-) -> str:
+def _dot_row(row: DotRow, x: Callable[[float], float], y: float, above: bool, left: int, label_width: int) -> str:
     parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(_sentence(row))}</title>']
     room = 40 if above else max(8, (label_width - 20) // 8)
     text = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
@@ -137,14 +125,11 @@ def _dot_row(
         parts.append(f'<text class="label" x="{left}" y="{y - 14:.1f}">{escape(text)}</text>')
     else:
         parts.append(
-            f'<text class="label" x="{label_width - 12}" y="{y + 4:.1f}" text-anchor="end">'
-            f"{escape(text)}</text>"
+            f'<text class="label" x="{label_width - 12}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
         )
     parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
     if math.isfinite(row.low) and math.isfinite(row.high):
-        parts.append(
-            f'<line class="interval" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        )
+        parts.append(f'<line class="interval" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
     if math.isfinite(row.baseline):
         parts.append(f'<path class="baseline" d="M{x(row.baseline):.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"/>')
     if row.value == row.value:
@@ -166,9 +151,7 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
         described += f" Values from {min(values):.3g} to {max(values):.3g}."
     out = [_open(identity, width, height, title, described)]
     if not values:
-        out.append(
-            f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>'
-        )
+        out.append(f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>')
         return Markup("".join(out))
     place = math.log10 if logarithmic else float
     low, high = place(min(values)), place(max(values))
@@ -182,19 +165,14 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
     marks = log_ticks(min(values), max(values)) if logarithmic else ticks(low, high, 3)
     for mark in marks:
         tick, words = place(mark), f"{mark:.3g}"
-        out.append(
-            f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>'
-        )
-        out.append(
-            f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{words}</text>'
-        )
+        out.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        out.append(f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{words}</text>')
     span = width - left - right
     for number, (name, points) in enumerate(thinned):
         line = " ".join(f"{left + n / last * span:.1f},{y(place(v)):.1f}" for n, v in points)
         final = f", ends at {points[-1][1]:.3g}" if points else ""
         out.append(
-            f'<g class="curve c{number % 6}"><title>{escape(name + final)}</title>'
-            f'<polyline points="{line}"/></g>'
+            f'<g class="curve c{number % 6}"><title>{escape(name + final)}</title><polyline points="{line}"/></g>'
         )
     out.append(f'<text class="tick" x="{left}" y="{bottom + 16}">0</text>')
     out.append(f'<text class="tick" x="{width - right}" y="{bottom + 16}" text-anchor="end">{last}</text>')

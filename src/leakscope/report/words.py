@@ -45,9 +45,7 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
     ("Interval", "dB", "Bootstrap interval of the mean PSNR over the examples."),
 )
 
-UNKNOWN_FLAG = (
-    "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
-)
+UNKNOWN_FLAG = "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
 FLAG_RULE = "A result within policy that carries a flag is counted as inconclusive, not as a pass."
 
 
@@ -183,9 +181,7 @@ def short_names(reprs: Iterable[str]) -> dict[str, str]:
             arguments = [a for a in arguments if not is_word(a)][:3]
         else:
             arguments = arguments[:3]
-        result[text] = (
-            "no defence" if text == "none" else name + (f"({', '.join(arguments)})" if arguments else "")
-        )
+        result[text] = "no defence" if text == "none" else name + (f"({', '.join(arguments)})" if arguments else "")
     return result
 
 

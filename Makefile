@@ -1,0 +1,38 @@
+# Everything on a fresh machine: `make audit` and `make test` each make the environment they need.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OUT ?= leakscope-audit
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: audit test lint check bench clean
+
+audit: $(VENV)/.installed
+	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
+	@$(BIN)/leakscope audit --out $(OUT); code=$$?; [ $$code -le 1 ] || exit $$code
+
+test: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/python benchmarks/matching.py
+	$(BIN)/python benchmarks/quality.py
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+# torch first and alone: the constraint names the build that was tested, and nothing may pull in another.
+$(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install -q -c constraints.txt torch
+	$(BIN)/python -m pip install -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q -c constraints.txt -e .[dev]
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,495 @@
+"""The command line: arguments in, calls out. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
+
+app = typer.Typer(
+    help="What can somebody who sees a federated-learning update learn about the data behind it?",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    epilog="Exit codes of audit: 0 within policy, 1 leaks above policy, 2 interrupted, 3 internal error, "
+    "4 usage or spec error, 5 nothing audited or inconclusive.",
+)
+
+
+class Listable(StrEnum):
+    attacks = "attacks"
+    defenses = "defenses"
+    models = "models"
+    data = "data"
+    papers = "papers"
+
+
+class Scale(StrEnum):
+    smoke = "smoke"
+    small = "small"
+    paper = "paper"
+
+
+def main() -> NoReturn:
+    """The entry point: every expected problem is one clear message and the right exit code."""
+    try:
+        code = app(standalone_mode=False)
+    except KeyboardInterrupt:
+        _say("Interrupted. Finished jobs are kept; the same command resumes.")
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 - the outermost frame: sorts errors into exit codes
+        sys.exit(_explain(error))
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _explain(error: Exception) -> int:
+    import click
+
+    if isinstance(error, click.exceptions.Abort):
+        return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        _say(f"Error: {error.format_message()}")
+        return USAGE
+    if isinstance(error, ValueError | TypeError | FileNotFoundError | PermissionError | IsADirectoryError):
+        _say(f"Error: {error}")
+        return USAGE
+    import traceback
+
+    _say("".join(traceback.format_exception(error)))
+    _say("This is a defect in leakscope. Nothing that was finished is lost.")
+    return INTERNAL
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+@app.command()
+def audit(
+    spec: Annotated[
+        Path | None, typer.Argument(help="YAML spec; without it the options, or the default audit.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of rows and report; resumed if it exists.")] = Path(
+        "leakscope-audit"
+    ),
+    model: Annotated[str | None, typer.Option(help="Name (leakscope list models) or package.module:factory.")] = None,
+    weights: Annotated[Path | None, typer.Option(help="Weights of the model, a .safetensors file.")] = None,
+    data: Annotated[str | None, typer.Option(help="Name of the data (leakscope list data).")] = None,
+    data_path: Annotated[Path | None, typer.Option(help="Where the data lies.")] = None,
+    examples: Annotated[int | None, typer.Option(help="How many examples to attack.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples a client holds.")] = None,
+    protocol: Annotated[
+        list[str] | None, typer.Option(help="fedsgd, or fedavg:epochs=5,batch_size=10,lr=0.004.")
+    ] = None,
+    defense: Annotated[
+        list[str] | None, typer.Option(help="none, or gradient-pruning:fraction=0.9. Repeatable.")
+    ] = None,
+    attack: Annotated[list[str] | None, typer.Option(help="standard, or a name with options. Repeatable.")] = None,
+    knowledge: Annotated[
+        str | None, typer.Option(help="eavesdropper, honest_server, malicious_server or full.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
+    max_psnr: Annotated[float | None, typer.Option(help="Policy: a reconstruction this good leaks (dB).")] = None,
+    workers: Annotated[int | None, typer.Option(help="Jobs side by side; default one a core.")] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads a job; default 1.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    serial: Annotated[bool, typer.Option("--serial", help="Run jobs in this process, one after another.")] = False,
+    pictures: Annotated[
+        bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
+    ] = None,
+) -> None:
+    """Audit a model and its protocol: attack updates, compare with the truth, judge, write a report."""
+    chosen = {
+        "model": {"name": model, "weights": weights} if model and weights else model,
+        "data": {"name": data or "folder", "path": data_path} if data_path else data,
+        "examples": examples,
+        "batch": batch,
+        "protocols": _parts(protocol),
+        "defenses": _parts(defense),
+        "attacks": _parts(attack),
+        "knowledge": knowledge,
+        "seeds": seeds,
+        "policy": None if max_psnr is None else {"max_psnr": max_psnr},
+        "workers": workers,
+        "threads": threads,
+        "device": device,
+        "pictures": pictures,
+        "executor": "serial" if serial else None,
+    }
+    options = {key: value for key, value in chosen.items() if value is not None}
+    if weights and not model:
+        raise ValueError("--weights: expected together with --model")
+    code = _run_audit(spec, options, out)
+    raise typer.Exit(code)
+
+
+def _run_audit(spec: Path | None, options: dict[str, Any], out: Path) -> int:
+    from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, read_yaml, run_spec
+
+    settings: dict[str, Any]
+    if spec is not None:
+        if not spec.is_file():
+            raise SpecError([f"{spec}: no such file; expected a YAML spec"], str(spec))
+        written = read_yaml(spec.read_text(encoding="utf-8", errors="replace"), str(spec))
+        if not isinstance(written, dict):
+            raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
+        settings = {**written, **options}
+    else:
+        settings = {**DEFAULT_SPEC, **options}
+        if "data" in options and "examples" not in options:
+            settings.pop("examples")
+    settings.setdefault("executor", "processes")
+    checked = AuditSpec.parse(settings, str(spec or "audit"))
+    with _progress_bar() as progress:
+        result = run_spec(checked, out, progress)
+    page = result.report()
+    _print_verdict(result, page)
+    return result.verdict.exit_code
+
+
+def _parts(texts: list[str] | None) -> list[Any] | None:
+    """``name:key=value,key=value`` as a spec says it: {name: {key: value}}."""
+    if not texts:
+        return None
+    from leakscope.audit import read_yaml
+
+    parts: list[Any] = []
+    for text in texts:
+        name, _, rest = text.partition(":")
+        if not rest:
+            parts.append(name)
+            continue
+        options = {}
+        for pair in rest.split(","):
+            key, equals, value = pair.partition("=")
+            if not equals or not key.strip():
+                raise ValueError(f"{text!r}: expected name:key=value,key=value, got {pair!r}")
+            options[key.strip()] = read_yaml(value, text)
+        parts.append({name: options})
+    return parts
+
+
+def _progress_bar() -> Any:
+    """A context that yields a progress callback: a bar on a terminal, a line a job elsewhere."""
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+
+    @contextmanager
+    def bar():  # type: ignore[no-untyped-def]
+        with Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        ) as view:
+            task = view.add_task("audit", total=None)
+
+            def tell(event: dict[str, Any]) -> None:
+                if event["event"] == "planned":
+                    view.update(task, total=event["total"], completed=event["finished"])
+                    if event["finished"]:
+                        console.print(f"resuming: {event['finished']} of {event['total']} jobs are done")
+                elif event["event"] == "finished":
+                    job = event["job"]
+                    found = event["error"].splitlines()[0] if event["error"] else f"{event['psnr'] or 0:.1f} dB"
+                    line = f"{job['attack_name']} | {'control' if job['control'] else job['defense']} | {found}"
+                    view.update(task, completed=event["completed"], description=job["attack_name"])
+                    if not console.is_terminal or event["status"] == "failed":
+                        console.print(f"[{event['completed']}/{event['total']}] {line}", markup=False, highlight=False)
+
+            yield tell
+
+    return bar()
+
+
+def _print_verdict(result: Any, page: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    table = Table(title="Strongest attack for each example, by setting")
+    for column in (
+        "protocol",
+        "defence",
+        "mean PSNR (95 %)",
+        "no information",
+        "identified",
+        "labels",
+        "outcome",
+    ):
+        table.add_column(column, overflow="fold")
+    for row in result.verdict.settings:
+        low, high = row.interval
+        table.add_row(
+            row.protocol,
+            row.defense,
+            f"{_number(row.mean_psnr)} dB ({_number(low)} to {_number(high)})",
+            f"{_number(row.baseline_psnr)} dB",
+            _percent(row.identification),
+            _percent(row.label_accuracy),
+            row.outcome,
+        )
+    console.print(table)
+    for reason in result.verdict.reasons:
+        console.print(f"  {reason}", markup=False)
+    console.print(f"Verdict: {result.verdict.outcome.upper()}", style="bold")
+    console.print(f"Report:  {page}", markup=False, soft_wrap=True)
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.1f}"
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{100 * value:.0f} %"
+
+
+@app.command()
+def attack(
+    observation: Annotated[Path, typer.Argument(help="A saved observation (.safetensors with a .json beside it).")],
+    attack: Annotated[str, typer.Option(help="Name with options, such as dlg:iterations=500.")] = "inverting-gradients",
+    model: Annotated[str | None, typer.Option(help="Name or package.module:factory; default the one stored.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the attack.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
+) -> None:
+    """Attack a captured update and write what was recovered: pictures, tensors and the attack's own opinion."""
+    from leakscope.attacks import make_attack
+    from leakscope.models import MODELS, build_model
+    from leakscope.observation import Observation, atomic_write, read_observation_files
+
+    _, facts = read_observation_files(observation)
+    name = model or facts["model_name"]
+    # A file may name a reference model, but never a factory: that would be code chosen by a data file.
+    if name is None or (model is None and name not in MODELS):
+        raise ValueError(f"{observation}: does not name a reference model; pass --model")
+    net = build_model(name, input_shape=tuple(facts["input_shape"]), num_classes=facts["num_classes"])
+    seen = Observation.load(observation, net)
+    parsed = (_parts([attack]) or [attack])[0]
+    chosen, options = next(iter(parsed.items())) if isinstance(parsed, dict) else (parsed, {})
+    recover = make_attack(chosen, **options)
+    with _step_bar() as progress:
+        result = recover(seen, seed=seed, device=device, progress=progress)
+    out.mkdir(parents=True, exist_ok=True)
+    _write_reconstruction(result, seen, out)
+    summary = {
+        "attack": repr(recover),
+        "seed": seed,
+        "labels": None if result.labels is None else result.labels.tolist(),
+        "scores": result.scores.tolist(),
+        "flags": list(result.flags),
+        "notes": list(result.notes),
+        "info": dict(result.info),
+    }
+    atomic_write(out / "reconstruction.json", json.dumps(summary, indent=1).encode())
+    for line in (*result.flags, *result.notes):
+        print(f"note: {line}")
+    print(f"recovered {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
+
+
+def _write_reconstruction(result: Any, seen: Any, out: Path) -> None:
+    from safetensors.torch import save
+
+    from leakscope.observation import ValueRange, atomic_write
+    from leakscope.report.pictures import png
+
+    tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
+    atomic_write(out / "reconstruction.safetensors", save(tensors))
+    if result.inputs.dim() == 4:
+        unit = (seen.value_range or ValueRange()).to_unit(result.inputs.cpu()).clamp(0, 1)
+        for number, picture in enumerate(unit):
+            atomic_write(out / f"reconstruction-{number}.png", png(picture))
+
+
+def _step_bar() -> Any:
+    from contextlib import contextmanager
+
+    from rich.console import Console
+    from rich.progress import Progress
+
+    @contextmanager
+    def bar():  # type: ignore[no-untyped-def]
+        console = Console(stderr=True)
+        with Progress(console=console, disable=not console.is_terminal) as view:
+            task = view.add_task("attack", total=None)
+            tell: Callable[[int, int, float], None] = lambda done, total, value: view.update(  # noqa: E731
+                task, completed=done, total=total, description=f"objective {value:.3g}"
+            )
+            yield tell
+
+    return bar()
+
+
+@app.command()
+def limits(
+    model: Annotated[str, typer.Option(help="Name or package.module:factory.")],
+    input: Annotated[str, typer.Option(help="Shape of one example, such as 3x32x32.")],
+    batch: Annotated[int, typer.Option(help="Examples in the batch.")] = 1,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """What theory says can be recovered, before any attack."""
+    from leakscope.limits import limits as compute
+    from leakscope.models import build_model
+
+    try:
+        shape = tuple(int(size) for size in input.lower().split("x"))
+    except ValueError as error:
+        raise ValueError(f"--input: expected sizes such as 3x32x32, got {input!r}") from error
+    options = {} if classes is None else {"num_classes": classes}
+    result = compute(build_model(model, input_shape=shape, **options), shape, batch)
+    if as_json:
+        print(json.dumps(result.as_dict(), indent=1))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{model}, {batch} x {input}")
+    for column in ("what", "value", "meaning"):
+        table.add_column(column, overflow="fold")
+    for row in result.rows():
+        table.add_row(*(str(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def reproduce(
+    table: Annotated[str, typer.Argument(help="PAPER/TABLE (leakscope list papers).")],
+    scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
+) -> None:
+    """Run a published table and put published and measured numbers side by side."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from leakscope.papers import reproduce as run
+
+    with _step_bar() as progress:
+        result = run(table, scale=scale.value, progress=progress)
+    view = Table(title=f"{table} ({scale.value})")
+    for column in ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"):
+        view.add_column(column, overflow="fold")
+    for row in result.rows:
+        low, high = row.interval if row.interval is not None else (None, None)
+        view.add_row(
+            row.setting,
+            row.measure,
+            _plain(row.published),
+            _plain(row.measured),
+            f"{_plain(low)} to {_plain(high)}",
+            str(row.count),
+            row.verdict,
+            row.note,
+        )
+    Console(highlight=False).print(view)
+
+
+def _plain(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.4g}"
+
+
+@app.command(name="list")
+def list_(what: Annotated[Listable, typer.Argument(help="What to list.")]) -> None:
+    """Names that can be typed elsewhere, with one line each."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False)
+    for name, summary in _listing(what):
+        table.add_row(name, summary)
+    Console(highlight=False).print(table)
+
+
+def _listing(what: Listable) -> list[tuple[str, str]]:
+    if what is Listable.attacks:
+        from leakscope.attacks import ATTACKS
+
+        return [(a.name, f"{a.summary} ({a.paper})") for a in ATTACKS.values()]
+    if what is Listable.defenses:
+        from leakscope.defenses import DEFENSES
+
+        return [(name, (cls.__doc__ or "").strip().splitlines()[0]) for name, cls in DEFENSES.items()]
+    if what is Listable.models:
+        from leakscope.models import MODELS
+
+        return [(m.name, m.summary) for m in MODELS.values()]
+    if what is Listable.data:
+        from leakscope.data import DATA
+
+        return [(d.name, d.summary) for d in DATA.values()]
+    from leakscope.papers import PAPERS
+
+    return [(p.name, p.summary) for p in PAPERS.values()]
+
+
+@app.command()
+def report(
+    directory: Annotated[Path, typer.Argument(help="Folder of an audit.")],
+    to: Annotated[Path | None, typer.Option(help="Where to write; default DIR/report.html.")] = None,
+    pictures: Annotated[
+        bool | None, typer.Option("--pictures/--no-pictures", help="Show the pictures the audit kept.")
+    ] = None,
+) -> None:
+    """Write the report of an audit again, finished or not."""
+    from leakscope.report import write_report
+
+    print(write_report(directory, to, pictures=pictures))
+
+
+@app.command()
+def compare(
+    first: Annotated[Path, typer.Argument(help="Folder of an audit.")],
+    second: Annotated[Path, typer.Argument(help="Folder of another audit.")],
+    to: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
+) -> None:
+    """Compare two audits setting by setting."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from leakscope.report import compare_tables, write_comparison
+
+    table = Table(title=f"{first} against {second}")
+    for column in ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"):
+        table.add_column(column, overflow="fold")
+    for row in compare_tables(first, second):
+        table.add_row(
+            row.setting,
+            row.attack,
+            _number(row.psnr_a),
+            _number(row.psnr_b),
+            _number(row.difference),
+            {True: "yes", False: "no", None: "-"}[row.overlap],
+        )
+    Console(highlight=False).print(table)
+    if to is not None:
+        print(write_comparison(first, second, to))
+
+
+@app.callback(invoke_without_command=True)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False,
+) -> None:
+    if version:
+        from leakscope import __version__
+
+        print(f"leakscope {__version__}")
+        raise typer.Exit()
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("PYTHONUNBUFFERED", "1")
+    main()

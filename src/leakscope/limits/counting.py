@@ -1,0 +1,235 @@
+"""Equations against unknowns: the three propositions of "What Can We Learn from Gradients?" as calculators.
+
+Jia Qian, Lars Kai Hansen, 2021. A gradient is a set of equations in the inputs. Propositions 2 and 3 count the hidden
+features, the back-signals and the labels as free unknowns although the net ties them to the inputs, so an unmet
+condition does not exclude a recovery and a met one does not prove it: the rank in :mod:`leakscope.limits.jacobian`
+decides.
+
+The formulas are derived again from the counts, because the printed ones lost a term and a division. Proposition 3
+counts one set of features for the whole batch although each image has its own; with those the batch size cancels, so
+its factor B is a rule of thumb.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SingleExample:
+    """Proposition 1: one example behind a first linear layer with a bias is recovered exactly."""
+
+    batch: int
+    hidden: int
+    bias: bool
+    met: bool
+    statement: str
+
+
+@dataclass(frozen=True)
+class HiddenUnits:
+    """Proposition 2: how many hidden units a net with one hidden layer needs to give a batch away.
+
+    ``bound`` is the exact value, ``needed`` the next whole number (None where no number is enough), ``rule`` the
+    limit for large inputs, about one unit an example; ``met`` speaks of the exact bound, ``met_by_rule`` of the rule.
+    """
+
+    batch: int
+    features: int
+    classes: int
+    hidden: int
+    equations: int
+    unknowns: int
+    bound: float
+    needed: int | None
+    rule: int
+    met: bool
+    met_by_rule: bool
+    statement: str
+
+
+@dataclass(frozen=True)
+class Filters:
+    """Proposition 3: how many filters a net of one convolution and one linear layer needs.
+
+    ``side_bound`` is the least number of features from which the linear layer's gradient gives them (infinite where
+    no number is enough); ``met`` asks for both conditions.
+    """
+
+    batch: int
+    side: int
+    channels: int
+    classes: int
+    filters: int
+    output_side: int
+    bound: float
+    needed: int
+    features: int
+    side_bound: float
+    side_met: bool
+    met: bool
+    statement: str
+
+
+def single_example(batch: int, hidden: int, bias: bool = True) -> SingleExample:
+    """Proposition 1: B = 1 and at least one unit with a bias, whatever the number of classes.
+
+    >>> single_example(batch=1, hidden=1).met, single_example(batch=2, hidden=1).met
+    (True, False)
+    """
+    _positive(batch=batch, hidden=hidden)
+    met = batch == 1 and bias
+    if met:
+        statement = "One example behind a first linear layer with a bias is recovered exactly, in closed form."
+    elif batch > 1:
+        statement = f"The closed form holds for one example; this batch has {batch}."
+    else:
+        statement = "The closed form needs the gradient of a bias; the first linear layer has none."
+    return SingleExample(batch, hidden, bias, met, statement)
+
+
+def hidden_units_bound(batch: int, features: int, classes: int) -> float:
+    """(B(d + n2) - n2) / (d + n2 + 1 - B), the least n1; infinite from B = d + n2 + 1 on.
+
+    >>> [round(hidden_units_bound(b, 1024, 10), 3) for b in (1, 2, 4, 8, 16)]
+    [0.99, 1.992, 4.002, 8.045, 16.226]
+    >>> hidden_units_bound(7, features=4, classes=2)
+    inf
+    """
+    _positive(batch=batch, features=features, classes=classes)
+    slack = features + classes + 1 - batch
+    if slack <= 0:
+        # A unit brings d + n2 + 1 equations and B unknowns: here each makes the count worse or leaves it.
+        return math.inf
+    return (batch * (features + classes) - classes) / slack
+
+
+def hidden_units(batch: int, features: int, classes: int, hidden: int) -> HiddenUnits:
+    """Proposition 2: n2 + n1 n2 + n1 + n1 d equations against B n2 + n1 B + B d unknowns.
+
+    >>> four = hidden_units(batch=4, features=1024, classes=10, hidden=4)
+    >>> four.needed, four.rule, four.met, four.met_by_rule
+    (5, 4, False, True)
+    >>> hidden_units(batch=4, features=1024, classes=10, hidden=5).met
+    True
+    """
+    bound = hidden_units_bound(batch, features, classes)
+    _positive(hidden=hidden)
+    equations = classes + hidden * classes + hidden + hidden * features
+    unknowns = batch * classes + hidden * batch + batch * features
+    needed = None if math.isinf(bound) else math.ceil(bound)
+    met = equations >= unknowns
+    if needed is None:
+        statement = f"No number of hidden units gives away {batch} examples: the batch is too large by the count."
+    else:
+        statement = (
+            f"{batch} examples need at least {bound:.3f}, that is {needed}, hidden units (about {batch} by the rule "
+            f"of thumb); there are {hidden}: {'enough' if met else 'too few'}."
+        )
+    return HiddenUnits(
+        batch=batch,
+        features=features,
+        classes=classes,
+        hidden=hidden,
+        equations=equations,
+        unknowns=unknowns,
+        bound=bound,
+        needed=needed,
+        rule=batch,
+        met=met,
+        met_by_rule=hidden >= batch,
+        statement=statement,
+    )
+
+
+def output_side(side: int, kernel: int, padding: int, stride: int) -> int:
+    """d' = floor((d - k + 2p) / s) + 1, the side of a convolution's output.
+
+    >>> output_side(32, kernel=5, padding=2, stride=2)
+    16
+    """
+    _positive(side=side, kernel=kernel, stride=stride)
+    if padding < 0:
+        raise ValueError(f"padding: expected 0 or more, got {padding}")
+    result = (side - kernel + 2 * padding) // stride + 1
+    if result < 1:
+        raise ValueError(f"a {kernel}x{kernel} kernel leaves nothing of side {side} with padding {padding}")
+    return result
+
+
+def filters_bound(batch: int, side: int, kernel: int, padding: int, stride: int, channels: int) -> float:
+    """(d / d')^2 B C, the least number of filters.
+
+    >>> [filters_bound(b, side=32, kernel=5, padding=2, stride=2, channels=3) for b in (1, 4)]
+    [12.0, 48.0]
+    """
+    _positive(batch=batch, channels=channels)
+    return side**2 * batch * channels / output_side(side, kernel, padding, stride) ** 2
+
+
+def features_bound(batch: int, classes: int) -> float:
+    """n2 (B - 1) / (n2 - B), the least n1 = h d'^2 from which the last layer gives its features.
+
+    It holds for 1 < B < n2. One example needs nothing; from B = n2 on no number is enough.
+
+    >>> features_bound(4, 100), features_bound(1, 10), features_bound(10, 10)
+    (3.125, 0.0, inf)
+    """
+    _positive(batch=batch, classes=classes)
+    if batch == 1:
+        return 0.0
+    return math.inf if batch >= classes else classes * (batch - 1) / (classes - batch)
+
+
+def filters(
+    batch: int,
+    side: int,
+    kernel: int,
+    padding: int,
+    stride: int,
+    channels: int,
+    classes: int,
+    filters: int,
+) -> Filters:
+    """Proposition 3: h >= (d / d')^2 B C, and h d'^2 >= n2 (B - 1) / (n2 - B).
+
+    >>> one = filters(batch=1, side=32, kernel=5, padding=2, stride=2, channels=3, classes=100, filters=12)
+    >>> one.output_side, one.needed, one.met
+    (16, 12, True)
+    """
+    bound = filters_bound(batch, side, kernel, padding, stride, channels)
+    _positive(filters=filters)
+    out = output_side(side, kernel, padding, stride)
+    side_bound = features_bound(batch, classes)
+    features = filters * out**2
+    side_met = features >= side_bound
+    met = filters >= bound and side_met
+    needed = math.ceil(bound)
+    statement = (
+        f"{batch} image{'s need' if batch > 1 else ' needs'} at least {needed} filters; there are {filters}: "
+        f"{'enough' if filters >= bound else 'too few'}."
+    )
+    if not side_met:
+        statement = f"{statement[:-1]}, and the last layer does not give its {features} features by the count."
+    return Filters(
+        batch=batch,
+        side=side,
+        channels=channels,
+        classes=classes,
+        filters=filters,
+        output_side=out,
+        bound=bound,
+        needed=needed,
+        features=features,
+        side_bound=side_bound,
+        side_met=side_met,
+        met=met,
+        statement=statement,
+    )
+
+
+def _positive(**numbers: int) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")

@@ -1,0 +1,113 @@
+"""Which of the published propositions speak of a given model, and what they say of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from leakscope.limits.counting import Filters, HiddenUnits, SingleExample, filters, hidden_units, single_example
+from leakscope.limits.structure import Structure
+
+
+@dataclass(frozen=True)
+class Proposition:
+    """A proposition and this model: whether it applies, and if so whether its condition is met (else None)."""
+
+    name: str
+    applies: bool
+    met: bool | None
+    statement: str
+    numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+
+def propositions(found: Structure, input_shape: tuple[int, ...], batch: int) -> tuple[Proposition, ...]:
+    """Propositions 1 to 3 for a model whose structure was found by running it."""
+    return (
+        _apply("Proposition 1", _first_linear(found, batch)),
+        _apply("Proposition 2", _one_hidden_layer(found, input_shape, batch)),
+        _apply("Proposition 3", _one_convolution(found, input_shape, batch)),
+    )
+
+
+def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Proposition:
+    if isinstance(result, str):
+        return Proposition(name, False, None, f"does not apply because {result}")
+    return Proposition(name, True, result.met, result.statement, dataclasses.asdict(result))
+
+
+def linear_first(found: Structure) -> nn.Linear | str:
+    """The first layer where it is linear, reads the input itself and is in the update; else why it is not so."""
+    first = found.first
+    if not isinstance(first.module, nn.Linear):
+        return f"the first layer {first.name!r} is {first.kind}, not Linear"
+    if not first.reads_input:
+        return f"the first linear layer {first.name!r} does not read the input itself"
+    if not first.module.weight.requires_grad:
+        return f"the first layer {first.name!r} is frozen, so the update has no gradient of it"
+    return first.module
+
+
+def _first_linear(found: Structure, batch: int) -> SingleExample | str:
+    layer = linear_first(found)
+    if isinstance(layer, str):
+        return layer
+    return single_example(batch, layer.out_features, found.first.has_bias)
+
+
+def _one_hidden_layer(found: Structure, input_shape: tuple[int, ...], batch: int) -> HiddenUnits | str:
+    layer = linear_first(found)
+    if isinstance(layer, str):
+        return layer
+    other = _all_in_update(found)
+    if other:
+        return other
+    last = found.layers[-1].module
+    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != layer.out_features:
+        return "the model is not two linear layers with an activation between them"
+    return hidden_units(batch, math.prod(input_shape), found.outputs, layer.out_features)
+
+
+def _one_convolution(found: Structure, input_shape: tuple[int, ...], batch: int) -> Filters | str:
+    first, last = found.first.module, found.layers[-1].module
+    if not isinstance(first, nn.Conv2d):
+        return f"the first layer {found.first.name!r} is {found.first.kind}, not Conv2d"
+    if len(found.layers) != 2 or not isinstance(last, nn.Linear):
+        return "the model is not one convolution and one linear layer"
+    if not found.first.reads_input:
+        return f"the convolution {found.first.name!r} does not read the input itself"
+    other = _all_in_update(found)
+    if other:
+        return other
+    channels, height, width = input_shape
+    if height != width:
+        return f"the images are {height}x{width}, not square"
+    options = (first.kernel_size, first.stride, first.padding)
+    square = all(not isinstance(pair, str) and pair[0] == pair[1] for pair in options)
+    if not square or first.groups != 1 or first.dilation != (1, 1):
+        return "the convolution is not square, or it is grouped, dilated or padded by name"
+    result = filters(
+        batch=batch,
+        side=height,
+        kernel=first.kernel_size[0],
+        padding=int(first.padding[0]),
+        stride=first.stride[0],
+        channels=channels,
+        classes=found.outputs,
+        filters=first.out_channels,
+    )
+    if last.in_features != result.features:
+        return "there is a pooling between the convolution and the linear layer"
+    return result
+
+
+def _all_in_update(found: Structure) -> str | None:
+    """The counts take every weight and bias for observed; say so where one is not."""
+    for layer in found.layers:
+        if not layer.trainable or not layer.has_bias:
+            return f"layer {layer.name!r} is frozen or has no bias, and the count takes both gradients for observed"
+    return None

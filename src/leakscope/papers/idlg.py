@@ -1,0 +1,126 @@
+"""Label accuracy of DLG and iDLG: the table of "iDLG: Improved Deep Leakage from Gradients" (Zhao et al., 2020).
+
+One image, the sigmoid LeNet with weights from U(-0.5, 0.5), redrawn for each trial; 1000 trials. DLG searches the
+label together with the image and takes the largest label logit; iDLG takes the class with the smallest row sum of the
+last layer's weight gradient.
+
+Here DLG runs with its published settings (``DLG.preset("paper")``: start from N(0, 1), full L-BFGS steps), at the
+smaller scales for fewer iterations. iDLG's label does not depend on the search, so only its rule is run. Images are
+drawn without repetition from the test split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from leakscope.attacks import DLG
+from leakscope.data import Examples, load_data
+from leakscope.federation import FedSGD
+from leakscope.labels import find_head, idlg_label
+from leakscope.metrics import interval
+from leakscope.models import build_model
+from leakscope.papers.base import PaperTable, Progress, Row, not_run, sampling_tolerance, verdict
+
+MEASURE = "label accuracy (%)"
+#: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
+PUBLISHED = (
+    ("MNIST", "mnist", {"DLG": 89.9, "iDLG": 100.0}),
+    ("CIFAR-100", "cifar100", {"DLG": 83.3, "iDLG": 100.0}),
+    ("LFW", None, {"DLG": 79.1, "iDLG": 100.0}),
+)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many images, and how many L-BFGS iterations of DLG on each."""
+
+    images: int
+    iterations: int
+
+    def words(self) -> str:
+        return f"{self.images} images a data set, {self.iterations} iterations of DLG"
+
+
+SCALES = MappingProxyType({"smoke": Scale(3, 30), "small": Scale(20, 300), "paper": Scale(1000, 6000)})
+
+
+def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """One row a data set and method; a data set that is not there gives rows that say so."""
+    size = SCALES[scale]
+    readable: dict[str, Examples | str] = {}
+    for title, name, _ in PUBLISHED:
+        readable[title] = _load(name)
+    total = size.images * sum(isinstance(found, Examples) for found in readable.values())
+    rows: list[Row] = []
+    done = 0
+    for title, _, published in PUBLISHED:
+        examples = readable[title]
+        if isinstance(examples, str):
+            rows += [not_run(f"{title}, {method}", MEASURE, value, examples) for method, value in published.items()]
+            continue
+        hits: dict[str, list[float]] = {"DLG": [], "iDLG": []}
+        order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
+        for number, index in enumerate(order[: size.images].tolist()):
+            # Weights and start are drawn anew for each trial; trials of different seeds share none.
+            right = trial(examples.subset([index]), size.iterations, seed=seed * 1_000_003 + number)
+            for method, hit in right.items():
+                hits[method].append(100.0 * hit)
+            done += 1
+            if progress is not None:
+                progress(done, total, sum(hits["DLG"]) / len(hits["DLG"]))
+        rows += [
+            _row(f"{title}, {method}", value, hits[method], _note(method, size)) for method, value in published.items()
+        ]
+    return rows
+
+
+def trial(example: Examples, iterations: int, seed: int) -> dict[str, bool]:
+    """Whether each method finds the label of one image from one gradient of freshly drawn weights."""
+    model = build_model("dlg-lenet", input_shape=example.shape, num_classes=example.num_classes, seed=seed)
+    observation = FedSGD().observe(
+        model, example.x, example.y, value_range=example.value_range, num_classes=example.num_classes
+    )
+    label = int(example.y[0])
+    guess = DLG.preset("paper", iterations=iterations)(observation, seed=seed).labels
+    head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    rule = idlg_label(observation.message.update[head.weight_name])
+    return {"DLG": guess is not None and int(guess[0]) == label, "iDLG": rule == label}
+
+
+def _load(name: str | None) -> Examples | str:
+    """The examples, or why there are none."""
+    if name is None:
+        return "no data"
+    try:
+        return load_data(name)
+    except ValueError as error:
+        return str(error)
+
+
+def _row(setting: str, published: float, values: list[float], note: str) -> Row:
+    measured = sum(values) / len(values)
+    spread = interval(values)
+    tolerance = sampling_tolerance(published, len(values))
+    found = verdict(published, measured, spread, tolerance)
+    return Row(setting, MEASURE, published, measured, spread, len(values), found, note)
+
+
+def _note(method: str, size: Scale) -> str:
+    full = SCALES["paper"]
+    words = f"{size.images} of {full.images} images"
+    if method == "DLG" and size.iterations < full.iterations:
+        words += f", the search cut to {size.iterations} of {full.iterations} iterations"
+    return words
+
+
+TABLE = PaperTable(
+    name="idlg/labels",
+    title="Label accuracy of DLG and iDLG",
+    summary="how often the label of one image is found, by joint search and by the sign rule",
+    paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
+    scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
+    run=run,
+)

@@ -1,0 +1,220 @@
+"""Every attack in the registry through one table: tiny problems with a known answer, and controls that must fail."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks import ATTACKS, STANDARD, Attack, MissingKnowledge, make_attack
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.metrics import assign, psnr
+from leakscope.models import build_model
+from leakscope.observation import Knowledge, Observation
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tiny problem that the attack is known to solve to ``reaches`` dB."""
+
+    model: str
+    shape: tuple[int, ...]
+    reaches: float
+    options: dict[str, Any] = field(default_factory=dict)
+    quick: dict[str, Any] = field(default_factory=dict)
+    signal_model: str = "signal-cnn"
+
+
+CASES = {
+    "inverting-gradients": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
+    "dlg": Case("dlg-lenet", (1, 8, 8), 40, {"iterations": 600}, {"iterations": 3}),
+    "idlg": Case("dlg-lenet", (1, 8, 8), 40, {"iterations": 600}, {"iterations": 3}),
+    "sapag": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 400}, {"iterations": 3}),
+    "learn-from-gradients": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 800}, {"iterations": 3}),
+    "linear-layer": Case("mlp", (3, 8, 8), 80, {}, {}, signal_model="mlp"),
+}
+
+
+def picture(shape: tuple[int, ...], examples: int = 1, seed: int = 11) -> Tensor:
+    """A smooth random picture: noise, blurred along the last axes, stretched to [0, 1]."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.rand(examples, *shape, generator=generator)
+    for axis in range(2, x.dim()):
+        x = (x + x.roll(1, axis) + x.roll(-1, axis)) / 3
+    flat = x.flatten(1)
+    low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
+    return ((flat - low) / (high - low)).reshape(x.shape)
+
+
+def net_for(case: Case, shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
+    shape = shape or case.shape
+    return build_model(
+        case.model if len(shape) == 3 else case.signal_model, input_shape=shape, num_classes=4, seed=seed
+    )
+
+
+def look(case: Case, shape: tuple[int, ...] | None = None, examples: int = 1, **how: Any) -> tuple[Observation, Tensor]:
+    x = picture(shape or case.shape, examples)
+    y = (torch.arange(examples) + 2) % 4
+    return FedSGD().observe(net_for(case, shape), x, y, **how), x
+
+
+def score(x: Tensor, found: Tensor) -> float:
+    found = found.clamp(0, 1)
+    order = assign(x, found)
+    return float(psnr(x[order >= 0], found[order[order >= 0]]).mean())
+
+
+def test_the_table_has_every_attack() -> None:
+    assert set(CASES) == set(ATTACKS)
+    assert set(STANDARD) <= set(ATTACKS)
+
+
+@pytest.fixture(params=CASES, scope="module")
+def solved(request):
+    case = CASES[request.param]
+    attack = make_attack(request.param, **case.options)
+    seen, x = look(case)
+    return case, attack, seen, x, attack(seen, seed=0)
+
+
+def test_solves_its_tiny_problem(solved) -> None:
+    case, _, _, x, result = solved
+    assert score(x, result.inputs) >= case.reaches
+    if result.labels is not None:
+        assert result.labels.tolist() == [2]
+    assert result.scores.shape == (1,)
+    assert {"seconds", "seed", "steps", "restarts", "compiled", "device", "dtype", "threads"} <= set(result.info)
+
+
+def noise_like(seen: Observation, seed: int = 3) -> Observation:
+    generator = torch.Generator().manual_seed(seed)
+    noise = {k: torch.randn(v.shape, generator=generator) for k, v in seen.message.update.items()}
+    return seen.with_update({k: n * seen.message.update[k].norm() / n.norm() for k, n in noise.items()})
+
+
+def zero_like(seen: Observation) -> Observation:
+    return seen.with_update({k: torch.zeros_like(v) for k, v in seen.message.update.items()})
+
+
+def other_batch(seen: Observation, case: Case) -> Observation:
+    x = picture(case.shape, seed=99)
+    return seen.with_update(FedSGD().observe(net_for(case), x, torch.tensor([2])).message.update)
+
+
+@pytest.mark.parametrize("control", ["noise", "zero", "wrong model", "other batch"])
+def test_negative_controls_do_not_succeed(solved, control) -> None:
+    """An attack that finds the truth where it is not has been told it."""
+    case, attack, seen, x, result = solved
+    if control == "wrong model" and isinstance(attack, ATTACKS["linear-layer"].cls):
+        pytest.skip("solves from the update alone: the model's weights do not enter")
+    seen = {
+        "noise": lambda: noise_like(seen),
+        "zero": lambda: zero_like(seen),
+        "wrong model": lambda: dataclasses.replace(seen, model=net_for(case, seed=5)),
+        "other batch": lambda: other_batch(seen, case),
+    }[control]()
+    found = attack(seen, seed=0).inputs
+    assert torch.isfinite(found).all()
+    assert score(x, found) < min(case.reaches, score(x, result.inputs)) - 10
+
+
+def test_is_deterministic_and_leaves_everything_as_it_was(solved) -> None:
+    case, _, seen, _, _ = solved
+    attack: Attack = make_attack(_name(solved), **case.quick)
+    before = {k: v.clone() for k, v in seen.model.state_dict().items()}
+    update = {k: v.clone() for k, v in seen.message.update.items()}
+    globe = torch.random.get_rng_state()
+    hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in seen.model.modules())
+    first, second, other = attack(seen, seed=1), attack(seen, seed=1), attack(seen, seed=2)
+    assert torch.equal(first.inputs, second.inputs)
+    assert torch.equal(first.scores, second.scores)
+    if not isinstance(attack, ATTACKS["linear-layer"].cls):
+        assert not torch.equal(first.inputs, other.inputs)
+    assert all(torch.equal(before[k], v) for k, v in seen.model.state_dict().items())
+    assert all(torch.equal(update[k], v) for k, v in seen.message.update.items())
+    assert torch.equal(globe, torch.random.get_rng_state())
+    assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in seen.model.modules())
+
+
+def _name(solved) -> str:
+    return next(name for name, entry in ATTACKS.items() if type(solved[1]) is entry.cls)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("shape", [(1, 16, 16), (4, 16, 16), (3, 15, 11), (2, 64)], ids=str)
+@pytest.mark.parametrize("examples", [1, 3])
+def test_works_for_any_channels_sizes_signals_and_batches(name, shape, examples) -> None:
+    case = CASES[name]
+    seen, x = look(case, shape, examples)
+    result = make_attack(name, **case.quick)(seen)
+    assert result.inputs.shape == x.shape
+    assert torch.isfinite(result.inputs).all()
+    assert result.labels is None or result.labels.shape == (examples,)
+    assert len(result.scores) == examples
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_takes_weight_updates_double_precision_and_restarts(name) -> None:
+    case = CASES[name]
+    x = picture(case.shape, 2)
+    seen = FedAvg(epochs=2, batch_size=1, lr=0.05).observe(net_for(case), x, torch.tensor([0, 3]))
+    options = dict(case.quick)
+    if "restarts" in {f.name for f in dataclasses.fields(ATTACKS[name].cls)}:
+        options["restarts"] = 2
+    result = make_attack(name, **options)(seen, dtype=torch.float64)
+    assert result.inputs.dtype == torch.float64
+    assert result.info["dtype"] == "float64"
+    assert torch.isfinite(result.inputs).all()
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_non_finite_update_is_one_clear_error(name, value) -> None:
+    case = CASES[name]
+    seen, _ = look(case)
+    update = {k: v.clone() for k, v in seen.message.update.items()}
+    first = next(iter(update))
+    update[first].view(-1)[0] = value
+    with pytest.raises(ValueError, match=f"NaN or infinite entries in {first}"):
+        make_attack(name, **case.quick)(seen.with_update(update))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_refuses_what_it_does_not_know(name) -> None:
+    with pytest.raises(ValueError, match="unknown option nonsense"):
+        make_attack(name, nonsense=1)
+    with pytest.raises(TypeError):
+        ATTACKS[name].cls(nonsense=1)
+    with pytest.raises(TypeError):
+        ATTACKS[name].cls(100)  # settings are keyword-only
+    with pytest.raises(ValueError, match="preset"):
+        make_attack(name, preset="nonsense")
+    with pytest.raises(TypeError, match="Observation"):
+        ATTACKS[name].cls()("not an observation")
+    cls = ATTACKS[name].cls
+    if cls.requires:
+        seen, _ = look(CASES[name], knowledge=Knowledge(num_examples=False))
+        with pytest.raises(MissingKnowledge, match="num_examples"):
+            cls()(seen)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_describes_itself(name) -> None:
+    entry = ATTACKS[name]
+    attack = entry.cls()
+    assert all(f"{f.name}=" in repr(attack) for f in dataclasses.fields(attack))
+    import importlib
+
+    module = importlib.import_module(entry.cls.__module__)
+    assert module.__doc__
+    assert len(module.__doc__) > 200
+    for preset in entry.cls.presets:
+        assert isinstance(entry.cls.preset(preset), entry.cls)
+    assert eval(repr(attack), {entry.cls.__name__: entry.cls}) == attack
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        attack.iterations = 3

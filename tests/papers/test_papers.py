@@ -1,0 +1,119 @@
+"""The published tables: names, verdicts, and that the smallest scale runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from leakscope.data import Examples, load_data
+from leakscope.papers import PAPERS, idlg, reproduce, sampling_tolerance, verdict
+
+
+def test_every_table_is_described_and_has_the_three_scales() -> None:
+    assert {"idlg/labels", "gradients/counting"} == set(PAPERS)
+    for name, table in PAPERS.items():
+        assert table.name == name
+        assert table.title
+        assert table.summary
+        assert table.paper
+        assert list(table.scales) == ["smoke", "small", "paper"]
+
+
+def test_unknown_names_are_answered_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting.*Did you mean 'idlg/labels'"):
+        reproduce("idlg/label")
+    with pytest.raises(ValueError, match="smoke, small, paper"):
+        reproduce("gradients/counting", scale="huge")
+    with pytest.raises(ValueError, match="seed"):
+        reproduce("gradients/counting", seed=-1)
+
+
+@pytest.mark.parametrize(
+    "published, measured, interval, tolerance, expected",
+    [
+        (89.9, 95.0, (85.0, 100.0), 0.0, "matches"),
+        (85.0, 95.0, (85.0, 100.0), 0.0, "matches"),
+        (84.9, 95.0, (85.0, 100.0), 0.0, "above"),
+        (84.9, 95.0, (85.0, 100.0), 10.1, "matches"),
+        (100.0, 60.0, (40.0, 80.0), 0.0, "below"),
+        (100.0, 60.0, (40.0, 80.0), 39.0, "below"),
+    ],
+)
+def test_verdict_rule(
+    published: float, measured: float, interval: tuple[float, float], tolerance: float, expected: str
+) -> None:
+    assert verdict(published, measured, interval, tolerance) == expected
+
+
+def test_tolerance_shrinks_with_the_count_and_is_nothing_for_certainties() -> None:
+    assert sampling_tolerance(50.0, 100) == pytest.approx(10.0)
+    assert sampling_tolerance(50.0, 400) == pytest.approx(5.0)
+    assert sampling_tolerance(100.0, 3) == 0.0
+    with pytest.raises(ValueError, match="at least one example"):
+        sampling_tolerance(50.0, 0)
+
+
+@pytest.mark.parametrize("scale", ["smoke", "small", "paper"])
+def test_counting_matches_everywhere(scale: str) -> None:
+    result = reproduce("gradients/counting", scale)
+    assert [row.published for row in result.rows] == [0.99, 1.992, 4.002, 8.045, 16.226]
+    assert {row.verdict for row in result.rows} == {"matches"}
+    assert "5 whole units" in result.rows[2].note
+
+
+def test_idlg_smoke_on_real_data(real_data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAKSCOPE_DATA", str(real_data))
+    calls: list[tuple[int, int, float]] = []
+    result = reproduce("idlg/labels", progress=lambda *call: calls.append(call))
+    assert [row.setting for row in result.rows] == [
+        f"{data}, {method}" for data in ("MNIST", "CIFAR-100", "LFW") for method in ("DLG", "iDLG")
+    ]
+    assert [row.published for row in result.rows] == [89.9, 100.0, 83.3, 100.0, 79.1, 100.0]
+    rule = [row for row in result.rows[:4] if row.setting.endswith("iDLG")]
+    assert [(row.measured, row.verdict, row.count) for row in rule] == [(100.0, "matches", 3)] * 2
+    for row in result.rows[:4]:
+        assert row.measured is not None
+        assert row.interval is not None
+        assert row.interval[0] <= row.measured <= row.interval[1]
+        assert "3 of 1000 images" in row.note
+    assert [row.note for row in result.rows[4:]] == ["not run: no data"] * 2
+    assert [call[:2] for call in calls] == [(n, 6) for n in range(1, 7)]
+    json.dumps(result.as_dict(), allow_nan=False)
+
+
+def _tiles_for(names: set[str]) -> object:
+    tiles = load_data("tiles").subset(range(9))
+
+    def load(name: str) -> Examples:
+        if name not in names:
+            raise ValueError(f"data {name!r}: no files")
+        return tiles
+
+    return load
+
+
+def test_missing_data_is_a_row_that_says_so_and_the_rest_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idlg, "load_data", _tiles_for({"cifar100"}))
+    monkeypatch.setattr(idlg, "SCALES", {**idlg.SCALES, "smoke": idlg.Scale(2, 3)})
+    first, second = reproduce("idlg/labels"), reproduce("idlg/labels")
+    assert first == second
+    assert [row.verdict == "not run" for row in first.rows] == [True, True, False, False, True, True]
+    assert first.rows[0].note == "not run: data 'mnist': no files"
+    assert first.rows[0].measured is None
+
+
+def test_nothing_to_run_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LEAKSCOPE_DATA", raising=False)
+    with pytest.raises(ValueError, match=r"no row could be run(.|\n)*LEAKSCOPE_DATA"):
+        reproduce("idlg/labels")
+
+
+def test_a_wrong_rule_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The label of the largest row sum is never right: its row must read as below."""
+    monkeypatch.setattr(idlg, "load_data", _tiles_for({"mnist"}))
+    monkeypatch.setattr(idlg, "SCALES", {**idlg.SCALES, "smoke": idlg.Scale(2, 1)})
+    monkeypatch.setattr(idlg, "idlg_label", lambda weight: int(weight.sum(dim=1).argmax()))
+    row = reproduce("idlg/labels").rows[1]
+    assert (row.setting, row.measured, row.verdict) == ("MNIST, iDLG", 0.0, "below")

@@ -1,0 +1,181 @@
+"""What an adversary sees, and above all what it does not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.models import build_model
+from leakscope.observation import KNOWLEDGE_PRESETS, Knowledge, Message, Observation, ValueRange
+
+
+def small_net() -> nn.Module:
+    return build_model("mlp", input_shape=(1, 4, 4), num_classes=3, hidden=[6])
+
+
+@pytest.fixture
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return torch.rand(5, 1, 4, 4, generator=generator), torch.tensor([0, 2, 1, 2, 0])
+
+
+def tensors_within(thing: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Every tensor that can be reached from ``thing`` by fields, items, or module state."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or isinstance(thing, str | int | float | bool | type(None) | torch.dtype):
+        return
+    seen.add(id(thing))
+    if isinstance(thing, Tensor):
+        yield thing
+        return
+    children: list[Any] = []
+    if isinstance(thing, Mapping):
+        children = [*thing.keys(), *thing.values()]
+    elif isinstance(thing, list | tuple | set | frozenset):
+        children = list(thing)
+    children += list(vars(thing).values()) if hasattr(thing, "__dict__") else []
+    for child in children:
+        yield from tensors_within(child, seen)
+
+
+@pytest.mark.parametrize("preset", KNOWLEDGE_PRESETS)
+@pytest.mark.parametrize("protocol", [FedSGD(), FedAvg(epochs=2, batch_size=2, lr=0.1)], ids=repr)
+def test_private_inputs_cannot_be_reached_from_an_observation(protocol, preset, batch) -> None:
+    x, y = batch
+    seen = protocol.observe(small_net(), x, y, knowledge=Knowledge.preset(preset))
+    found = list(tensors_within(seen))
+    assert len(found) > 4
+    private = x.untyped_storage().data_ptr()
+    for tensor in found:
+        assert tensor.untyped_storage().data_ptr() != private
+        assert not (tensor.numel() == x.numel() and torch.allclose(tensor.flatten().float(), x.flatten()))
+        for example in x:
+            assert not (tensor.numel() == example.numel() and torch.allclose(tensor.flatten(), example.flatten()))
+    if preset != "full":
+        assert not any(t.shape == y.shape and torch.equal(t.double(), y.double()) for t in found)
+
+
+def test_the_walk_would_notice(batch) -> None:
+    x, y = batch
+    seen = FedSGD().observe(small_net(), x, y)
+    seen.model.register_buffer("smuggled", x[0])
+    assert any(t.untyped_storage().data_ptr() == x.untyped_storage().data_ptr() for t in tensors_within(seen))
+
+
+def test_knowledge_decides_each_fact(batch) -> None:
+    x, y = batch
+    protocol = FedAvg(epochs=2, batch_size=2, lr=0.1)
+    net = small_net()
+    nothing = protocol.observe(net, x, y, knowledge=Knowledge(num_examples=False))
+    assert nothing.training == type(nothing.training)()
+    assert nothing.num_examples is None
+    assert nothing.value_range is None
+    assert nothing.labels is None
+    assert nothing.label_counts is None
+    server = protocol.observe(net, x, y)
+    assert (server.training.epochs, server.training.batch_size, server.training.learning_rate) == (2, 2, 0.1)
+    assert server.training.batch_order is None
+    assert server.labels is None
+    counts = protocol.observe(net, x, y, knowledge=dataclasses.replace(Knowledge.honest_server, labels="counts"))
+    assert counts.label_counts.tolist() == [2, 1, 2]
+    assert counts.labels is None
+    full = protocol.observe(net, x, y, knowledge=Knowledge.full)
+    assert torch.equal(full.labels, y)
+    assert len(full.training.batch_order) == 6
+
+
+def test_observation_is_immutable_and_its_own_copy(batch) -> None:
+    x, y = batch
+    net = small_net()
+    seen = FedSGD().observe(net, x, y)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        seen.num_examples = 7
+    with pytest.raises(TypeError):
+        seen.message.update["new"] = x
+    before = {k: v.clone() for k, v in seen.model.state_dict().items()}
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(1)
+    assert all(torch.equal(before[k], v) for k, v in seen.model.state_dict().items())
+
+
+@pytest.mark.parametrize("preset", KNOWLEDGE_PRESETS)
+def test_round_trip_through_files(preset, batch, tmp_path: Path) -> None:
+    x, y = batch
+    net = small_net()
+    seen = FedAvg(epochs=1, batch_size=2, lr=0.1).observe(net, x, y, knowledge=Knowledge.preset(preset))
+    seen.save(tmp_path / "update")
+    again = Observation.load(tmp_path / "update.safetensors", small_net())
+    for name in ("knowledge", "training", "value_range", "input_shape", "num_classes", "num_examples", "reduction"):
+        assert getattr(again, name) == getattr(seen, name)
+    assert again.message.kind == "weight_delta"
+    assert all(torch.equal(again.message.update[k], v) for k, v in seen.message.update.items())
+    assert all(torch.equal(again.model.state_dict()[k], v) for k, v in seen.model.state_dict().items())
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["update.json", "update.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda p: (p / "update.safetensors").write_bytes(b"\x00" * 20),
+        lambda p: (p / "update.safetensors").unlink(),
+        lambda p: (p / "update.json").write_text("{}"),
+        lambda p: (p / "update.json").write_text("not json"),
+        lambda p: (p / "update.json").write_text("[]"),
+        lambda p: (p / "update.json").write_text((p / "update.json").read_text().replace('"format": 1', '"format": 9')),
+        lambda p: (p / "update.safetensors").write_bytes((p / "update.safetensors").read_bytes()[:-50]),
+    ],
+)
+def test_damaged_files_give_one_clear_error(harm, batch, tmp_path: Path) -> None:
+    FedSGD().observe(small_net(), *batch).save(tmp_path / "update")
+    harm(tmp_path)
+    with pytest.raises(ValueError, match="update"):
+        Observation.load(tmp_path / "update.safetensors", small_net())
+
+
+def test_another_model_is_refused(batch, tmp_path: Path) -> None:
+    FedSGD().observe(small_net(), *batch).save(tmp_path / "update")
+    with pytest.raises(ValueError, match="do not fit the model"):
+        Observation.load(tmp_path / "update", build_model("logistic", input_shape=(1, 4, 4), num_classes=3))
+
+
+def test_all_problems_of_an_update_are_told_at_once() -> None:
+    net = small_net()
+    update = {name: torch.zeros_like(p) for name, p in net.named_parameters()}
+    first, *_ = update
+    update[first] = torch.zeros(1, 1)
+    update["stranger"] = torch.zeros(2)
+    last = list(update)[-2]
+    del update[last]
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is looked at below
+        Observation.from_update(net, update, input_shape=(1, 4, 4), num_classes=3, num_examples=0)
+    for word in (first, "stranger", last, "num_examples"):
+        assert word in str(caught.value)
+    with pytest.raises(TypeError, match="mapping"):
+        Message(update=[torch.zeros(1)])
+
+
+def test_moves_between_precisions(batch) -> None:
+    seen = FedSGD().observe(small_net(), *batch, knowledge=Knowledge.full)
+    double = seen.to(dtype=torch.float64)
+    assert double.dtype == torch.float64
+    assert next(double.model.parameters()).dtype == torch.float64
+    assert double.labels.dtype == torch.int64
+    assert seen.dtype == torch.float32
+
+
+def test_value_range_of_channels() -> None:
+    box = ValueRange.normalised(mean=(0.5, 0.25), std=(0.5, 0.25))
+    x = torch.rand(3, 2, 4, 4)
+    assert torch.allclose(box.to_unit(box.from_unit(x)), x, atol=1e-6)
+    with pytest.raises(ValueError, match="channels"):
+        box.to_unit(torch.rand(3, 5, 4, 4))
+    with pytest.raises(ValueError, match="below"):
+        ValueRange(low=(1.0,), high=(0.0,))
