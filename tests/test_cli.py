@@ -1,0 +1,149 @@
+"""The commands as a user types them: output, exit codes, and that a mistake costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from leakscope.federation import FedSGD
+from leakscope.models import build_model
+from leakscope.observation import Knowledge
+
+TINY = """
+model: {name: mlp, options: {hidden: [8]}}
+data: {name: tiles, limit: 4}
+examples: 2
+attacks: [linear-layer, {inverting-gradients: {iterations: 3}}]
+executor: serial
+"""
+
+
+def leakscope(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "leakscope.cli", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "spec.yaml").write_text(TINY)
+    done = leakscope("audit", "spec.yaml", "--out", "run", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert "Verdict: LEAKS" in done.stdout
+    assert (folder / "run" / "report.html").is_file()
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_running_again_resumes_and_says_so(finished) -> None:
+    again = leakscope("audit", "spec.yaml", "--out", "run", cwd=finished)
+    assert again.returncode == 1
+    assert "resuming: 8 of 8 jobs are done" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["audit", "missing.yaml"], "no such file"),
+        (["audit", "broken.yaml"], "not valid YAML"),
+        (["audit", "list.yaml"], "expected a mapping"),
+        (["audit", "wrong.yaml"], "nonsense"),
+        (["audit", "--model", "no.such.module:factory"], "no.such.module"),
+        (["audit", "--model", "convnett"], "convnet"),
+        (["audit", "--data", "cifar10", "--data-path", "truncated.bin"], "truncated.bin"),
+        (["audit", "--attack", "dlg:nonsense=1"], "nonsense"),
+        (["audit", "--attack", "dlg:iterations"], "key=value"),
+        (["audit", "--examples", "0"], "examples"),
+        (["audit", "--frobnicate"], "frobnicate"),
+        (["audit", "spec.yaml", "--seeds", "2"], "seeds"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arguments, words, finished) -> None:
+    (finished / "broken.yaml").write_text("model: [unclosed")
+    (finished / "list.yaml").write_text("- a\n- b\n")
+    (finished / "wrong.yaml").write_text(TINY + "nonsense: 3\nbatch: -1\n")
+    (finished / "truncated.bin").write_bytes(b"\x01" * 1000)
+    before = snapshot(finished / "run")
+    result = leakscope(*arguments, *(["--out", "run"] if arguments[0] == "audit" else []), cwd=finished)
+    assert result.returncode == 4, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    after = snapshot(finished / "run")
+    assert {k: v for k, v in before.items() if "-wal" not in k and "-shm" not in k} == {
+        k: v for k, v in after.items() if "-wal" not in k and "-shm" not in k
+    }
+
+
+def test_usage_errors_do_not_create_a_folder(tmp_path) -> None:
+    assert leakscope("audit", "--model", "nothing", "--out", "new", cwd=tmp_path).returncode == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attack_on_a_captured_update(tmp_path) -> None:
+    net = build_model("mlp", input_shape=(3, 8, 8), num_classes=5)
+    x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = FedSGD().observe(net, x, torch.tensor([3]), knowledge=Knowledge.honest_server, model_name="mlp")
+    seen.save(tmp_path / "update.safetensors")
+    done = leakscope("attack", "update.safetensors", "--attack", "linear-layer", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "found" / "reconstruction-0.png").is_file()
+    told = json.loads((tmp_path / "found" / "reconstruction.json").read_text())
+    assert told["flags"] == []
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "found" / "reconstruction.safetensors")["inputs"]
+    assert float((found - x).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("harm", ["damaged", "hostile name", "not finite"])
+def test_attack_refuses_bad_updates_with_code_4(harm, tmp_path) -> None:
+    net = build_model("mlp", input_shape=(3, 8, 8), num_classes=5)
+    x = torch.rand(1, 3, 8, 8)
+    seen = FedSGD().observe(net, x, torch.tensor([3]), model_name="mlp")
+    if harm == "not finite":
+        update = {k: v.clone() for k, v in seen.message.update.items()}
+        next(iter(update.values())).fill_(float("nan"))
+        seen = seen.with_update(update)
+    seen.save(tmp_path / "update")
+    if harm == "damaged":
+        (tmp_path / "update.safetensors").write_bytes(b"oh no")
+    if harm == "hostile name":  # code named by a data file must not run
+        text = (tmp_path / "update.json").read_text().replace('"mlp"', '"os:getcwd"')
+        (tmp_path / "update.json").write_text(text)
+    done = leakscope("attack", "update", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "found").exists()
+
+
+def test_other_commands(finished) -> None:
+    for what in ("attacks", "defenses", "models", "data", "papers"):
+        done = leakscope("list", what, cwd=finished)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) >= 2
+    assert leakscope("report", "run", "--to", "page.html", cwd=finished).stdout.strip().endswith("page.html")
+    compared = leakscope("compare", "run", "run", "--to", "compare.html", cwd=finished)
+    assert compared.returncode == 0, compared.stderr
+    assert (finished / "compare.html").is_file()
+    assert leakscope("report", "nowhere", cwd=finished).returncode == 4
+    done = leakscope("limits", "--model", "mlp", "--input", "1x8x8", "--batch", "2", "--json", cwd=finished)
+    assert json.loads(done.stdout)["batch"] == 2
+    assert leakscope("limits", "--model", "mlp", "--input", "abc", cwd=finished).returncode == 4
+    assert leakscope("reproduce", "gradients/counting", cwd=finished).returncode == 0
+    assert leakscope("reproduce", "no/such", cwd=finished).returncode == 4
+    assert leakscope("--version", cwd=finished).stdout.startswith("leakscope ")
