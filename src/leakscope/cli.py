@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -149,10 +147,11 @@ def _run_audit(spec: Path | None, options: dict[str, Any], out: Path) -> int:
             settings.pop("examples")
     settings.setdefault("executor", "processes")
     checked = AuditSpec.parse(settings, str(spec or "audit"))
-    with _progress_bar() as progress:
+    from leakscope.console import audit_progress, print_verdict
+
+    with audit_progress() as progress:
         result = run_spec(checked, out, progress)
-    page = result.report()
-    _print_verdict(result, page)
+    print_verdict(result, result.report())
     return result.verdict.exit_code
 
 
@@ -178,87 +177,6 @@ def _parts(texts: list[str] | None) -> list[Any] | None:
     return parts
 
 
-def _progress_bar() -> Any:
-    """A context that yields a progress callback: a bar on a terminal, a line a job elsewhere."""
-    from contextlib import contextmanager
-
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    console = Console(stderr=True)
-
-    @contextmanager
-    def bar():  # type: ignore[no-untyped-def]
-        with Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        ) as view:
-            task = view.add_task("audit", total=None)
-
-            def tell(event: dict[str, Any]) -> None:
-                if event["event"] == "planned":
-                    view.update(task, total=event["total"], completed=event["finished"])
-                    if event["finished"]:
-                        console.print(f"resuming: {event['finished']} of {event['total']} jobs are done")
-                elif event["event"] == "finished":
-                    job = event["job"]
-                    found = event["error"].splitlines()[0] if event["error"] else f"{event['psnr'] or 0:.1f} dB"
-                    line = f"{job['attack_name']} | {'control' if job['control'] else job['defense']} | {found}"
-                    view.update(task, completed=event["completed"], description=job["attack_name"])
-                    if not console.is_terminal or event["status"] == "failed":
-                        console.print(f"[{event['completed']}/{event['total']}] {line}", markup=False, highlight=False)
-
-            yield tell
-
-    return bar()
-
-
-def _print_verdict(result: Any, page: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(highlight=False)
-    table = Table(title="Strongest attack for each example, by setting")
-    for column in (
-        "protocol",
-        "defence",
-        "mean PSNR (95 %)",
-        "no information",
-        "identified",
-        "labels",
-        "outcome",
-    ):
-        table.add_column(column, overflow="fold")
-    for row in result.verdict.settings:
-        low, high = row.interval
-        table.add_row(
-            row.protocol,
-            row.defense,
-            f"{_number(row.mean_psnr)} dB ({_number(low)} to {_number(high)})",
-            f"{_number(row.baseline_psnr)} dB",
-            _percent(row.identification),
-            _percent(row.label_accuracy),
-            row.outcome,
-        )
-    console.print(table)
-    for reason in result.verdict.reasons:
-        console.print(f"  {reason}", markup=False)
-    console.print(f"Verdict: {result.verdict.outcome.upper()}", style="bold")
-    console.print(f"Report:  {page}", markup=False, soft_wrap=True)
-
-
-def _number(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.1f}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{100 * value:.0f} %"
-
-
 @app.command()
 def attack(
     observation: Annotated[Path, typer.Argument(help="A saved observation (.safetensors with a .json beside it).")],
@@ -271,7 +189,8 @@ def attack(
     """Attack a captured update and write what was recovered: pictures, tensors and the attack's own opinion."""
     from leakscope.attacks import make_attack
     from leakscope.models import MODELS, build_model
-    from leakscope.observation import Observation, atomic_write, read_observation_files
+    from leakscope.observation import Observation
+    from leakscope.observation_files import atomic_write, read_observation_files
 
     _, facts = read_observation_files(observation)
     name = model or facts["model_name"]
@@ -283,7 +202,9 @@ def attack(
     parsed = (_parts([attack]) or [attack])[0]
     chosen, options = next(iter(parsed.items())) if isinstance(parsed, dict) else (parsed, {})
     recover = make_attack(chosen, **options)
-    with _step_bar() as progress:
+    from leakscope.console import step_progress
+
+    with step_progress() as progress:
         result = recover(seen, seed=seed, device=device, progress=progress)
     out.mkdir(parents=True, exist_ok=True)
     _write_reconstruction(result, seen, out)
@@ -305,7 +226,8 @@ def attack(
 def _write_reconstruction(result: Any, seen: Any, out: Path) -> None:
     from safetensors.torch import save
 
-    from leakscope.observation import ValueRange, atomic_write
+    from leakscope.observation import ValueRange
+    from leakscope.observation_files import atomic_write
     from leakscope.report.pictures import png
 
     tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
@@ -314,25 +236,6 @@ def _write_reconstruction(result: Any, seen: Any, out: Path) -> None:
         unit = (seen.value_range or ValueRange()).to_unit(result.inputs.cpu()).clamp(0, 1)
         for number, picture in enumerate(unit):
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
-
-
-def _step_bar() -> Any:
-    from contextlib import contextmanager
-
-    from rich.console import Console
-    from rich.progress import Progress
-
-    @contextmanager
-    def bar():  # type: ignore[no-untyped-def]
-        console = Console(stderr=True)
-        with Progress(console=console, disable=not console.is_terminal) as view:
-            task = view.add_task("attack", total=None)
-            tell: Callable[[int, int, float], None] = lambda done, total, value: view.update(  # noqa: E731
-                task, completed=done, total=total, description=f"objective {value:.3g}"
-            )
-            yield tell
-
-    return bar()
 
 
 @app.command()
@@ -356,15 +259,9 @@ def limits(
     if as_json:
         print(json.dumps(result.as_dict(), indent=1))
         return
-    from rich.console import Console
-    from rich.table import Table
+    from leakscope.console import print_table
 
-    table = Table(title=f"{model}, {batch} x {input}")
-    for column in ("what", "value", "meaning"):
-        table.add_column(column, overflow="fold")
-    for row in result.rows():
-        table.add_row(*(str(cell) for cell in row))
-    Console(highlight=False).print(table)
+    print_table(f"{model}, {batch} x {input}", ("what", "value", "meaning"), result.rows())
 
 
 @app.command()
@@ -373,45 +270,36 @@ def reproduce(
     scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
 ) -> None:
     """Run a published table and put published and measured numbers side by side."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from leakscope.console import plain, print_table, step_progress
     from leakscope.papers import reproduce as run
 
-    with _step_bar() as progress:
+    with step_progress() as progress:
         result = run(table, scale=scale.value, progress=progress)
-    view = Table(title=f"{table} ({scale.value})")
-    for column in ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"):
-        view.add_column(column, overflow="fold")
-    for row in result.rows:
-        low, high = row.interval if row.interval is not None else (None, None)
-        view.add_row(
-            row.setting,
-            row.measure,
-            _plain(row.published),
-            _plain(row.measured),
-            f"{_plain(low)} to {_plain(high)}",
-            str(row.count),
-            row.verdict,
-            row.note,
-        )
-    Console(highlight=False).print(view)
-
-
-def _plain(value: float | None) -> str:
-    return "-" if value is None or value != value else f"{value:.4g}"
+    print_table(
+        f"{table} ({scale.value})",
+        ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
+        (
+            (
+                row.setting,
+                row.measure,
+                plain(row.published),
+                plain(row.measured),
+                "-" if row.interval is None else f"{plain(row.interval[0])} to {plain(row.interval[1])}",
+                row.count,
+                row.verdict,
+                row.note,
+            )
+            for row in result.rows
+        ),
+    )
 
 
 @app.command(name="list")
 def list_(what: Annotated[Listable, typer.Argument(help="What to list.")]) -> None:
     """Names that can be typed elsewhere, with one line each."""
-    from rich.console import Console
-    from rich.table import Table
+    from leakscope.console import print_listing
 
-    table = Table(box=None, show_header=False)
-    for name, summary in _listing(what):
-        table.add_row(name, summary)
-    Console(highlight=False).print(table)
+    print_listing(_listing(what))
 
 
 def _listing(what: Listable) -> list[tuple[str, str]]:
@@ -457,24 +345,24 @@ def compare(
     to: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
 ) -> None:
     """Compare two audits setting by setting."""
-    from rich.console import Console
-    from rich.table import Table
-
+    from leakscope.console import decibels, print_table
     from leakscope.report import compare_tables, write_comparison
 
-    table = Table(title=f"{first} against {second}")
-    for column in ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"):
-        table.add_column(column, overflow="fold")
-    for row in compare_tables(first, second):
-        table.add_row(
-            row.setting,
-            row.attack,
-            _number(row.psnr_a),
-            _number(row.psnr_b),
-            _number(row.difference),
-            {True: "yes", False: "no", None: "-"}[row.overlap],
-        )
-    Console(highlight=False).print(table)
+    print_table(
+        f"{first} against {second}",
+        ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"),
+        (
+            (
+                row.setting,
+                row.attack,
+                decibels(row.psnr_a),
+                decibels(row.psnr_b),
+                decibels(row.difference),
+                {True: "yes", False: "no", None: "-"}[row.overlap],
+            )
+            for row in compare_tables(first, second)
+        ),
+    )
     if to is not None:
         print(write_comparison(first, second, to))
 
@@ -491,5 +379,4 @@ def top(
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("PYTHONUNBUFFERED", "1")
     main()

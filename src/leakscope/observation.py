@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-
-FORMAT_VERSION = 1
 
 LabelKnowledge = Literal["no", "counts", "yes"]
 UpdateKind = Literal["gradient", "weight_delta"]
@@ -341,148 +337,18 @@ class Observation:
         """The same observation with another update, for null controls and for defences of a captured update."""
         return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
 
-    # -- files ---------------------------------------------------------------------------------------------------
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write PATH.safetensors (tensors) and PATH.json (facts), each atomically."""
-        from safetensors.torch import save
+        from leakscope.observation_files import save_observation
 
-        target = Path(path).with_suffix(".safetensors")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        facts = {
-            "format": FORMAT_VERSION,
-            "model_name": self.model_name,
-            "input_shape": list(self.input_shape),
-            "num_classes": self.num_classes,
-            "num_examples": self.num_examples,
-            "knowledge": dataclasses.asdict(self.knowledge),
-            "value_range": None if self.value_range is None else dataclasses.asdict(self.value_range),
-            "training": dataclasses.asdict(self.training),
-            "reduction": self.reduction,
-            "batchnorm": self.batchnorm,
-            "messages": [
-                {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)} for m in self.messages
-            ],
-        }
-        tensors = {name: t.detach().cpu().contiguous().clone() for name, t in self._named_tensors()}
-        atomic_write(target, save(tensors))
-        atomic_write(target.with_suffix(".json"), json.dumps(facts, indent=1).encode())
-
-    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, value in self.model.state_dict().items():
-            yield f"model/{name}", value
-        for number, message in enumerate(self.messages):
-            for name, value in message.update.items():
-                yield f"message/{number}/update/{name}", value
-            for name, value in (message.batchnorm_statistics or {}).items():
-                yield f"message/{number}/batchnorm/{name}", value
-        if self.labels is not None:
-            yield "labels", self.labels
-        if self.label_counts is not None:
-            yield "label_counts", self.label_counts
+        save_observation(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Observation:
         """Read what :meth:`save` wrote. The structure comes from ``model``; no code is taken from the file."""
-        tensors, facts = read_observation_files(path)
-        weights = {k.removeprefix("model/"): v for k, v in tensors.items() if k.startswith("model/")}
-        try:
-            skeleton = copy.deepcopy(model)
-            dtypes = {v.dtype for v in weights.values() if v.is_floating_point()}
-            if len(dtypes) == 1:
-                skeleton = skeleton.to(dtype=dtypes.pop())
-            skeleton.load_state_dict(weights)
-        except RuntimeError as error:
-            raise ValueError(
-                f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
-            ) from error
-        messages = []
-        for number, entry in enumerate(facts["messages"]):
-            prefix = f"message/{number}/"
-            update = _below(tensors, prefix + "update/")
-            statistics = _below(tensors, prefix + "batchnorm/")
-            messages.append(
-                Message(
-                    update=update,
-                    kind=entry["kind"],
-                    indices=None if entry["indices"] is None else tuple(entry["indices"]),
-                    batchnorm_statistics=statistics or None,
-                )
-            )
-        training = dict(facts["training"])
-        if training.get("batch_order") is not None:
-            training["batch_order"] = tuple(tuple(step) for step in training["batch_order"])
-        box = facts["value_range"]
-        return cls(
-            model=skeleton,
-            messages=tuple(messages),
-            input_shape=tuple(facts["input_shape"]),
-            num_classes=facts["num_classes"],
-            num_examples=facts["num_examples"],
-            knowledge=Knowledge(**facts["knowledge"]),
-            value_range=None if box is None else ValueRange(tuple(box["low"]), tuple(box["high"])),
-            labels=tensors.get("labels"),
-            label_counts=tensors.get("label_counts"),
-            training=LocalTraining(**training),
-            reduction=facts["reduction"],
-            batchnorm=facts["batchnorm"],
-            model_name=facts["model_name"],
-        )
+        from leakscope.observation_files import load_observation
 
-
-def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    target = Path(path).with_suffix(".safetensors")
-    for file in (target, target.with_suffix(".json")):
-        if not file.is_file():
-            raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
-    try:
-        tensors = load(target.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"{target}: not a readable safetensors file ({error})") from error
-    try:
-        facts = json.loads(target.with_suffix(".json").read_text(encoding="utf-8"))
-        missing = _FACTS - set(facts)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{target.with_suffix('.json')}: not readable as JSON ({error})") from error
-    if missing:
-        raise ValueError(f"{target.with_suffix('.json')}: missing {', '.join(sorted(missing))}")
-    if facts["format"] != FORMAT_VERSION:
-        raise ValueError(f"{target}: format {facts['format']}, this version reads {FORMAT_VERSION}")
-    return tensors, facts
-
-
-_FACTS = frozenset(
-    [
-        "format",
-        "model_name",
-        "input_shape",
-        "num_classes",
-        "num_examples",
-        "knowledge",
-        "value_range",
-        "training",
-        "reduction",
-        "batchnorm",
-        "messages",
-    ]
-)
-
-
-def atomic_write(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return load_observation(path, model)
 
 
 def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -490,10 +356,6 @@ def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
     return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
-
-
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
 def _update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[str]:

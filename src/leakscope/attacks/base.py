@@ -21,7 +21,7 @@ Progress = Callable[[int, int, float], None]
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "did not converge": "The objective was still falling when the steps ran out; more steps may recover more.",
-        "restarts disagree": "Restarts with equally good objectives found different inputs: the result is one of several.",
+        "restarts disagree": "Restarts with equally good objectives found different inputs: this is one of several.",
         "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
         "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
         "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",

@@ -7,8 +7,8 @@ Minimise over inputs x and label logits y, started uniformly in [0, 1]:
 Choices where the paper is silent or contradicts itself. The norm's power is not given: squared here, ``squared=False``
 for the plain norm. The printed decay fires only in the first iterations while the text says it goes on; here lambda is
 multiplied by ``decay`` every ``every`` iterations. Objective and lambda are relative to the observed update's squared
-length, norms and inner products to the number of inputs, so that one lambda fits all sizes. L-BFGS by default, ``optimizer=
-"adam"`` for large batches as the paper recommends.
+length, norms and inner products to the number of inputs, so that one lambda fits all sizes. L-BFGS by default,
+``optimizer="adam"`` for large batches as the paper recommends.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Closed-form inversion of a first linear layer.
 
-Le Trieu Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", 2018; Geiping et al. 2020,
-proposition 3.1; Qian and Hansen 2021. For z = W x + b with back-signals D (examples x units): dW = D'X, db = D'1.
+Le Trieu Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", 2018; Geiping et al.
+2020, proposition 3.1; Qian and Hansen 2021. For z = W x + b with back-signals D (examples x units): dW = D'X, db = D'1.
 
 One example: x = dW_k / db_k for every unit k; the least-squares combination x = dW'db / ||db||^2 is used, because plain
 ratios blow up where db_k is tiny. Several examples: the row space of dW is the span of the inputs (exactly, when D has

@@ -1,7 +1,7 @@
 """SAPAG: A Self-Adaptive Privacy Attack From Gradients. Yijue Wang et al. 2020.
 
-Minimise over x:  sum_l Q_l (1 - exp(-||grad_l(x) - g_l||^2 / s_l)),  a Gaussian kernel a tensor whose width s_l adapts to
-the observed gradient's variance and whose weight Q_l = 1 / (l + 1) falls with depth.
+Minimise over x:  sum_l Q_l (1 - exp(-||grad_l(x) - g_l||^2 / s_l)),  a Gaussian kernel a tensor whose width s_l adapts
+to the observed gradient's variance and whose weight Q_l = 1 / (l + 1) falls with depth.
 
 The paper's own code is not available; widths, weights and optimiser are choices. With s_l = Var(g_l) and raw sums the
 kernel underflows at the start and nothing moves, so means replace sums and s_l is never below ``guard`` times the

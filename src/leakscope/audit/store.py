@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from leakscope.observation import atomic_write
+from leakscope.observation_files import atomic_write
 
 STORE_FORMAT = 1
 DATABASE = "audit.sqlite"

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 import numpy as np
 import torch
+from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from leakscope.metrics.image import ssim
@@ -85,44 +86,12 @@ def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") 
 def hungarian(costs: np.ndarray) -> np.ndarray:
     """The one-to-one assignment of least total cost: for each row its column, or -1 where columns run out.
 
-    Shortest augmenting paths with potentials (Kuhn, 1955; Jonker and Volgenant, 1987), O(n^2 m).
-
     >>> hungarian(np.array([[4.0, 1.0, 3.0], [2.0, 0.0, 5.0], [3.0, 2.0, 2.0]])).tolist()
     [1, 0, 2]
     """
-    rows, columns = costs.shape
-    if rows > columns:
-        order = np.full(rows, -1, dtype=np.int64)
-        order[hungarian(costs.T)] = np.arange(columns)
-        return order
-    # Index 0 is a dummy: row_of[0] is the row being placed, and real rows and columns count from 1.
-    row_potential, column_potential = np.zeros(rows + 1), np.zeros(columns + 1)
-    row_of = np.zeros(columns + 1, dtype=np.int64)
-    for row in range(1, rows + 1):
-        row_of[0], column = row, 0
-        shortest = np.full(columns + 1, np.inf)
-        before = np.zeros(columns + 1, dtype=np.int64)
-        visited = np.zeros(columns + 1, dtype=bool)
-        while row_of[column]:
-            visited[column] = True
-            here = row_of[column]
-            reduced = costs[here - 1] - row_potential[here] - column_potential[1:]
-            shorter = ~visited[1:] & (reduced < shortest[1:])
-            shortest[1:][shorter] = reduced[shorter]
-            before[1:][shorter] = column
-            following = int(np.where(visited, np.inf, shortest)[1:].argmin()) + 1
-            step = shortest[following]
-            row_potential[row_of[visited]] += step
-            column_potential[visited] -= step
-            shortest[~visited] -= step
-            column = following
-        while column:
-            row_of[column] = row_of[before[column]]
-            column = int(before[column])
-    order = np.full(rows, -1, dtype=np.int64)
-    for column in range(1, columns + 1):
-        if row_of[column]:
-            order[row_of[column] - 1] = column - 1
+    order = np.full(costs.shape[0], -1, dtype=np.int64)
+    rows, columns = linear_sum_assignment(costs)
+    order[rows] = columns
     return order
 
 

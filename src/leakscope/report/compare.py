@@ -12,7 +12,7 @@ from typing import Any
 from leakscope.audit.store import Row, Store
 from leakscope.audit.verdict import judge_store
 from leakscope.metrics import interval
-from leakscope.observation import atomic_write
+from leakscope.observation_files import atomic_write
 from leakscope.report import words
 from leakscope.report.page import fill
 from leakscope.report.words import fixed, mean, number

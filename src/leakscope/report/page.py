@@ -21,7 +21,7 @@ from markupsafe import Markup
 
 from leakscope.audit.store import Row, Store
 from leakscope.audit.verdict import Verdict, judge_store
-from leakscope.observation import atomic_write
+from leakscope.observation_files import atomic_write
 from leakscope.report import sections, words
 from leakscope.report.gallery import Gallery
 

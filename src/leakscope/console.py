@@ -1,0 +1,109 @@
+"""What the command line draws: progress bars and tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+
+@contextmanager
+def audit_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
+    """Yields a callback for the audit's events: a bar on a terminal, a line a job elsewhere."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    ) as view:
+        task = view.add_task("audit", total=None)
+
+        def tell(event: dict[str, Any]) -> None:
+            if event["event"] == "planned":
+                view.update(task, total=event["total"], completed=event["finished"])
+                if event["finished"]:
+                    console.print(f"resuming: {event['finished']} of {event['total']} jobs are done")
+            elif event["event"] == "finished":
+                job = event["job"]
+                found = event["error"].splitlines()[0] if event["error"] else f"{decibels(event['psnr'])} dB"
+                line = f"{job['attack_name']} | {'control' if job['control'] else job['defense']} | {found}"
+                view.update(task, completed=event["completed"], description=job["attack_name"])
+                if not console.is_terminal or event["status"] == "failed":
+                    text = f"[{event['completed']}/{event['total']}] {line}"
+                    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+        yield tell
+
+
+@contextmanager
+def step_progress() -> Iterator[Callable[[int, int, float], None]]:
+    """Yields a callback for an attack's steps."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal) as view:
+        task = view.add_task("attack", total=None)
+
+        def tell(done: int, total: int, value: float) -> None:
+            view.update(task, completed=done, total=total, description=f"objective {value:.3g}")
+
+        yield tell
+
+
+def print_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*(str(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def print_listing(lines: Iterable[tuple[str, str]]) -> None:
+    table = Table(box=None, show_header=False)
+    for line in lines:
+        table.add_row(*line)
+    Console(highlight=False).print(table)
+
+
+def print_verdict(result: Any, page: Path) -> None:
+    """The verdict of an audit with what it rests on."""
+    several = len({row.protocol for row in result.verdict.settings}) > 1
+    print_table(
+        "Strongest attack for each example, by setting",
+        ("setting", "mean PSNR (95 %)", "no information", "identified", "labels", "outcome"),
+        (
+            (
+                f"{row.protocol}, {row.defense}" if several else row.defense,
+                f"{decibels(row.mean_psnr)} dB ({decibels(row.interval[0])} to {decibels(row.interval[1])})",
+                f"{decibels(row.baseline_psnr)} dB",
+                percent(row.identification),
+                percent(row.label_accuracy),
+                row.outcome,
+            )
+            for row in result.verdict.settings
+        ),
+    )
+    console = Console(highlight=False)
+    for reason in result.verdict.reasons:
+        console.print(f"  {reason}", markup=False)
+    console.print(f"Verdict: {result.verdict.outcome.upper()}", style="bold")
+    console.print(f"Report:  {page}", markup=False, soft_wrap=True)
+
+
+def decibels(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.1f}"
+
+
+def percent(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{100 * value:.0f} %"
+
+
+def plain(value: float | None) -> str:
+    return "-" if value is None or value != value else f"{value:.4g}"

@@ -1,0 +1,159 @@
+"""An observation on disk: one safetensors file with the tensors, one JSON file beside it with the facts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from leakscope.observation import Knowledge, LocalTraining, Message, Observation, ValueRange
+
+FORMAT_VERSION = 1
+_FACTS = frozenset(
+    (
+        *("format", "model_name", "input_shape", "num_classes", "num_examples", "knowledge"),
+        *("value_range", "training", "reduction", "batchnorm", "messages"),
+    )
+)
+
+
+def save_observation(observation: Observation, path: str | os.PathLike[str]) -> None:
+    from safetensors.torch import save
+
+    target = Path(path).with_suffix(".safetensors")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    box = observation.value_range
+    facts = {
+        "format": FORMAT_VERSION,
+        "model_name": observation.model_name,
+        "input_shape": list(observation.input_shape),
+        "num_classes": observation.num_classes,
+        "num_examples": observation.num_examples,
+        "knowledge": dataclasses.asdict(observation.knowledge),
+        "value_range": None if box is None else dataclasses.asdict(box),
+        "training": dataclasses.asdict(observation.training),
+        "reduction": observation.reduction,
+        "batchnorm": observation.batchnorm,
+        "messages": [
+            {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)} for m in observation.messages
+        ],
+    }
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _named_tensors(observation)}
+    atomic_write(target, save(tensors))
+    atomic_write(target.with_suffix(".json"), json.dumps(facts, indent=1).encode())
+
+
+def _named_tensors(observation: Observation) -> Iterator[tuple[str, Tensor]]:
+    for name, value in observation.model.state_dict().items():
+        yield f"model/{name}", value
+    for number, message in enumerate(observation.messages):
+        for name, value in message.update.items():
+            yield f"message/{number}/update/{name}", value
+        for name, value in (message.batchnorm_statistics or {}).items():
+            yield f"message/{number}/batchnorm/{name}", value
+    if observation.labels is not None:
+        yield "labels", observation.labels
+    if observation.label_counts is not None:
+        yield "label_counts", observation.label_counts
+
+
+def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observation:
+    """Read what :func:`save_observation` wrote; the structure comes from ``model``."""
+    tensors, facts = read_observation_files(path)
+    skeleton = _with_weights(path, model, _below(tensors, "model/"))
+    try:
+        messages = tuple(
+            Message(
+                update=_below(tensors, f"message/{number}/update/"),
+                kind=entry["kind"],
+                indices=None if entry["indices"] is None else tuple(entry["indices"]),
+                batchnorm_statistics=_below(tensors, f"message/{number}/batchnorm/") or None,
+            )
+            for number, entry in enumerate(facts["messages"])
+        )
+        training = dict(facts["training"])
+        if training.get("batch_order") is not None:
+            training["batch_order"] = tuple(tuple(step) for step in training["batch_order"])
+        box = facts["value_range"]
+        return Observation(
+            model=skeleton,
+            messages=messages,
+            input_shape=tuple(facts["input_shape"]),
+            num_classes=facts["num_classes"],
+            num_examples=facts["num_examples"],
+            knowledge=Knowledge(**facts["knowledge"]),
+            value_range=None if box is None else ValueRange(tuple(box["low"]), tuple(box["high"])),
+            labels=tensors.get("labels"),
+            label_counts=tensors.get("label_counts"),
+            training=LocalTraining(**training),
+            reduction=facts["reduction"],
+            batchnorm=facts["batchnorm"],
+            model_name=facts["model_name"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a fact in the .json file is not as expected ({error!r})") from error
+
+
+def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    skeleton = copy.deepcopy(model)
+    precisions = {value.dtype for value in weights.values() if value.is_floating_point()}
+    if len(precisions) == 1:
+        skeleton = skeleton.to(dtype=precisions.pop())
+    try:
+        skeleton.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
+        ) from error
+    return skeleton
+
+
+def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    target = Path(path).with_suffix(".safetensors")
+    beside = target.with_suffix(".json")
+    for file in (target, beside):
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
+    try:
+        tensors = load(target.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{target}: not a readable safetensors file ({error})") from error
+    try:
+        facts = json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{beside}: not readable as JSON ({error})") from error
+    if not isinstance(facts, dict):
+        raise ValueError(f"{beside}: expected a mapping of facts, got {type(facts).__name__}")
+    missing = _FACTS - set(facts)
+    if missing:
+        raise ValueError(f"{beside}: missing {', '.join(sorted(missing))}")
+    if facts["format"] != FORMAT_VERSION:
+        raise ValueError(f"{target}: format {facts['format']}, this version reads {FORMAT_VERSION}")
+    return tensors, facts
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
