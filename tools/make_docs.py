@@ -59,9 +59,10 @@ ATTACK_SETTINGS = {
     "every": "steps between two decays",
     "squared": "squared norm instead of the plain one",
     "optimizer": "which optimiser",
+    "linear-layer.tolerance": "relative singular value below which a direction counts as rounding noise",
 }
 
-#: Type and meaning of each key of a spec. A key that the code has and this table lacks is an error, and so is the reverse.
+#: Type and meaning of each key of a spec. A key that the code has and this table lacks is an error, as is the reverse.
 SPEC_KEYS = {
     "model": ("name or mapping", "the victim; see the keys of `model`"),
     "data": ("name or mapping", "the private examples; see the keys of `data`"),
@@ -133,7 +134,7 @@ def attacks() -> str:
         cls = entry.cls
         needs = ", ".join(f"`{name}`" for name in cls.requires) or "nothing"
         settings = [
-            [f"`{f.name}`", code(f.type), code(repr(f.default)), ATTACK_SETTINGS.get(f.name, "see the text")]
+            [f"`{f.name}`", kind(f.type), code(repr(f.default)), meaning(entry.name, f.name)]
             for f in dataclasses.fields(cls)
         ]
         parts += [
@@ -271,7 +272,7 @@ def pydantic_table(model: type[BaseModel], keys: Mapping[str, tuple[str, str]]) 
         elif default is PydanticUndefined:
             shown = "required"
         else:
-            shown = "none" if default is None else code(yaml_like(default))
+            shown = "unset" if default is None else code(yaml_like(default))
         rows.append([f"`{name}`", keys[name][0], shown, keys[name][1]])
     return table(["key", "type", "default", "meaning"], rows)
 
@@ -299,6 +300,18 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def code(text: Any) -> str:
     return f"`{text}`"
+
+
+def kind(annotation: Any) -> str:
+    """A type as a reader types it: the choices of a literal, or the type's name."""
+    choices = re.fullmatch(r"Literal\[(.*)\]", str(annotation))
+    if choices is None:
+        return code(annotation)
+    return ", ".join(code(choice.strip().strip("'\"")) for choice in choices[1].split(","))
+
+
+def meaning(attack: str, setting: str) -> str:
+    return ATTACK_SETTINGS.get(f"{attack}.{setting}") or ATTACK_SETTINGS.get(setting, "see the text")
 
 
 def size(shape: Iterable[int]) -> str:

@@ -78,6 +78,13 @@ TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("identified", [make(0, 9, identified=True)], {"max_identification": 0.5}, "leaks"),
     ("nobody identified", [make(0, 9)], {"max_identification": 0}, "within policy"),
     ("unknown", [make(0, 9, identified=None)], {"max_identification": 0.5}, "inconclusive"),
+    ("recognised", [make(0, 9, identified=True), make(1, 5, control=True)], {}, "inconclusive"),
+    (
+        "recognised by luck",
+        [make(0, 9, identified=True), make(1, 5, control=True, identified=True)],
+        {},
+        "within policy",
+    ),
     ("unlimited", [make(0, 9, identified=None, ssim=None)], {}, "within policy"),
 ]
 

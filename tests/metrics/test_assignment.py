@@ -32,9 +32,7 @@ def test_a_three_cycle_is_undone_and_not_done_twice(cost: str, method: str) -> N
 
 @settings(max_examples=60, deadline=None)
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 10_000), ties=st.booleans())
-def test_hungarian_uses_each_column_at_most_once_and_as_many_as_it_can(
-    rows: int, columns: int, seed: int, ties: bool
-) -> None:
+def test_hungarian_uses_as_many_columns_as_it_can_each_once(rows: int, columns: int, seed: int, ties: bool) -> None:
     random = np.random.default_rng(seed)
     costs = random.integers(0, 3, (rows, columns)).astype(float) if ties else random.normal(size=(rows, columns))
     order = hungarian(costs)

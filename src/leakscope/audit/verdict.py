@@ -182,6 +182,10 @@ def _judge_setting(
         leaks.append(f"{rate:.0%} of the examples are identified, the limit is {policy.max_identification:.0%}")
     if policy.max_identification is not None and any(e.identified is None for e in strongest):
         doubts.append("identification could not be measured for every example, but the policy limits it")
+    chance = baselines.identified()
+    if policy.max_identification is None and not math.isnan(chance) and rate - chance > 0.5:
+        # Poor pixels may still give a person away: that is no leak by this policy, but no pass either.
+        doubts.append(f"{rate:.0%} of the examples are identified, against {chance:.0%} without information")
     flags = sorted({flag for row in done for flag in (row.result or {}).get("flags", [])})
     if not done:
         doubts.append("no attack gave a result")
@@ -239,10 +243,17 @@ class _Baselines:
 
     def __init__(self, controls: list[Row]) -> None:
         found: dict[tuple[str, int], list[float]] = defaultdict(list)
+        self._identified: list[float] = []
         for row in controls:
             for numbers in (row.result or {}).get("examples", []) if row.status == "done" else []:
                 found[row.job["attack"], numbers["index"]].append(_number(numbers.get("psnr")))
+                if numbers.get("identified") is not None:
+                    self._identified.append(float(numbers["identified"]))
         self._own = {cell: _mean(values) for cell, values in found.items()}
+
+    def identified(self) -> float:
+        """Share of examples identified from no information, by luck or by the prior alone."""
+        return _mean(self._identified)
 
     def psnr(self, attack: str, index: int) -> float:
         own = self._own.get((attack, index))
