@@ -68,6 +68,8 @@ def test_running_again_resumes_and_says_so(finished) -> None:
         (["audit", "--data", "cifar10", "--data-path", "truncated.bin"], "truncated.bin"),
         (["audit", "--attack", "dlg:nonsense=1"], "nonsense"),
         (["audit", "--attack", "dlg:iterations"], "key=value"),
+        (["audit", "--attack", "dlg:history=0"], "history"),
+        (["audit", "--attack", "dlg:iterations=abc"], "iterations"),
         (["audit", "--examples", "0"], "examples"),
         (["audit", "--frobnicate"], "frobnicate"),
         (["audit", "spec.yaml", "--seeds", "2"], "seeds"),
@@ -87,6 +89,13 @@ def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arg
     assert {k: v for k, v in before.items() if "-wal" not in k and "-shm" not in k} == {
         k: v for k, v in after.items() if "-wal" not in k and "-shm" not in k
     }
+
+
+def test_an_option_changes_one_limit_of_the_policy_not_all(finished) -> None:
+    (finished / "policy.yaml").write_text(TINY + "policy: {max_psnr: 500, max_ssim: 0.1}\n")
+    result = leakscope("audit", "policy.yaml", "--max-psnr", "400", "--out", "run", cwd=finished)
+    assert result.returncode == 1, result.stderr
+    assert "SSIM" in result.stdout
 
 
 def test_usage_errors_do_not_create_a_folder(tmp_path) -> None:

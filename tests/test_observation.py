@@ -179,3 +179,17 @@ def test_value_range_of_channels() -> None:
         box.to_unit(torch.rand(3, 5, 4, 4))
     with pytest.raises(ValueError, match="below"):
         ValueRange(low=(1.0,), high=(0.0,))
+
+
+def test_names_with_dots_stay_apart(batch, tmp_path: Path) -> None:
+    for name in ("round.1", "round.2"):
+        FedSGD().observe(small_net(), *batch).save(tmp_path / name)
+    assert len(list(tmp_path.iterdir())) == 4
+    Observation.load(tmp_path / "round.1", small_net())
+
+
+def test_another_precision_than_the_models_is_refused(batch) -> None:
+    net = small_net()
+    update = {name: torch.zeros_like(p).half() for name, p in net.named_parameters()}
+    with pytest.raises(ValueError, match="float32 as in the model"):
+        Observation.from_update(net, update, input_shape=(1, 4, 4), num_classes=3, num_examples=1)

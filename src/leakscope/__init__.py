@@ -32,9 +32,11 @@ _ROOMS = (
     "defenses",
     "federation",
     "labels",
+    "limits",
     "matching",
     "metrics",
     "models",
+    "papers",
     "report",
 )
 

@@ -57,7 +57,10 @@ def _explain(error: Exception) -> int:
     if isinstance(error, click.ClickException):
         _say(f"Error: {error.format_message()}")
         return USAGE
-    if isinstance(error, ValueError | TypeError | FileNotFoundError | PermissionError | IsADirectoryError):
+    if isinstance(error, ValueError | TypeError | OSError):
+        _say(f"Error: {error}")
+        return USAGE
+    if type(error).__name__ == "ExecutorError":  # by name: its module is heavy, and not loaded for other errors
         _say(f"Error: {error}")
         return USAGE
     import traceback
@@ -108,7 +111,7 @@ def audit(
     """Audit a model and its protocol: attack updates, compare with the truth, judge, write a report."""
     chosen = {
         "model": {"name": model, "weights": weights} if model and weights else model,
-        "data": {"name": data or "folder", "path": data_path} if data_path else data,
+        "data": _data_option(data, data_path, spec),
         "examples": examples,
         "batch": batch,
         "protocols": _parts(protocol),
@@ -130,6 +133,14 @@ def audit(
     raise typer.Exit(code)
 
 
+def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
+    if path is None:
+        return name
+    if name is None and spec is None:
+        name = "folder"
+    return {"path": path} if name is None else {"name": name, "path": path}
+
+
 def _run_audit(spec: Path | None, options: dict[str, Any], out: Path) -> int:
     from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, read_yaml, run_spec
 
@@ -141,10 +152,13 @@ def _run_audit(spec: Path | None, options: dict[str, Any], out: Path) -> int:
         if not isinstance(written, dict):
             raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
         settings = {**written, **options}
+        for key in ("policy", "data"):  # an option changes one thing of these, not all of them
+            if isinstance(written.get(key), dict) and isinstance(options.get(key), dict):
+                settings[key] = {**written[key], **options[key]}
     else:
         settings = {**DEFAULT_SPEC, **options}
-        if "data" in options and "examples" not in options:
-            settings.pop("examples")
+        if ("data" in options or "batch" in options) and "examples" not in options:
+            settings.pop("examples")  # six fit the default data and batch only
     settings.setdefault("executor", "processes")
     checked = AuditSpec.parse(settings, str(spec or "audit"))
     from leakscope.console import audit_progress, print_verdict
@@ -187,7 +201,8 @@ def attack(
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
 ) -> None:
     """Attack a captured update and write what was recovered: pictures, tensors and the attack's own opinion."""
-    from leakscope.attacks import make_attack
+    from leakscope.audit.job import plain
+    from leakscope.audit.parts import attack_part
     from leakscope.models import MODELS, build_model
     from leakscope.observation import Observation
     from leakscope.observation_files import atomic_write, read_observation_files
@@ -195,13 +210,11 @@ def attack(
     _, facts = read_observation_files(observation)
     name = model or facts["model_name"]
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
-    if name is None or (model is None and name not in MODELS):
+    if not isinstance(name, str) or (model is None and name not in MODELS):
         raise ValueError(f"{observation}: does not name a reference model; pass --model")
     net = build_model(name, input_shape=tuple(facts["input_shape"]), num_classes=facts["num_classes"])
     seen = Observation.load(observation, net)
-    parsed = (_parts([attack]) or [attack])[0]
-    chosen, options = next(iter(parsed.items())) if isinstance(parsed, dict) else (parsed, {})
-    recover = make_attack(chosen, **options)
+    recover = attack_part((_parts([attack]) or [attack])[0]).instance
     from leakscope.console import step_progress
 
     with step_progress() as progress:
@@ -217,7 +230,7 @@ def attack(
         "notes": list(result.notes),
         "info": dict(result.info),
     }
-    atomic_write(out / "reconstruction.json", json.dumps(summary, indent=1).encode())
+    atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
     for line in (*result.flags, *result.notes):
         print(f"note: {line}")
     print(f"recovered {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")

@@ -264,8 +264,8 @@ class Observation:
             problems.append(f"input_shape: expected positive sizes without the batch, got {self.input_shape}")
         if self.num_classes < 1:
             problems.append(f"num_classes: expected at least 1, got {self.num_classes}")
-        if self.num_examples is not None and self.num_examples < 1:
-            problems.append(f"num_examples: expected at least 1, got {self.num_examples}")
+        if self.num_examples is not None and (not isinstance(self.num_examples, int) or self.num_examples < 1):
+            problems.append(f"num_examples: expected a whole number of at least 1, got {self.num_examples}")
         parameters = dict(self.model.named_parameters())
         for message in self.messages:
             problems += _update_problems(message.update, parameters)
@@ -369,6 +369,8 @@ def _update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tens
         problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
     for name, value in update.items():
         expected = parameters.get(name)
+        if expected is not None and expected.dtype != value.dtype:
+            problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")
         if expected is not None and expected.shape != value.shape:
             problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
     return problems

@@ -23,10 +23,20 @@ _FACTS = frozenset(
 )
 
 
+def tensor_file(path: str | os.PathLike[str]) -> Path:
+    """PATH with .safetensors at its end; "round.1" and "round.2" stay two files.
+
+    >>> tensor_file("runs/round.1").name, tensor_file("update.safetensors").name
+    ('round.1.safetensors', 'update.safetensors')
+    """
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
+
+
 def save_observation(observation: Observation, path: str | os.PathLike[str]) -> None:
     from safetensors.torch import save
 
-    target = Path(path).with_suffix(".safetensors")
+    target = tensor_file(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     box = observation.value_range
     facts = {
@@ -119,7 +129,7 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
     from safetensors import SafetensorError
     from safetensors.torch import load
 
-    target = Path(path).with_suffix(".safetensors")
+    target = tensor_file(path)
     beside = target.with_suffix(".json")
     for file in (target, beside):
         if not file.is_file():

@@ -21,6 +21,7 @@ def make(
     status: str = "done",
     seed: int = 0,
     flags: tuple[str, ...] = (),
+    error: str = "RuntimeError: no",
     **numbers: Any,
 ) -> Row:
     job = {
@@ -36,8 +37,8 @@ def make(
     }
     example = {"index": index, "label": 1, "psnr": psnr, "ssim": 0.5, "identified": False, **numbers}
     result = {"examples": [example], "flags": list(flags)} if status == "done" else None
-    error = None if status == "done" else "RuntimeError: no"
-    return Row(f"key{position}", position, status, job, result, error, 1.0, "now")  # type: ignore[arg-type]
+    told = None if status == "done" else error
+    return Row(f"key{position}", position, status, job, result, told, 1.0, "now")  # type: ignore[arg-type]
 
 
 def control(position: int, psnr: float | None = 8.0, **changes: Any) -> Row:
@@ -78,6 +79,24 @@ TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("identified", [make(0, 9, identified=True)], {"max_identification": 0.5}, "leaks"),
     ("nobody identified", [make(0, 9)], {"max_identification": 0}, "within policy"),
     ("unknown", [make(0, 9, identified=None)], {"max_identification": 0.5}, "inconclusive"),
+    (
+        "recognised by the weaker attack",
+        [make(0, 12), make(1, 11.9, attack="B()", identified=True)],
+        {"max_identification": 0},
+        "leaks",
+    ),
+    (
+        "starved",
+        [make(0, 9), make(1, attack="B()", status="refused", error="MissingKnowledge: lr")],
+        {},
+        "inconclusive",
+    ),
+    (
+        "does not apply",
+        [make(0, 9), make(1, attack="B()", status="refused", error="NotApplicable: x")],
+        {},
+        "within policy",
+    ),
     ("recognised", [make(0, 9, identified=True), make(1, 5, control=True)], {}, "inconclusive"),
     (
         "recognised by luck",

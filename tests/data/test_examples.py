@@ -202,3 +202,15 @@ def test_without_path_or_environment(name: str, monkeypatch: pytest.MonkeyPatch,
         load_data(name, tmp_path / "absent")
     with pytest.raises(ValueError, match=r"found none|no subfolders"):
         load_data(name, tmp_path)
+
+
+def test_a_box_narrower_than_the_data_is_refused() -> None:
+    with pytest.raises(ValueError, match="expected every input within"):
+        from_tensors(torch.tensor([[0.0, 3.0]]), torch.tensor([1]), value_range=ValueRange())
+
+
+def test_a_range_read_off_the_data_is_marked_as_such() -> None:
+    assert not from_tensors(torch.tensor([[37.2, 81.0]]), torch.tensor([0])).range_known
+    assert from_tensors(torch.tensor([[0.2, 0.8]]), torch.tensor([0])).range_known
+    told = from_tensors(torch.tensor([[37.2, 81.0]]), torch.tensor([0]), value_range=ValueRange((0.0,), (100.0,)))
+    assert told.range_known

@@ -20,7 +20,7 @@ Progress = Callable[[int, int, float], None]
 #: What each flag means. A pass with a raised flag is inconclusive, not a pass.
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
-        "did not converge": "The objective was still falling when the steps ran out; more steps may recover more.",
+        "did not converge": "The objective was still falling as the steps ran out; more steps may recover more.",
         "restarts disagree": "Restarts with equally good objectives found different inputs: this is one of several.",
         "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
         "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
@@ -116,6 +116,10 @@ class Attack(ABC):
                     f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
                     "Expected finite numbers; was the update captured whole?"
                 )
+        if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
+        if dtype is None and observation.dtype in (torch.float16, torch.bfloat16):
+            dtype = torch.float32  # half precision is how an update travels, not how one searches
         if device is not None or dtype is not None:
             observation = observation.to(device=device, dtype=dtype)
         generator = torch.Generator().manual_seed(seed)

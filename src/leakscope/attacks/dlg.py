@@ -47,6 +47,16 @@ class DLG(GradientMatching):
     tolerance: float = 1e-10
     patience: int = 200
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        LBFGS(history=self.history, line_search=self.line_search)
+        Pixels(space=self.space, start=self.start)
+        if self.soft_range < 0 or self.tolerance < 0 or self.patience < 0:
+            raise ValueError(
+                "soft_range, tolerance and patience: expected numbers >= 0, got "
+                f"{self.soft_range}, {self.tolerance} and {self.patience}"
+            )
+
     def matcher(self, observation: Observation) -> Matcher:
         boxed = self.soft_range > 0 and self.space == "unit" and observation.value_range is not None
         return Matcher(

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.labels import recover_labels
-from leakscope.matching import Matcher, Victim
+from leakscope.labels import mean_gradient_scale, recover_labels
+from leakscope.matching import SCALE_FREE, Matcher, SingleGradient, Victim
 from leakscope.observation import Observation
 
 
@@ -47,7 +47,7 @@ class GradientMatching(Attack):
         assert examples is not None  # granted: num_examples is in ``requires``
         match = matcher.run(
             Victim.of(observation),
-            dict(observation.message.update),
+            self._observed(observation, matcher),
             shape=(examples, *observation.input_shape),
             box=observation.value_range,
             targets=targets,
@@ -66,6 +66,18 @@ class GradientMatching(Attack):
             info={**match.info, "distance": match.distance, "labels": method},
         )
 
+    def _observed(self, observation: Observation, matcher: Matcher) -> dict[str, Tensor]:
+        """The update in the units of what is simulated: a weight difference taken for one gradient loses its scale."""
+        update = dict(observation.message.update)
+        if observation.message.kind == "gradient" or not isinstance(matcher.simulation, SingleGradient):
+            return update
+        scale, why = mean_gradient_scale(observation)
+        if scale is None:
+            if matcher.distance in SCALE_FREE:
+                return update
+            raise NotApplicable(f"the distance compares lengths, but {why[0]}")
+        return {name: value / scale for name, value in update.items()}
+
     def _labels(
         self, observation: Observation, generator: torch.Generator
     ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
@@ -75,6 +87,6 @@ class GradientMatching(Attack):
         try:
             found = recover_labels(observation, generator=generator)
         except ValueError as error:
-            raise NotApplicable(f"labels cannot be recovered: {error}; try labels='joint'") from error
-        flags = () if found.exact or observation.num_examples == 1 else ("labels uncertain",)
+            return None, ("labels uncertain",), (f"labels optimised along, for they cannot be read: {error}",), "joint"
+        flags = () if found.exact else ("labels uncertain",)
         return found.labels, flags, found.notes, found.method

@@ -2,8 +2,8 @@
 
 Minimise over x in the valid box:  1 - cos(g, grad(x)) + weight * TV(x),  by Adam; labels recovered first.
 
-For a weight update of several local steps the candidate's update is unrolled: ``local_steps`` of plain gradient descent
-with the known learning rate, compared with the observed difference of weights.
+For a weight update of several local steps the candidate's update is unrolled: the client's steps of plain gradient
+descent with the known learning rate, compared with the observed difference of weights.
 
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, takes plain
 Adam steps with a cosine schedule in [0, 1] space, and needs 300 steps where the published settings take thousands: on a

@@ -1,4 +1,4 @@
-"""What Can We Learn from Gradients? Jia Qian, Lars Kai Hansen. 2021 (S2).
+"""What Can We Learn from Gradients? Jia Qian, Lars Kai Hansen. 2021.
 
 Minimise over inputs x and label logits y, started uniformly in [0, 1]:
 ``|| G(x, y) - g ||^2 + lambda ||x||_F`` for one example,
@@ -49,6 +49,7 @@ class LearnFromGradients(GradientMatching):
         super().__post_init__()
         if self.optimizer not in ("lbfgs", "adam"):
             raise ValueError(f"optimizer: expected 'lbfgs' or 'adam', got {self.optimizer!r}")
+        Adam(lr=self.lr)
         if self.weight < 0 or not 0 < self.decay <= 1 or self.every < 1:
             raise ValueError(
                 f"expected weight >= 0, 0 < decay <= 1, every >= 1; got {self.weight}, {self.decay}, {self.every}"

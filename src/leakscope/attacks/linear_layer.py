@@ -42,6 +42,8 @@ class LinearLayer(Attack):
     ) -> Reconstruction:
         layer = first_linear(observation.model, observation.input_shape)
         update = observation.message.update
+        if f"{layer}.weight" not in update:
+            raise NotApplicable(f"the update has no gradient of {layer}.weight of its own: frozen, or tied to another")
         weight = update[f"{layer}.weight"]
         bias = update.get(f"{layer}.bias")
         flags: tuple[str, ...] = ()
@@ -51,6 +53,8 @@ class LinearLayer(Attack):
                 raise NotApplicable(f"layer {layer!r} has no bias, so the input's length is not in its gradient")
             inputs, residual = invert_single(weight, bias)
             scores = residual[None]
+            if float(residual) > 0.1:
+                notes = (f"one input explains the layer's gradient only to {float(residual):.0%}: it was altered",)
             if not bool((bias != 0).any()):
                 notes = ("the layer's bias gradient is zero: nothing can be solved for",)
         else:
@@ -129,7 +133,7 @@ def first_linear(model: nn.Module, input_shape: tuple[int, ...]) -> str:
         module.register_forward_pre_hook(hook)
 
     for name, module in probe.named_modules():
-        if any(True for _ in module.parameters(recurse=False)):
+        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
             record(name, module)
     with torch.no_grad():
         probe(marked)

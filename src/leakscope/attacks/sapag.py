@@ -30,6 +30,14 @@ class SAPAG(GradientMatching):
     tv: float = 1e-3
     start: Literal["grey", "normal", "uniform"] = "grey"
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        Adam(lr=self.lr)
+        GaussianKernel(guard=self.guard)
+        Pixels(start=self.start)
+        if self.tv < 0:
+            raise ValueError(f"tv: expected a weight >= 0, got {self.tv}")
+
     def matcher(self, observation: Observation) -> Matcher:
         priors: tuple[Prior, ...] = (TotalVariation(weight=self.tv),) if self.tv else ()
         return Matcher(

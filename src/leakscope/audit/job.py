@@ -95,6 +95,8 @@ def _measure(
     attack = spec.attacks[job.attack].instance
     defense = Part(name="none") if job.defense is None else spec.defenses[job.defense]
     x, y = setup.batch(job.batch)
+    box = setup.data.value_range
+    originals = box.to_unit(x).float().clamp(0, 1)
     client = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
     observation = observe(_prepared(setup, attack), spec.protocols[job.protocol], defense, x, y, client)
     if job.control:
@@ -107,8 +109,6 @@ def _measure(
         dtype=None if spec.dtype is None else getattr(torch, spec.dtype),
         progress=progress,
     )
-    box = setup.data.value_range
-    originals = box.to_unit(x).float().clamp(0, 1)
     guesses = box.to_unit(found.inputs.detach().cpu().to(x.dtype)).float()
     labels = None if found.labels is None else found.labels.detach().cpu()
     measured = evaluate(originals, y, guesses, labels, candidates_unit=setup.candidates, lpips=setup.lpips)

@@ -5,6 +5,7 @@ The same function serves the parent and the worker processes, which rebuild ever
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +76,7 @@ def build_setup(spec: AuditSpec) -> Setup:
         batches=batches,
         candidates=candidates,
         lpips=lpips,
-        model_fingerprint=model_fingerprint(model),
+        model_fingerprint=model_fingerprint(model, _probe(data)),
         data_fingerprint=data.fingerprint(),
         candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(lpips_file.read_bytes()).hexdigest(),
@@ -111,20 +112,40 @@ def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, g
         defense.instance,
         setup.knowledge,
         generator,
-        value_range=setup.data.value_range,
+        # A box read off the data itself serves the measures; the adversary must not learn it.
+        value_range=setup.data.value_range if setup.data.range_known else None,
         model_name=setup.spec.model.name,
     )
 
 
-def model_fingerprint(model: nn.Module) -> str:
-    """sha256 over structure, parameters and buffers; not the mode, which the protocol sets."""
+def model_fingerprint(model: nn.Module, probe: Tensor | None = None) -> str:
+    """sha256 over structure, parameters, buffers and the answer to ``probe``; not the mode, which the protocol sets."""
     digest = hashlib.sha256()
     digest.update(f"{type(model).__qualname__} {without_addresses(repr(model))}".encode())
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
         for name, value in named:
             digest.update(f"\n{kind} {name} {value.dtype} {tuple(value.shape)} {value.requires_grad} ".encode())
             digest.update(tensor_bytes(value))
+    digest.update(_behaviour(model, probe))
     return digest.hexdigest()
+
+
+def _probe(data: Examples) -> Tensor:
+    return torch.rand((2, *data.x.shape[1:]), generator=torch.Generator().manual_seed(0))
+
+
+def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
+    """What the model answers to a fixed input: its code may have changed though its parameters have not."""
+    if probe is None:
+        return b""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        try:
+            # In double precision, so that the number of threads does not show in the digits that count.
+            answer = copy.deepcopy(model).double().eval()(probe.double())
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return b""  # the rehearsal tells what is wrong with it
+    return tensor_bytes(answer.double().round(decimals=6)) if isinstance(answer, Tensor) else b""
 
 
 def tensor_bytes(value: Tensor) -> bytes:

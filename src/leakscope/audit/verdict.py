@@ -167,12 +167,14 @@ def _judge_setting(
             measured[example.index].append(example)
             unmeasured += math.isnan(example.psnr)
     strongest = [_strongest(found, policy) for _, found in sorted(measured.items())]
-    rate = _mean([float(e.identified) for e in strongest if e.identified is not None])
+    # One attack that recognises an example is enough, even if another comes nearer in pixels.
+    recognised = {index: any(e.identified for e in found) for index, found in measured.items()}
+    rate = _mean([float(recognised[e.index]) for e in strongest if e.identified is not None])
     identified_too_often = policy.max_identification is not None and rate > policy.max_identification
     examples, leaks, doubts = [], [], []
     for example in strongest:
         why, doubt = _against(example, measured[example.index], policy)
-        if identified_too_often and example.identified:
+        if identified_too_often and recognised[example.index]:
             why.append("identified")
         examples.append(dataclasses.replace(example, leaks=bool(why)))
         if why:
@@ -195,6 +197,10 @@ def _judge_setting(
         doubts.append(f"raised flags: {', '.join(flags)}")
     if failed:
         doubts.append(f"{_count(failed, 'job')} failed")
+    # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
+    starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in rows)
+    if starved:
+        doubts.append(f"{_count(starved, 'job')} refused for want of knowledge")
     if missing:
         doubts.append(f"{_count(missing, 'job')} missing")
     known = [e.psnr for e in examples if not math.isnan(e.psnr)]
@@ -249,7 +255,7 @@ class _Baselines:
                 found[row.job["attack"], numbers["index"]].append(_number(numbers.get("psnr")))
                 if numbers.get("identified") is not None:
                     self._identified.append(float(numbers["identified"]))
-        self._own = {cell: _mean(values) for cell, values in found.items()}
+        self._own = {cell: _mean([v for v in values if not math.isnan(v)]) for cell, values in found.items()}
 
     def identified(self) -> float:
         """Share of examples identified from no information, by luck or by the prior alone."""

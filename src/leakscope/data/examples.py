@@ -18,7 +18,8 @@ class Examples:
     """Inputs (N, *shape) as float32 in model space, labels (N,) as int64, and what is known about them.
 
     ``private`` data is never shown in a report unless asked for; published data sets are not private.
-    ``group`` says to whom an example belongs, for instance the writer of a character.
+    ``group`` says to whom an example belongs, for instance the writer of a character. ``range_known`` is false
+    where the value range was read off the examples themselves, so that an adversary must not be told it.
 
     >>> examples = Examples(torch.zeros(4, 1, 2, 2), torch.tensor([0, 1, 0, 1]), 2, ValueRange(), "demo")
     >>> len(examples), examples.shape, len(examples.batch(1, 2))
@@ -34,6 +35,7 @@ class Examples:
     credits: str = field(default="", repr=False)
     private: bool = True
     group: Tensor | None = field(default=None, repr=False)
+    range_known: bool = True
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -102,7 +104,8 @@ def from_tensors(
 ) -> Examples:
     """Examples from tensors in memory; private unless said otherwise.
 
-    Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value.
+    Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value, which then
+    serves for measuring only and is not told to an attack.
     Integer inputs are taken as they are, so scale bytes to [0, 1] first.
 
     >>> from_tensors(torch.tensor([[0.0, 3.0]]), torch.tensor([1])).value_range
@@ -127,6 +130,7 @@ def from_tensors(
         value_range=value_range if value_range is not None else natural_range(x),
         name=name,
         private=private,
+        range_known=value_range is not None or natural_range(x) == ValueRange(),
     )
 
 
@@ -172,4 +176,11 @@ def _problems(examples: Examples) -> list[str]:
     channels = len(examples.value_range.low)
     if channels > 1 and x.dim() >= 2 and x.shape[1] != channels:
         problems.append(f"value_range: it has {channels} channels, the inputs have shape {tuple(x.shape)}")
+    elif not problems:
+        unit = examples.value_range.to_unit(x)
+        if float(unit.min()) < -1e-3 or float(unit.max()) > 1 + 1e-3:
+            problems.append(
+                f"value_range: expected every input within {examples.value_range.low} to {examples.value_range.high}, "
+                f"got {float(x.min()):g} to {float(x.max()):g}. Give the range the inputs really have"
+            )
     return problems

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +25,9 @@ from leakscope.observation import (
 BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 Gradient = dict[str, Tensor]
+
+# Not a number people type as a seed: the client's draws must not coincide with an attack's.
+_CLIENT_SEED = 0x1EA6_5C0F
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,13 +86,16 @@ class Protocol(ABC):
         where the data fits, and otherwise the adversary has no box.
         """
         outputs = check_batch(model, x, y, num_classes)
-        generator = generator if generator is not None else torch.Generator().manual_seed(0)
+        # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
+        x, y = x.detach().clone(), y.clone()
+        generator = generator if generator is not None else torch.Generator().manual_seed(_CLIENT_SEED)
         if value_range is None and bool((x >= 0).all()) and bool((x <= 1).all()):
             value_range = ValueRange()
         client = client_copy(model, self.batchnorm)
         defense = defense if defense is not None else Defense()
-        statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
-        update, recipe = self._train(client, x, y, defense, generator)
+        with _own_randomness(generator):
+            statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
+            update, recipe = self._train(client, x, y, defense, generator)
         update = defense.protect_message(update, generator)
         broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
         if broken:
@@ -123,6 +130,14 @@ class Protocol(ABC):
 
     def _reduction(self) -> Reduction:
         return "mean"
+
+
+@contextmanager
+def _own_randomness(generator: torch.Generator) -> Iterator[None]:
+    """For models that draw random numbers of their own: from the client's generator, leaving the global one alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        yield
 
 
 def _withhold(recipe: LocalTraining, knowledge: Knowledge) -> LocalTraining:
@@ -170,7 +185,7 @@ def batch_gradient(
 def _gradient(client: nn.Module, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:
     names = [name for name, p in client.named_parameters() if p.requires_grad]
     parameters = [p for p in client.parameters() if p.requires_grad]
-    loss = nn.functional.cross_entropy(client(x), y, reduction=reduction)
+    loss = nn.functional.cross_entropy(client(x.clone()), y, reduction=reduction)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {
         name: torch.zeros_like(p) if g is None else g.detach()
@@ -199,7 +214,7 @@ def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] |
     for name in layers:
         record(name)
     with torch.no_grad():
-        probe(x)
+        probe(x.clone())
     return found
 
 
@@ -225,9 +240,9 @@ def check_batch(model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None)
         problems.append(f"x is {x.dtype} but the model is {parameter.dtype}; convert one of them")
     if problems:
         raise ValueError("not a usable batch:\n  - " + "\n  - ".join(problems))
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
-            logits = client_copy(model, "eval")(x[:1])
+            logits = client_copy(model, "eval")(x[:1].clone())
         except RuntimeError as error:
             raise ValueError(f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}") from error
     if not isinstance(logits, Tensor) or logits.dim() != 2:

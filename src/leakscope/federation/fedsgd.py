@@ -29,7 +29,7 @@ class FedSGD(Protocol):
         self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator
     ) -> tuple[Gradient, LocalTraining]:
         gradient = batch_gradient(client, x, y, self.reduction, defense, generator)
-        return gradient, LocalTraining(epochs=1, batch_size=x.shape[0])
+        return gradient, LocalTraining(epochs=1)
 
     def _kind(self) -> UpdateKind:
         return "gradient"

@@ -12,7 +12,7 @@ from leakscope.labels.gradinversion import gradinversion_labels
 from leakscope.labels.head import Head, find_head
 from leakscope.labels.idlg import idlg_label
 from leakscope.labels.llg import llg_bias_labels, llg_labels
-from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, recover_labels
+from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, mean_gradient_scale, recover_labels
 
 __all__ = [
     "METHODS",
@@ -30,6 +30,7 @@ __all__ = [
     "llg_bias_labels",
     "llg_labels",
     "local_steps",
+    "mean_gradient_scale",
     "recover_labels",
     "round_to_total",
 ]

@@ -10,6 +10,7 @@ local training alike, where LLG finds 100, 68 and 56 %. On a network trained for
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from dataclasses import dataclass
 
@@ -72,7 +73,12 @@ def recover_labels(
             "listed; set num_examples in the observation and in its knowledge."
         )
     head = find_head(observation.model, observation.input_shape, observation.num_classes)
-    scale, notes = _mean_gradient_scale(observation)
+    update = observation.message.update
+    if head.weight_name not in update:
+        raise ValueError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+    if head.bias_name not in update:
+        head = dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
+    scale, notes = mean_gradient_scale(observation)
     statistics = None
     if method in _NEED_SCALE or (method == "auto" and total > 1 and scale is not None):
         statistics = _statistics(observation, head, generator)
@@ -149,7 +155,7 @@ def _apply(
     return RecoveredLabels(labels, method, exact, notes)
 
 
-def _mean_gradient_scale(observation: Observation) -> tuple[float | None, tuple[str, ...]]:
+def mean_gradient_scale(observation: Observation) -> tuple[float | None, tuple[str, ...]]:
     """What to divide the update by to get a mean gradient over the batch, or None and why."""
     total = observation.num_examples or 1
     if observation.message.kind == "gradient":
@@ -178,7 +184,8 @@ def _statistics(observation: Observation, head: Head, generator: torch.Generator
     after = copy.deepcopy(observation.model)
     with torch.no_grad():
         for name, parameter in after.named_parameters():
-            parameter.sub_(observation.message.update[name].to(parameter))
+            if name in observation.message.update:
+                parameter.sub_(observation.message.update[name].to(parameter))
     end = dummy_statistics(after, head, dummies)
     return DummyStatistics(
         probabilities=(1 - share) * start.probabilities + share * end.probabilities,

@@ -4,6 +4,7 @@ from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import (
     DISTANCES,
     L1,
+    SCALE_FREE,
     Cosine,
     DirectionL1,
     Distance,
@@ -29,6 +30,7 @@ __all__ = [
     "DISTANCES",
     "L1",
     "LBFGS",
+    "SCALE_FREE",
     "Adam",
     "BatchNormStatistics",
     "Cosine",

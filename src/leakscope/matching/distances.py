@@ -185,6 +185,10 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType(
 )
 
 
+#: Distances that compare directions only.
+SCALE_FREE: tuple[Distance, ...] = (Cosine(), Cosine(per="tensor"), DirectionL1())
+
+
 def as_distance(value: str | Distance) -> Distance:
     """A distance by its name, or the one given."""
     if not isinstance(value, str):

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import Distance
@@ -91,10 +92,10 @@ class Matcher:
         alive = torch.ones(self.restarts, dtype=torch.bool, device=start.device)
         curves: list[Tensor] = []
         levels: list[Tensor] = []
-        late = best
+        settled = best
         for step in range(self.iterations):
-            if step == int(0.9 * self.iterations):
-                late = best
+            if step == 3 * self.iterations // 4:
+                settled = best
             points = state.ask()
             objectives, judged, gradients = evaluate(points, step)
             values, distances = judged.unbind(1)
@@ -117,7 +118,9 @@ class Matcher:
                 break
         winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
         inputs, logits = problem.unpack(best[winner])
-        moved = float((best - late)[winner, : problem.size].abs().mean()) if len(curves) == self.iterations else 0.0
+        moved = math.inf if self.iterations < 10 else float((best - settled)[winner, : problem.size].abs().mean())
+        if len(curves) < self.iterations:
+            moved = 0.0  # came to rest, or reached the tolerance
         flags = _flags(problem, best, best_value, alive, curves, winner, moved)
         return Match(
             inputs=problem.to_model(inputs).detach(),
@@ -231,7 +234,9 @@ class _Problem:
 
         def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
             now = {**given, "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype)}
-            gradient, (value, judged) = step(rows[0] if restarts == 1 else rows, now)
+            # Only the plain form of attention can be differentiated twice.
+            with sdpa_kernel(SDPBackend.MATH):
+                gradient, (value, judged) = step(rows[0] if restarts == 1 else rows, now)
             if restarts == 1:
                 gradient, value, judged = gradient[None], value[None], judged[None]
             return value.detach(), judged.detach(), gradient.detach()
@@ -255,10 +260,10 @@ def _flags(
         flags.append("non-finite restart")
     curve = torch.stack(curves)[:, winner].cpu()
     reached = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
-    tail = float(reached[max(0, int(0.9 * len(curve)) - 1)])
-    # Over the last tenth of the steps the objective still fell by a twentieth and the picture still moved by half a
-    # grey level of 256 on average: more steps would have shown something else.
-    if len(curve) >= 10 and tail - float(reached[-1]) > 0.05 * abs(tail) and moved > 0.5 / 256:
+    middle = float(reached[len(curve) // 2])
+    # Over the second half the objective fell by a twentieth, and over the last quarter the picture moved by a grey level:
+    # more steps would have shown something else. (The last steps alone tell nothing where a schedule ends in zero.)
+    if moved == math.inf or (moved > 1 / 256 and middle - float(reached[-1]) > 0.05 * abs(middle)):
         flags.append("did not converge")
     rivals = alive & (best_value <= 1.1 * best_value[winner] + 1e-12)
     chosen = problem.unpack(best[winner])[0]

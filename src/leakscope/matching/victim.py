@@ -28,6 +28,7 @@ class Victim:
     model: nn.Module = field(repr=False)
     weights: Tensors = field(repr=False)
     fixed: Tensors = field(repr=False)
+    buffers: frozenset[str] = field(repr=False)
     reduction: Reduction
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
     _tape: dict[str, Tensor] = field(repr=False)
@@ -57,12 +58,15 @@ class Victim:
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
-        return cls(model, weights, fixed, observation.reduction, targets, tape)
+        buffers = frozenset(name for name, _ in model.named_buffers())
+        return cls(model, weights, fixed, buffers, observation.reduction, targets, tape)
 
     def loss(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
         """Cross-entropy (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs."""
         self._tape.clear()
-        logits = functional_call(self.model, {**weights, **fixed}, (x,))
+        # Copies of what a forward pass may change in place: counters and other buffers, and the input.
+        fresh = {name: value.clone() if name in self.buffers else value for name, value in fixed.items()}
+        logits = functional_call(self.model, {**weights, **fresh}, (x.clone(),))
         recorded = dict(self._tape)
         self._tape.clear()
         return nn.functional.cross_entropy(logits, targets, reduction=self.reduction), recorded

@@ -95,7 +95,7 @@ def _load(name: str | None) -> Examples | str:
     if name is None:
         return "no data"
     try:
-        return load_data(name)
+        return load_data(name, split="test")
     except ValueError as error:
         return str(error)
 
