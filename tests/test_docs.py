@@ -12,7 +12,7 @@ import pytest
 from leakscope.audit import parse_yaml
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
 _FENCE = re.compile(r"^(?P<mark><!-- tested -->\n)?```(?P<kind>\w*)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE)
 _LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 

@@ -86,7 +86,7 @@ def test_idlg_smoke_on_real_data(real_data: Path, monkeypatch: pytest.MonkeyPatc
 def _tiles_for(names: set[str]) -> object:
     tiles = load_data("tiles").subset(range(9))
 
-    def load(name: str) -> Examples:
+    def load(name: str, split: str = "test") -> Examples:
         if name not in names:
             raise ValueError(f"data {name!r}: no files")
         return tiles

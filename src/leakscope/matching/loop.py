@@ -261,7 +261,7 @@ def _flags(
     curve = torch.stack(curves)[:, winner].cpu()
     reached = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
     middle = float(reached[len(curve) // 2])
-    # Over the second half the objective fell by a twentieth, and over the last quarter the picture moved by a grey level:
+    # The objective fell by a twentieth over the second half and the picture moved by a grey level in the last quarter:
     # more steps would have shown something else. (The last steps alone tell nothing where a schedule ends in zero.)
     if moved == math.inf or (moved > 1 / 256 and middle - float(reached[-1]) > 0.05 * abs(middle)):
         flags.append("did not converge")
