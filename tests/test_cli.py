@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -156,3 +157,30 @@ def test_other_commands(finished) -> None:
     assert leakscope("reproduce", "gradients/counting", cwd=finished).returncode == 0
     assert leakscope("reproduce", "no/such", cwd=finished).returncode == 4
     assert leakscope("--version", cwd=finished).stdout.startswith("leakscope ")
+
+
+@pytest.mark.parametrize("executor", ["serial", "processes"])
+def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> None:
+    slow = TINY.replace("executor: serial", f"executor: {executor}").replace("iterations: 3", "iterations: 1000000")
+    (tmp_path / "spec.yaml").write_text(slow)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("[2/"):  # both closed-form jobs are done, a long search is under way
+            break
+    run.send_signal(signal.SIGINT)
+    rest = run.stderr.read()
+    assert run.wait(60) == 2, rest
+    assert "Interrupted" in rest
+    assert "Traceback" not in rest
+    from leakscope.audit import Store
+
+    with Store.open(tmp_path / "run") as store:
+        assert len(store.rows()) == 2

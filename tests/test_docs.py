@@ -66,12 +66,14 @@ def test_every_part_is_used_once(make_docs: ModuleType) -> None:
 def test_python_examples_run(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # This file's own __future__ imports are not the reader's.
-    exec(compile(body, "docs", "exec", dont_inherit=True), {"__name__": "docs_example"})
+    names: dict[str, object] = {"__name__": "docs_example"}
+    exec(compile(body, "docs", "exec", dont_inherit=True), names)
+    assert len(names) > 1
 
 
 @pytest.mark.parametrize("body", _blocks("yaml"))
 def test_specs_parse(body: str) -> None:
-    parse_yaml(body)
+    assert parse_yaml(body).attacks
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
+CTRL_C = 130  # what typer makes of a KeyboardInterrupt
 
 app = typer.Typer(
     help="What can somebody who sees a federated-learning update learn about the data behind it?",
@@ -41,11 +42,13 @@ def main() -> NoReturn:
     """The entry point: every expected problem is one clear message and the right exit code."""
     try:
         code = app(standalone_mode=False)
-    except KeyboardInterrupt:
-        _say("Interrupted. Finished jobs are kept; the same command resumes.")
-        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:  # before a command has begun
+        code = CTRL_C
     except Exception as error:  # noqa: BLE001 - the outermost frame: sorts errors into exit codes
         sys.exit(_explain(error))
+    if code == CTRL_C:
+        _say("Interrupted. Finished jobs are kept; the same command resumes.")
+        code = INTERRUPTED
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -64,6 +64,12 @@ def test_a_retried_job_replaces_its_row(tmp_path: Path) -> None:
         assert [r.status for r in store.rows()] == ["done"]
 
 
+def test_an_error_text_that_is_no_unicode_is_kept_as_far_as_it_goes(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record(row(status="failed", result=None, error="no file caf\udce9, ümlaut"))
+        assert [r.error for r in store.rows()] == ["no file caf?, ümlaut"]
+
+
 def test_files_come_before_the_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(path: Path, content: bytes) -> None:
         raise OSError("disk full")

@@ -344,12 +344,21 @@ def test_history_is_thinned_and_progress_told() -> None:
     assert len(match.curves[0]) == 200
 
 
+def batchnorm_net() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 4))
+        net(torch.rand(9, 1, 8, 8))
+    return net
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("restarts", [1, 2])
-def test_the_compiled_step_equals_the_eager_one(restarts) -> None:
-    """Eager is the oracle. BatchNorm statistics and label logits are among the inputs of the compiled graph."""
-    seen, x, _ = look(smooth_net())
-    matcher = Matcher(distance=Cosine(), priors=(TotalVariation(weight=0.1),), restarts=restarts)
+@pytest.mark.parametrize("make, restarts", [(smooth_net, 1), (smooth_net, 2), (batchnorm_net, 2)])
+def test_the_compiled_step_equals_the_eager_one(make, restarts) -> None:
+    """Eager is the oracle. Label logits and, where there are any, BatchNorm statistics are in the compiled graph."""
+    seen, x, _ = look(make())
+    priors = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01), Orthogonality(weight=0.1, every=1))
+    matcher = Matcher(distance=Cosine(), priors=priors, restarts=restarts)
     problem = _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, None, 4)
     rows = torch.rand(restarts, x.numel() + 8, generator=torch.Generator().manual_seed(1))
     eager, compiled = problem.evaluator(restarts, False), problem.evaluator(restarts, True)

@@ -117,6 +117,37 @@ def test_a_dash_tells_why_there_is_no_number(tmp_path: Path) -> None:
     assert any("the line search" in str(a["title"]) for a in cells)
 
 
+def test_every_measure_has_an_interval_and_a_baseline(page: Page) -> None:
+    start = page.text.index("All measures, with intervals and the zero-information baseline")
+    part = page.text[start : page.text.index("Strongest attack for each example")]
+    assert part.count("Without information Its interval n") == 3
+    for name in ("MSE", "RMSE", "RMSE, max-norm", "PSNR, dB", "SSIM"):
+        assert len(re.findall(rf"\b{name} [\d.]+ [\d.]+ to [\d.]+ [\d.]+ [\d.]+ to [\d.]+ 4 ", part)) == 3, name
+    assert part.count("Labels 100 % 100 % to 100 % 0 % 0 % to 0 % 4") == 3
+    assert len(re.findall(r"Identified \d+ % \d+ % to \d+ % 0 % 0 % to 0 % 4", part)) == 3
+    assert part.count("LPIPS – – – – 0") == 3
+    told = [a for a in page.all("td") if a.get("title") == "no perceptual network is installed"]
+    assert len(told) == 3 * 5
+    (box,) = [a for a in page.all("details") if a.get("id") == "all-measures"]
+    assert "open" not in box
+    # The mean in the table is the mean in the summary above it.
+    summary = page.text[page.text.index("Mean PSNR, dB Best") : start]
+    for mean in re.findall(r"PSNR, dB ([\d.]+) ", part):
+        assert f" {mean} " in summary
+
+
+def test_measures_without_controls_or_results_are_dashes_with_reasons(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1, failures=False)
+    built.jobs[:] = [row for row in built.jobs if not row["job"]["control"]]
+    for row in built.jobs:
+        if row["job"]["defense"] == NOISE:
+            row.update(status="refused", result=None, error="NotApplicable: no")
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert len(re.findall(r"PSNR, dB [\d.]+ one example – – 1 ", page.text)) == 2
+    assert [a for a in page.all("td") if a.get("title") == "no control was measured"]
+    assert "No attack gave a result." in page.text
+
+
 def test_flags_that_occur_are_explained_and_others_are_not(page: Page) -> None:
     glossary = page.text[page.text.index("Flags in this audit") :]
     assert "restarts disagree" in glossary

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from leakscope.audit.run import Audit, audit, run_spec
     from leakscope.audit.spec import AuditSpec, Policy, SpecError, load_spec, parse_yaml, read_yaml
     from leakscope.audit.store import Row, Store, StoreError, StoreMismatch
+    from leakscope.audit.summary import MeasureSummary, SettingSummary, summarise
     from leakscope.audit.verdict import SettingVerdict, StrongestExample, Verdict, judge, judge_store
 
 _NAMES = {
@@ -25,6 +26,7 @@ _NAMES = {
     "run": ("Audit", "audit", "run_spec"),
     "spec": ("AuditSpec", "Policy", "SpecError", "load_spec", "parse_yaml", "read_yaml"),
     "store": ("Row", "Store", "StoreError", "StoreMismatch"),
+    "summary": ("MeasureSummary", "SettingSummary", "summarise"),
     "verdict": ("SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
@@ -34,8 +36,10 @@ __all__ = [
     "Audit",
     "AuditSpec",
     "ExecutorError",
+    "MeasureSummary",
     "Policy",
     "Row",
+    "SettingSummary",
     "SettingVerdict",
     "SpecError",
     "Store",
@@ -50,6 +54,7 @@ __all__ = [
     "parse_yaml",
     "read_yaml",
     "run_spec",
+    "summarise",
 ]
 
 

@@ -178,11 +178,13 @@ class Store:
             atomic_write(self._path(row.key, ".safetensors"), content)
         if history is not None:
             atomic_write(self._path(row.key, ".json"), _dump({"history": history}).encode())
+        # A lone surrogate, of a file name in the message say, cannot be stored; the failure itself must be.
+        error = None if row.error is None else row.error.encode("utf-8", "replace").decode()
         self._connection.execute(
             "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
             (
                 *(row.key, row.position, row.status, _dump(row.job)),
-                *(None if row.result is None else _dump(row.result), row.error, row.seconds, row.finished),
+                *(None if row.result is None else _dump(row.result), error, row.seconds, row.finished),
             ),
         )
 

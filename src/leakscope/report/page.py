@@ -20,10 +20,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from leakscope.audit.store import Row, Store
+from leakscope.audit.summary import summarise
 from leakscope.audit.verdict import Verdict, judge_store
 from leakscope.observation_files import atomic_write
 from leakscope.report import sections, words
 from leakscope.report.gallery import Gallery
+from leakscope.report.measures import measures_section
 
 HEADLINES = {
     "leaks": (
@@ -110,6 +112,7 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
         "protocol": _protocol(rows),
         "model_repr": str(meta["model"].get("repr") or ""),
         "settings": settings,
+        "all_measures": measures_section(summarise(rows, meta["policy"]), settings),
         "charts": sections.charts(settings, words.number(meta["policy"].get("max_psnr"))),
         "gallery": gallery.section(verdict, settings),
         "curves": sections.curves_section(store, rows, settings),

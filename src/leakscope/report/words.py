@@ -24,6 +24,12 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
     ),
     ("MSE, RMSE", "0 to 1, lower = closer", "Mean squared error in unit space, and its root."),
     (
+        "RMSE, max-norm",
+        "0 to 1",
+        "RMSE after the error is divided by its largest entry, for comparison with published tables: it tells the "
+        "error's shape, not its size.",
+    ),
+    (
         "LPIPS",
         "0 and up, lower = closer",
         "Perceptual distance between deep features; needs a network for it.",
@@ -42,7 +48,7 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
         "tensor: what its prior alone achieves with zero information about the example.",
     ),
     ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
-    ("Interval", "dB", "Bootstrap interval of the mean PSNR over the examples."),
+    ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
 )
 
 UNKNOWN_FLAG = "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
