@@ -1,12 +1,13 @@
 """SAPAG: A Self-Adaptive Privacy Attack From Gradients. Yijue Wang et al. 2020.
 
 Minimise over x:  sum_l Q_l (1 - exp(-||grad_l(x) - g_l||^2 / s_l)),  a Gaussian kernel a tensor whose width s_l adapts
-to the observed gradient's variance and whose weight Q_l = 1 / (l + 1) falls with depth.
+to the observed gradient's variance.
 
-The paper's own code is not available; widths, weights and optimiser are choices. With s_l = Var(g_l) and raw sums the
-kernel underflows at the start and nothing moves, so means replace sums and s_l is never below ``guard`` times the
-current mean squared difference. With every kernel so guarded each tensor's term has a constant value far from the
-solution, so progress shows in the widths, not in the objective; the best iterate is therefore judged by the relative
+The paper's own code is not available; widths, weights and optimiser are choices. Q_l is one for every tensor;
+``decreasing=True`` lets it fall as 1 / (l + 1), as a public re-implementation has it, and recovered less here. With
+s_l = Var(g_l) and raw sums the kernel underflows at the start and nothing moves, so means replace sums and s_l is
+never below ``guard`` times the current mean squared difference. So guarded, a term far from the solution has a constant
+value, and progress shows in the widths, not in the objective; the best iterate is therefore judged by the relative
 squared distance. AdamW in the paper as cited second-hand; plain Adam here, weight decay having no meaning for pixels.
 """
 
@@ -27,6 +28,7 @@ class SAPAG(GradientMatching):
     iterations: int = 600
     lr: float = 0.05
     guard: float = 1.0
+    decreasing: bool = False
     tv: float = 1e-3
     start: Literal["grey", "normal", "uniform"] = "grey"
 
@@ -41,7 +43,7 @@ class SAPAG(GradientMatching):
     def matcher(self, observation: Observation) -> Matcher:
         priors: tuple[Prior, ...] = (TotalVariation(weight=self.tv),) if self.tv else ()
         return Matcher(
-            distance=GaussianKernel(guard=self.guard),
+            distance=GaussianKernel(guard=self.guard, decreasing=self.decreasing),
             judge=RelativeSquaredL2(),
             priors=priors,
             canvas=Pixels(start=self.start),
