@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 OUT ?= leakscope-audit
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit test lint check bench clean
+.PHONY: audit test bench clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.

@@ -63,7 +63,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, ValueError | TypeError | OSError):
         _say(f"Error: {error}")
         return USAGE
-    if type(error).__name__ == "ExecutorError":  # by name: its module is heavy, and not loaded for other errors
+    from leakscope.audit import ExecutorError
+
+    if isinstance(error, ExecutorError):
         _say(f"Error: {error}")
         return USAGE
     import traceback

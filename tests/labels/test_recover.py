@@ -31,7 +31,7 @@ def cifar(real_data: Path) -> tuple[Tensor, Tensor]:
 
 def small_net(bias: bool = True) -> nn.Sequential:
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.random.default_generator.manual_seed(0)
         return nn.Sequential(
             nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.AvgPool2d(2),
             nn.Flatten(), nn.Linear(512, 10, bias=bias),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
 from leakscope.labels import mean_gradient_scale, recover_labels
-from leakscope.matching import SCALE_FREE, Matcher, SingleGradient, Victim
+from leakscope.matching import Matcher, SingleGradient, Victim
 from leakscope.observation import Observation
 
 
@@ -73,7 +73,7 @@ class GradientMatching(Attack):
             return update
         scale, why = mean_gradient_scale(observation)
         if scale is None:
-            if matcher.distance in SCALE_FREE:
+            if matcher.distance.scale_free:
                 return update
             raise NotApplicable(f"the distance compares lengths, but {why[0]}")
         return {name: value / scale for name, value in update.items()}

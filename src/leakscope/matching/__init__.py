@@ -4,7 +4,6 @@ from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import (
     DISTANCES,
     L1,
-    SCALE_FREE,
     Cosine,
     DirectionL1,
     Distance,
@@ -30,7 +29,6 @@ __all__ = [
     "DISTANCES",
     "L1",
     "LBFGS",
-    "SCALE_FREE",
     "Adam",
     "BatchNormStatistics",
     "Cosine",

@@ -24,6 +24,9 @@ TINY = 1e-24
 
 
 class Distance(Protocol):
+    #: Whether only the direction of the updates counts, not their length.
+    scale_free: bool
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
 
 
@@ -61,6 +64,8 @@ class SquaredL2:
     25.0
     """
 
+    scale_free = False
+
     weights: Weights = "equal"
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
@@ -78,6 +83,8 @@ class RelativeSquaredL2:
     1.0
     """
 
+    scale_free = False
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         return SquaredL2()(observed, candidate) / (_norm(observed) ** 2)
 
@@ -89,6 +96,8 @@ class L1:
     >>> float(L1()({"w": torch.tensor([1.0, -1.0])}, {"w": torch.tensor([0.0, -1.0])}))
     0.5
     """
+
+    scale_free = False
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         difference = _total((candidate[name] - value).abs().sum() for name, value in observed.items())
@@ -104,6 +113,8 @@ class Cosine:
     >>> float(Cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 7.0])}))
     1.0
     """
+
+    scale_free = True
 
     per: Literal["model", "tensor"] = "model"
     weights: Weights = "equal"
@@ -136,6 +147,8 @@ class DirectionL1:
     0.0
     """
 
+    scale_free = True
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         size, own = _norm(observed), _norm(candidate)
         difference = _total((candidate[name] / own - value / size).abs().sum() for name, value in observed.items())
@@ -153,6 +166,8 @@ class GaussianKernel:
     >>> round(float(far), 4)
     0.6321
     """
+
+    scale_free = False
 
     guard: float = 1.0
     decreasing: bool = True
@@ -183,10 +198,6 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType(
         "gaussian-kernel": GaussianKernel(),
     }
 )
-
-
-#: Distances that compare directions only.
-SCALE_FREE: tuple[Distance, ...] = (Cosine(), Cosine(per="tensor"), DirectionL1())
 
 
 def as_distance(value: str | Distance) -> Distance:
