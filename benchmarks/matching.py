@@ -21,8 +21,7 @@ import torch
 from torch import nn
 
 from leakscope.federation import FedSGD
-from leakscope.matching import DirectionL1, Matcher, TotalVariation, UnrolledSteps, Victim, steps_in_order
-from leakscope.matching.loop import _Problem
+from leakscope.matching import DirectionL1, Matcher, Problem, TotalVariation, UnrolledSteps, Victim, steps_in_order
 from leakscope.models import build_model
 
 
@@ -40,14 +39,14 @@ def median_seconds(*calls: Callable[[], object], rounds: int = 30) -> list[float
     return [statistics.median(found) for found in times]
 
 
-def problem(net: nn.Module, size: int, batch: int, steps: int = 1) -> tuple[_Problem, torch.Tensor, torch.Tensor]:
+def problem(net: nn.Module, size: int, batch: int, steps: int = 1) -> tuple[Problem, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(batch, 3, size, size, generator=generator), torch.arange(batch) % 10
     seen = FedSGD().observe(net, x, y)
     matcher = Matcher(distance=DirectionL1(), priors=(TotalVariation(weight=0.03),))
     if steps > 1:
         matcher = Matcher(distance=DirectionL1(), simulation=UnrolledSteps(0.01, steps_in_order(batch, batch, steps)))
-    return _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 10), x, y
+    return Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 10), x, y
 
 
 def main() -> None:

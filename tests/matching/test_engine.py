@@ -23,6 +23,7 @@ from leakscope.matching import (
     Matcher,
     Orthogonality,
     Pixels,
+    Problem,
     RelativeSquaredL2,
     SoftRange,
     SquaredL2,
@@ -33,7 +34,6 @@ from leakscope.matching import (
     total_variation,
 )
 from leakscope.matching.distances import DISTANCES
-from leakscope.matching.loop import _Problem
 from leakscope.matching.optimisers import schedule_factor
 from leakscope.matching.priors import Scene
 from leakscope.models import build_model
@@ -245,7 +245,7 @@ def test_objective_and_gradient_vanish_at_the_truth() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=SquaredL2(), canvas=Pixels(space="model"))
-    problem = _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
     value, _, gradient = problem.evaluator(1, False)(x.double().reshape(1, -1), 0)
     assert float(value) < 1e-12  # the update was made in single precision
     assert float(gradient.abs().max()) < 1e-5
@@ -255,7 +255,7 @@ def test_the_gradient_of_the_objective_is_right_by_finite_differences() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=Cosine(), priors=(TotalVariation(weight=0.1), L2Norm(weight=0.1)))
-    problem = _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
     evaluate = problem.evaluator(1, False)
     row = torch.rand(1, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _, _, gradient = evaluate(row, 0)
@@ -268,7 +268,7 @@ def test_restarts_in_one_batch_are_those_run_one_after_another() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=Cosine(), iterations=5, restarts=3, canvas=Pixels(start="uniform"))
-    problem = _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
     rows = torch.rand(3, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     together = problem.evaluator(3, False)(rows, 0)
     single = problem.evaluator(1, False)
@@ -359,7 +359,7 @@ def test_the_compiled_step_equals_the_eager_one(make, restarts) -> None:
     seen, x, _ = look(make())
     priors = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01), Orthogonality(weight=0.1, every=1))
     matcher = Matcher(distance=Cosine(), priors=priors, restarts=restarts)
-    problem = _Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, None, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, None, 4)
     rows = torch.rand(restarts, x.numel() + 8, generator=torch.Generator().manual_seed(1))
     eager, compiled = problem.evaluator(restarts, False), problem.evaluator(restarts, True)
     for iteration in range(3):
@@ -382,7 +382,7 @@ def test_unrolled_steps_are_the_clients_steps() -> None:
     protocol = FedAvg(epochs=2, batch_size=2, lr=0.1)
     seen, x, y = look(smooth_net(), batch=5, protocol=protocol, knowledge=Knowledge.full)
     victim = Victim.of(seen)
-    simulated, _ = UnrolledSteps(0.1, seen.training.batch_order)(victim, victim.weights, victim.fixed, x, y)
+    simulated, _ = UnrolledSteps(0.1, seen.training.batch_order)(victim, victim.known, x, y, {})
     for name, value in seen.message.update.items():
         assert torch.allclose(simulated[name], value, atol=1e-5)
     assert steps_in_order(5, 2, 2) == ((0, 1), (2, 3), (4,), (0, 1), (2, 3), (4,))
@@ -395,7 +395,7 @@ def test_batchnorm_in_both_modes_is_simulated_as_the_client_has_it(mode) -> None
     net(torch.rand(9, 1, 8, 8))
     seen, x, y = look(net, batch=3, protocol=FedSGD(batchnorm=mode), knowledge=Knowledge.full)
     victim = Victim.of(seen)
-    gradient, recorded = victim.gradient(victim.weights, victim.fixed, x, y)
+    gradient, recorded = victim.gradient(victim.known.weights, victim.known.fixed, x, y)
     for name, value in seen.message.update.items():
         assert torch.allclose(gradient[name], value, atol=1e-6)
     assert torch.allclose(recorded["1"].mean((0, 2, 3)), seen.message.batchnorm_statistics["1.mean"], atol=1e-6)

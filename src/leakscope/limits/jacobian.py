@@ -112,7 +112,7 @@ def _jacobian(model: nn.Module, shape: tuple[int, ...], batch: int, classes: int
     labels = torch.arange(batch) % classes
 
     def gradient(flat: Tensor) -> Tensor:
-        found, _ = victim.gradient(victim.weights, victim.fixed, flat.reshape(x.shape), labels)
+        found, _ = victim.gradient(victim.known.weights, victim.known.fixed, flat.reshape(x.shape), labels)
         return torch.cat([value.flatten() for value in found.values()])
 
     def row(direction: Tensor) -> Tensor:

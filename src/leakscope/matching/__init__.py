@@ -12,10 +12,11 @@ from leakscope.matching.distances import (
     SquaredL2,
     as_distance,
 )
-from leakscope.matching.loop import Match, Matcher, Progress
+from leakscope.matching.loop import Match, Matcher, Progress, Ramp
 from leakscope.matching.optimisers import LBFGS, Adam, Optimiser
 from leakscope.matching.priors import (
     BatchNormStatistics,
+    EpochAgreement,
     L2Norm,
     Orthogonality,
     Prior,
@@ -23,7 +24,9 @@ from leakscope.matching.priors import (
     TotalVariation,
     total_variation,
 )
-from leakscope.matching.victim import SingleGradient, UnrolledSteps, Victim, steps_in_order
+from leakscope.matching.problem import Problem
+from leakscope.matching.simulations import SegmentGradient, Simulation, SingleGradient, UnrolledSteps, steps_in_order
+from leakscope.matching.victim import Known, Victim
 
 __all__ = [
     "DISTANCES",
@@ -34,7 +37,9 @@ __all__ = [
     "Cosine",
     "DirectionL1",
     "Distance",
+    "EpochAgreement",
     "GaussianKernel",
+    "Known",
     "L2Norm",
     "Match",
     "Matcher",
@@ -42,8 +47,12 @@ __all__ = [
     "Orthogonality",
     "Pixels",
     "Prior",
+    "Problem",
     "Progress",
+    "Ramp",
     "RelativeSquaredL2",
+    "SegmentGradient",
+    "Simulation",
     "SingleGradient",
     "SoftRange",
     "SquaredL2",

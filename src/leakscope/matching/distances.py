@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 Update = Mapping[str, Tensor]
-Weights = Literal["equal", "linear", "exponential"]
+Weights = Literal["equal", "linear", "exponential", "layers"]
 
 # Added under square roots: far below the square of any float32 update that carries information, yet it keeps the
 # derivative at an all-zero update finite.
@@ -38,12 +38,21 @@ def _norm(update: Update) -> Tensor:
     return torch.sqrt(_total((value * value).sum() for value in update.values()) + TINY)
 
 
-def depth_weights(count: int, weights: Weights) -> list[float]:
-    """One weight a tensor, decreasing with depth (names are in the model's order), with mean one.
+def depth_weights(names: Iterable[str], weights: Weights) -> list[float]:
+    """One weight a tensor, decreasing with depth (``names`` are in the model's order).
 
-    >>> [round(w, 3) for w in depth_weights(3, "linear")]
+    "linear" and "exponential" have mean one. "layers" is exp(-layer), 1 for the first; a layer's tensors share it.
+
+    >>> [round(w, 3) for w in depth_weights(["a.weight", "a.bias", "b.weight"], "linear")]
     [1.5, 1.0, 0.5]
+    >>> [round(w, 3) for w in depth_weights(["a.weight", "a.bias", "b.weight"], "layers")]
+    [1.0, 1.0, 0.368]
     """
+    listed = list(names)
+    count = len(listed)
+    if weights == "layers":
+        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in listed))
+        return [math.exp(-layers.index(name.rpartition(".")[0])) for name in listed]
     if weights == "equal":
         raw = [1.0] * count
     elif weights == "linear":
@@ -51,14 +60,14 @@ def depth_weights(count: int, weights: Weights) -> list[float]:
     elif weights == "exponential":
         raw = [math.exp(-i) for i in range(count)]
     else:
-        raise ValueError(f"weights: expected 'equal', 'linear' or 'exponential', got {weights!r}")
+        raise ValueError(f"weights: expected 'equal', 'linear', 'exponential' or 'layers', got {weights!r}")
     mean = sum(raw) / count
     return [value / mean for value in raw]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredL2:
-    """Sum of squared differences over all entries (DLG).
+    """Sum of squared differences over all entries (DLG), times ``scale``.
 
     >>> float(SquaredL2()({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}))
     25.0
@@ -67,11 +76,13 @@ class SquaredL2:
     scale_free = False
 
     weights: Weights = "equal"
+    scale: float = 1.0
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        scale = depth_weights(len(observed), self.weights)
-        return _total(
-            w * ((candidate[name] - value) ** 2).sum() for w, (name, value) in zip(scale, observed.items(), strict=True)
+        shares = depth_weights(observed, self.weights)
+        return self.scale * _total(
+            w * ((candidate[name] - value) ** 2).sum()
+            for w, (name, value) in zip(shares, observed.items(), strict=True)
         )
 
 
@@ -127,7 +138,7 @@ class Cosine:
         if self.per == "model":
             dot = _total((candidate[name] * value).sum() for name, value in observed.items())
             return 1 - dot / (_norm(observed) * _norm(candidate))
-        scale = depth_weights(len(observed), self.weights)
+        scale = depth_weights(observed, self.weights)
         terms = [
             w * (1 - (candidate[name] * value).sum() / (_norm({"": value}) * _norm({"": candidate[name]})))
             for w, (name, value) in zip(scale, observed.items(), strict=True)

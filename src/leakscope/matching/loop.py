@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.func import grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
-from leakscope.matching.priors import Prior, Scene
-from leakscope.matching.victim import Simulation, SingleGradient, Tensors, Victim
+from leakscope.matching.priors import Prior
+from leakscope.matching.problem import Problem
+from leakscope.matching.simulations import Simulation, SingleGradient
+from leakscope.matching.victim import Tensors, Victim
 from leakscope.observation import ValueRange
 
 Progress = Callable[[int, int, float], None]
@@ -27,12 +27,34 @@ WORTH_COMPILING_SECONDS = 60.0
 ASSUMED_FLOPS_PER_SECOND = 2e10
 
 
+@dataclass(frozen=True, kw_only=True)
+class Ramp:
+    """A factor that goes from ``first`` to ``last`` by equal ratios over ``steps`` steps, then stays.
+
+    >>> float(Ramp(first=1.0, last=4.0, steps=2)(torch.tensor(1.0)))
+    2.0
+    """
+
+    first: float = 1.0
+    last: float = 1.0
+    steps: int = 1
+
+    def __post_init__(self) -> None:
+        if not (self.first > 0 and self.last > 0 and self.steps >= 1):
+            raise ValueError(f"Ramp: expected positive factors and at least one step, got {self}")
+
+    def __call__(self, iteration: Tensor) -> Tensor:
+        share = (iteration / self.steps).clamp(max=1.0)
+        return self.first * (self.last / self.first) ** share
+
+
 @dataclass(frozen=True, eq=False)
 class Match:
     """What came out of matching, best restart first in every sense: chosen by the objective alone."""
 
     inputs: Tensor  # (examples, ...) in the model's space
     label_logits: Tensor | None  # (examples, classes) where labels were optimised
+    numbers: Mapping[str, float]  # what else the simulation left open
     objective: float
     distance: float
     curves: list[list[float]]  # objective by step, one curve a restart
@@ -51,6 +73,8 @@ class Matcher:
     canvas: Pixels = Pixels()
     optimiser: Optimiser = Adam()
     simulation: Simulation = SingleGradient()
+    #: What the distance is multiplied by.
+    emphasis: Ramp = Ramp()
     iterations: int = 300
     restarts: int = 1
     tolerance: float = 0.0
@@ -63,6 +87,8 @@ class Matcher:
             raise ValueError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
         if self.compile not in ("auto", "never", "always"):
             raise ValueError(f"compile: expected 'auto', 'never' or 'always', got {self.compile!r}")
+        if self.compile == "always" and not self.simulation.compiles:
+            raise ValueError("compile: expected 'auto' or 'never' for replayed local steps, got 'always'")
 
     def run(
         self,
@@ -81,7 +107,7 @@ class Matcher:
         ``targets`` are the labels (numbers); without them label logits are optimised along with the inputs.
         """
         like = next(iter(observed.values()))
-        problem = _Problem(self, victim, observed, shape, box, targets, num_classes)
+        problem = Problem(self, victim, observed, shape, box, targets, num_classes)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
         compiled = self._compiles(victim, shape, like)
         evaluate = problem.evaluator(self.restarts, compiled)
@@ -117,7 +143,7 @@ class Matcher:
             if bool(done.all()):
                 break
         winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
-        inputs, logits = problem.unpack(best[winner])
+        inputs, logits, numbers = problem.unpack(best[winner])
         moved = math.inf if self.iterations < 10 else float((best - settled)[winner, : problem.size].abs().mean())
         if len(curves) < self.iterations:
             moved = 0.0  # came to rest, or reached the tolerance
@@ -125,6 +151,7 @@ class Matcher:
         return Match(
             inputs=problem.to_model(inputs).detach(),
             label_logits=None if logits is None else logits.detach(),
+            numbers={name: float(value) for name, value in numbers.items()},
             objective=float(best_value[winner]),
             distance=float(best_distance[winner]),
             curves=_thin(curves),
@@ -141,6 +168,8 @@ class Matcher:
         """Whether to compile; a rule of counts, not of clocks, so that a run is the same each time."""
         if self.compile != "auto":
             return self.compile == "always"
+        if not self.simulation.compiles:
+            return False
         if like.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             return False
         work = self.iterations * self.restarts * 9 * forward_flops(victim.model, like.new_zeros(shape))
@@ -156,96 +185,8 @@ def forward_flops(model: nn.Module, x: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-@dataclass(frozen=True, eq=False)
-class _Problem:
-    """One matching problem: how a row of numbers becomes inputs and labels, and its objective."""
-
-    matcher: Matcher
-    victim: Victim
-    observed: Tensors
-    shape: tuple[int, ...]
-    box: ValueRange | None
-    targets: Tensor | None
-    num_classes: int
-    size: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.shape))
-
-    def start(self, generator: torch.Generator, like: Tensor) -> Tensor:
-        canvas = self.matcher.canvas
-        picture = canvas.project(canvas.initial(self.shape, self.box, generator, like), self.box)
-        if self.targets is not None:
-            return picture.flatten()
-        draw = torch.rand if canvas.start == "uniform" else torch.randn
-        logits = draw((self.shape[0], self.num_classes), generator=generator).to(like)
-        return torch.cat([picture.flatten(), logits.flatten()])
-
-    def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None]:
-        picture = row[: self.size].reshape(self.shape)
-        if self.targets is not None:
-            return picture, None
-        return picture, row[self.size :].reshape(self.shape[0], self.num_classes)
-
-    def to_model(self, picture: Tensor) -> Tensor:
-        return self.matcher.canvas.to_model(picture, self.box)
-
-    def project(self, rows: Tensor) -> Tensor:
-        canvas = self.matcher.canvas
-        if self.box is None or not canvas.clamp:
-            return rows
-        pictures = rows[:, : self.size].reshape(-1, *self.shape[1:])
-        clamped = canvas.project(pictures, self.box).reshape(len(rows), self.size)
-        return torch.cat([clamped, rows[:, self.size :]], dim=1)
-
-    def evaluator(self, restarts: int, compiled: bool) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
-        """For each row the objective, its judged form with and without priors, and the gradient."""
-        matcher, victim = self.matcher, self.victim
-        problem = self
-
-        def objective(row: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-            picture, logits = problem.unpack(row)
-            targets = torch.softmax(logits, -1) if logits is not None else given["targets"]
-            candidate, recorded = matcher.simulation(
-                victim, given["weights"], given["fixed"], problem.to_model(picture), targets
-            )
-            distance = matcher.distance(given["observed"], candidate)
-            scene = Scene(given["iteration"], recorded, given["batchnorm"])
-            penalty = torch.zeros_like(distance)
-            for prior in matcher.priors:
-                penalty = penalty + prior(picture, scene)
-            judged = distance if matcher.judge is None else matcher.judge(given["observed"], candidate)
-            return distance + penalty, torch.stack([judged + penalty, judged])
-
-        derivative = grad_and_value(objective, has_aux=True)
-        # One restart needs no vmap, whose batched convolutions cost more than plain ones.
-        step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, None))
-        if compiled:
-            torch.compiler.reset()  # each run compiles its own step; stale ones would count against a limit
-            step = torch.compile(step, dynamic=False)
-        given = {
-            "weights": self.victim.weights,
-            "fixed": self.victim.fixed,
-            "observed": self.observed,
-            "targets": self.targets,
-            "batchnorm": dict(self.victim.batchnorm_targets),
-        }
-        like = next(iter(self.observed.values()))
-
-        def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
-            now = {**given, "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype)}
-            # Only the plain form of attention can be differentiated twice.
-            with sdpa_kernel(SDPBackend.MATH):
-                gradient, (value, judged) = step(rows[0] if restarts == 1 else rows, now)
-            if restarts == 1:
-                gradient, value, judged = gradient[None], value[None], judged[None]
-            return value.detach(), judged.detach(), gradient.detach()
-
-        return evaluate
-
-
 def _flags(
-    problem: _Problem,
+    problem: Problem,
     best: Tensor,
     best_value: Tensor,
     alive: Tensor,

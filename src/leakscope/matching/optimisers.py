@@ -51,6 +51,9 @@ class Optimiser(Protocol):
     #: Whether a non-finite value is an ordinary event (a trial step too long) rather than the end of a restart.
     survives_non_finite: bool
 
+    @property
+    def lr(self) -> float: ...
+
     def begin(self, start: Tensor, iterations: int, project: Project) -> Run: ...
 
 
@@ -59,12 +62,13 @@ class Adam:
     """Adam, with the gradient as it is, its sign, or a soft sign, and a learning-rate schedule.
 
     Soft sign: tanh(s g / mean|g|) with the slope s falling linearly from one to zero over the run, so that early
-    steps are nearly signed and late ones follow the gradient.
+    steps are nearly signed and late ones follow the gradient. ``decay`` multiplies the learning rate at each step.
     """
 
     lr: float = 0.1
     gradient: Literal["plain", "sign", "soft_sign"] = "plain"
     schedule: Schedule = "cosine"
+    decay: float = 1.0
     betas: tuple[float, float] = (0.9, 0.999)
     survives_non_finite = False
 
@@ -73,6 +77,8 @@ class Adam:
             raise ValueError(f"gradient: expected 'plain', 'sign' or 'soft_sign', got {self.gradient!r}")
         if not self.lr > 0:
             raise ValueError(f"lr: expected a positive number, got {self.lr}")
+        if not 0 < self.decay <= 1:
+            raise ValueError(f"decay: expected a factor in (0, 1], got {self.decay}")
         schedule_factor(self.schedule, 0, 1)
 
     def begin(self, start: Tensor, iterations: int, project: Project) -> Run:
@@ -103,7 +109,7 @@ class _AdamRun:
         first, second = rule.betas
         self.mean.lerp_(gradients, 1 - first)
         self.square.mul_(second).addcmul_(gradients, gradients, value=1 - second)
-        factor = rule.lr * schedule_factor(rule.schedule, self.step, self.iterations)
+        factor = rule.lr * rule.decay**self.step * schedule_factor(rule.schedule, self.step, self.iterations)
         self.step += 1
         # A tiny epsilon: gradients of a matched update are small, and the usual 1e-8 would stop the run early.
         length = (self.square / (1 - second**self.step)).sqrt().add_(1e-16)

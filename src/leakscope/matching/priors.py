@@ -13,6 +13,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from leakscope.observation import ValueRange
+
 TVVariant = Literal["l1mean_sum", "l1mean_avg", "conv", "sq_roll", "l1sum"]
 
 
@@ -21,12 +23,18 @@ class Scene:
     """What priors may look at besides the picture.
 
     ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``batchnorm_inputs`` are the
-    candidate's inputs of each BatchNorm layer, ``batchnorm_targets`` the known mean and variance of each.
+    candidate's inputs of each BatchNorm layer, ``batchnorm_targets`` the known mean and variance of each. ``box`` is
+    the valid range of a picture in the model's space; None where the picture is in [0, 1] already.
     """
 
     iteration: Tensor
     batchnorm_inputs: Mapping[str, Tensor]
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]]
+    box: ValueRange | None = None
+
+    def unit(self, picture: Tensor) -> Tensor:
+        """The picture in [0, 1]."""
+        return picture if self.box is None else self.box.to_unit(picture)
 
 
 class Prior(Protocol):
@@ -109,12 +117,15 @@ class Orthogonality:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftRange:
-    """weight * mean squared excess over [0, 1]: a soft box instead of clamping."""
+    """weight * mean squared excess over [0, 1]: a soft box instead of clamping; ``total`` adds over the pixels."""
 
     weight: float
+    total: bool = False
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
-        return self.weight * (picture - picture.clamp(0, 1)).square().mean()
+        picture = scene.unit(picture)
+        excess = (picture - picture.clamp(0, 1)).square().mean()
+        return self.weight * excess * (picture[0].numel() if self.total else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,6 +147,49 @@ class BatchNormStatistics:
             gap = _length(inputs.mean(axes) - mean) + _length(inputs.var(axes, unbiased=False) - variance)
             total = total + (self.first if number == 0 else 1.0) * gap
         return self.weight * total
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochAgreement:
+    """Copies of the same examples in unknown orders must agree in what no order changes (Dimitrov et al., 2022).
+
+    The pictures are ``copies`` groups, one an epoch; for each group the mean or maximum over its pictures, by
+    itself or of ``features`` random 3x3 filters; then weight * the mean over all pairs of groups (each with itself too)
+    of the mean squared (``l2``) or absolute (``l1``) difference.
+    """
+
+    weight: float
+    copies: int
+    statistic: Literal["mean", "max"] = "mean"
+    norm: Literal["l1", "l2"] = "l2"
+    features: int = 0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.statistic not in ("mean", "max") or self.norm not in ("l1", "l2"):
+            raise ValueError(
+                f"EpochAgreement: expected statistic 'mean' or 'max' and norm 'l1' or 'l2', got "
+                f"{self.statistic!r} and {self.norm!r}"
+            )
+        if self.copies < 1 or self.features < 0 or self.weight < 0:
+            raise ValueError(f"EpochAgreement: expected copies >= 1, features >= 0 and weight >= 0, got {self}")
+
+    def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
+        values = picture
+        if self.features and picture.dim() == 4:
+            values = torch.nn.functional.conv2d(picture, self._filters(picture), padding=1)
+        groups = values.reshape(self.copies, -1, *values.shape[1:])
+        summary = groups.mean(1) if self.statistic == "mean" else groups.amax(1)
+        flat = summary.flatten(1)
+        if self.norm == "l2":
+            # Mean over ordered pairs of |a - b|^2 is twice the variance.
+            return self.weight * 2 * flat.var(0, unbiased=False).mean()
+        return self.weight * (flat[:, None] - flat[None]).abs().mean()
+
+    def _filters(self, picture: Tensor) -> Tensor:
+        channels = picture.shape[1]
+        drawn = torch.randn((self.features, channels, 3, 3), generator=torch.Generator().manual_seed(self.seed))
+        return (drawn / (9 * channels) ** 0.5).to(picture)
 
 
 def _length(vector: Tensor) -> Tensor:

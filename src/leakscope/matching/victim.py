@@ -5,9 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
@@ -17,17 +16,24 @@ Tensors = dict[str, Tensor]
 _BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
-@dataclass(frozen=True, eq=False)
-class Victim:
-    """The model as pure functions of its weights; made from an observation, never changing it.
+class Known(NamedTuple):
+    """The tensors of a victim. Passed to every call, so that a compiled step takes them as inputs.
 
-    ``weights`` are the tensors that the update speaks of, ``fixed`` all others (frozen parameters and buffers).
-    Both are passed to every call, so that a compiled step takes them as inputs and serves other weights too.
+    ``weights`` are those the update speaks of, ``fixed`` all others (frozen parameters and buffers), ``movement`` how
+    far the client moved the weights, before minus after; empty where the client sent a gradient.
     """
 
+    weights: Tensors
+    fixed: Tensors
+    movement: Tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Victim:
+    """The model as pure functions of its weights; made from an observation, never changing it."""
+
     model: nn.Module = field(repr=False)
-    weights: Tensors = field(repr=False)
-    fixed: Tensors = field(repr=False)
+    known: Known = field(repr=False)
     buffers: frozenset[str] = field(repr=False)
     reduction: Reduction
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
@@ -59,7 +65,9 @@ class Victim:
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
         buffers = frozenset(name for name, _ in model.named_buffers())
-        return cls(model, weights, fixed, buffers, observation.reduction, targets, tape)
+        movement = dict(message.update) if message.kind == "weight_delta" else {}
+        known = Known(weights, fixed, movement)
+        return cls(model, known, buffers, observation.reduction, targets, tape)
 
     def loss(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
         """Cross-entropy (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs."""
@@ -81,52 +89,3 @@ def _recorder(tape: dict[str, Tensor], name: str):  # type: ignore[no-untyped-de
         tape[name] = inputs[0]
 
     return hook
-
-
-class Simulation(Protocol):
-    """How a candidate batch becomes an update."""
-
-    def __call__(
-        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
-    ) -> tuple[Tensors, Tensors]: ...
-
-
-@dataclass(frozen=True)
-class SingleGradient:
-    """One gradient of the whole batch, as in FedSGD; also the first-order stand-in for a weight update."""
-
-    def __call__(
-        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
-    ) -> tuple[Tensors, Tensors]:
-        return victim.gradient(weights, fixed, x, targets)
-
-
-@dataclass(frozen=True)
-class UnrolledSteps:
-    """Plain gradient descent over ``order`` (one tuple of example numbers a step), unrolled: before minus after."""
-
-    learning_rate: float
-    order: tuple[tuple[int, ...], ...]
-
-    def __call__(
-        self, victim: Victim, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
-    ) -> tuple[Tensors, Tensors]:
-        current = weights
-        first: Tensors | None = None
-        for rows in self.order:
-            index = torch.tensor(rows, device=x.device)
-            gradient, recorded = victim.gradient(current, fixed, x[index], targets[index])
-            first = recorded if first is None else first
-            current = {name: value - self.learning_rate * gradient[name] for name, value in current.items()}
-        return {name: value - current[name] for name, value in weights.items()}, first or {}
-
-
-def steps_in_order(num_examples: int, batch_size: int, epochs: int) -> tuple[tuple[int, ...], ...]:
-    """The visits of a client that does not shuffle; the guess of an adversary who does not know the order.
-
-    >>> steps_in_order(3, 2, 1)
-    ((0, 1), (2,))
-    """
-    rows = tuple(range(num_examples))
-    epoch = tuple(rows[i : i + batch_size] for i in range(0, num_examples, batch_size))
-    return epoch * epochs

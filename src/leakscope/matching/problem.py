@@ -1,0 +1,147 @@
+"""One matching problem: how a row of numbers becomes inputs, labels and other unknowns, and its objective."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leakscope.matching.priors import Scene
+from leakscope.matching.simulations import Unknown
+from leakscope.matching.victim import Tensors, Victim
+from leakscope.observation import ValueRange
+
+if TYPE_CHECKING:
+    from leakscope.matching.loop import Matcher
+
+Evaluate = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """A row holds the pictures, then label logits where labels are searched, then the simulation's unknown numbers.
+
+    An unknown number is stored in units of its own learning rate over the optimiser's, so that one optimiser with one
+    learning rate moves each at its own pace.
+    """
+
+    matcher: Matcher
+    victim: Victim
+    observed: Tensors
+    shape: tuple[int, ...]
+    box: ValueRange | None
+    targets: Tensor | None
+    num_classes: int
+    size: int = field(init=False)
+    unknowns: tuple[Unknown, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "unknowns", self.matcher.simulation.unknowns)
+
+    def start(self, generator: torch.Generator, like: Tensor) -> Tensor:
+        canvas = self.matcher.canvas
+        parts = [canvas.project(canvas.initial(self.shape, self.box, generator, like), self.box).flatten()]
+        if self.targets is None:
+            draw = torch.rand if canvas.start == "uniform" else torch.randn
+            parts.append(draw((self.shape[0], self.num_classes), generator=generator).to(like).flatten())
+        parts += [like.new_full((1,), unknown.start / self._unit(unknown)) for unknown in self.unknowns]
+        return torch.cat(parts)
+
+    def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
+        """Pictures, label logits (None where labels are given), and the unknown numbers by name."""
+        picture = row[: self.size].reshape(self.shape)
+        slow = len(row) - len(self.unknowns)
+        numbers = {u.name: row[slow + place] * self._unit(u) for place, u in enumerate(self.unknowns)}
+        if self.targets is not None:
+            return picture, None, numbers
+        return picture, row[self.size : slow].reshape(self.shape[0], self.num_classes), numbers
+
+    def to_model(self, picture: Tensor) -> Tensor:
+        return self.matcher.canvas.to_model(picture, self.box)
+
+    def project(self, rows: Tensor) -> Tensor:
+        canvas = self.matcher.canvas
+        parts = [rows[:, : self.size], rows[:, self.size : rows.shape[1] - len(self.unknowns)]]
+        if self.box is not None and canvas.clamp:
+            pictures = parts[0].reshape(-1, *self.shape[1:])
+            parts[0] = canvas.project(pictures, self.box).reshape(len(rows), self.size)
+        for place, unknown in enumerate(self.unknowns, start=rows.shape[1] - len(self.unknowns)):
+            unit = self._unit(unknown)
+            parts.append(rows[:, place : place + 1].clamp(unknown.low / unit, unknown.high / unit))
+        return torch.cat(parts, dim=1)
+
+    def evaluator(self, restarts: int, compiled: bool) -> Evaluate:
+        """For each row the objective, its judged form with and without priors, and the gradient."""
+        every = min((unknown.every for unknown in self.unknowns), default=1)
+        if compiled:
+            torch.compiler.reset()  # each run compiles its own step; stale ones would count against a limit
+        whole = self._step((0, 1), restarts, compiled)
+        if every == 1:
+            return lambda rows, iteration: self._call(whole, rows, iteration, restarts)
+        # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a step;
+        # it changes slowly, as its unknown does.
+        inputs_only = self._step((0,), restarts, compiled)
+        kept = torch.empty(0)
+
+        def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
+            nonlocal kept
+            if iteration % every == 0 or len(kept) != len(rows):
+                found = self._call(whole, rows, iteration, restarts)
+                kept = found[2][:, -len(self.unknowns) :]
+                return found
+            value, judged, gradient = self._call(inputs_only, rows, iteration, restarts)
+            return value, judged, torch.cat([gradient, kept], dim=1)
+
+        return evaluate
+
+    def _unit(self, unknown: Unknown) -> float:
+        return unknown.step / self.matcher.optimiser.lr
+
+    def _objective(self, main: Tensor, slow: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        matcher = self.matcher
+        picture, logits, numbers = self.unpack(torch.cat([main, slow]) if self.unknowns else main)
+        targets = torch.softmax(logits, -1) if logits is not None else given["targets"]
+        candidate, recorded = matcher.simulation(self.victim, given["known"], self.to_model(picture), targets, numbers)
+        distance = matcher.distance(given["observed"], candidate)
+        box = self.box if matcher.canvas.space == "model" else None
+        scene = Scene(given["iteration"], recorded, given["batchnorm"], box)
+        penalty = torch.zeros_like(distance)
+        for prior in matcher.priors:
+            penalty = penalty + prior(picture, scene)
+        judged = distance if matcher.judge is None else matcher.judge(given["observed"], candidate)
+        final = matcher.emphasis.last * judged
+        return matcher.emphasis(given["iteration"]) * distance + penalty, torch.stack([final + penalty, judged])
+
+    def _step(self, arguments: tuple[int, ...], restarts: int, compiled: bool) -> Callable[..., Any]:
+        derivative = grad_and_value(self._objective, argnums=arguments, has_aux=True)
+        # One restart needs no vmap, whose batched convolutions cost more than plain ones.
+        step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, 0, None))
+        return torch.compile(step, dynamic=False) if compiled else step
+
+    def _call(
+        self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        like = next(iter(self.observed.values()))
+        given = {
+            "known": self.victim.known,
+            "observed": self.observed,
+            "targets": self.targets,
+            "batchnorm": dict(self.victim.batchnorm_targets),
+            "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype),
+        }
+        slow = rows.shape[1] - len(self.unknowns)
+        main, others = rows[:, :slow], rows[:, slow:]
+        # Only the plain form of attention can be differentiated twice.
+        with sdpa_kernel(SDPBackend.MATH):
+            if restarts == 1:
+                gradients, (value, judged) = step(main[0], others[0], given)
+                return value[None].detach(), judged[None].detach(), torch.cat(gradients)[None].detach()
+            gradients, (value, judged) = step(main, others, given)
+        return value.detach(), judged.detach(), torch.cat(gradients, dim=1).detach()

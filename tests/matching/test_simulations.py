@@ -1,0 +1,256 @@
+"""How a candidate becomes an update: replays against the client, checkpoints against one graph, beta against IG."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.matching import (
+    Adam,
+    Cosine,
+    EpochAgreement,
+    Matcher,
+    Pixels,
+    Problem,
+    Ramp,
+    SegmentGradient,
+    SingleGradient,
+    SoftRange,
+    SquaredL2,
+    UnrolledSteps,
+    Victim,
+    steps_in_order,
+)
+from leakscope.matching.priors import Scene
+from leakscope.models import build_model
+from leakscope.observation import Knowledge, Observation, ValueRange
+
+SCENE = Scene(torch.tensor(0.0), {}, {})
+
+
+def trained(
+    examples: int = 3, protocol: FedAvg | None = None, net: nn.Module | None = None
+) -> tuple[Observation, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.rand(examples, 1, 8, 8, generator=generator, dtype=torch.float64)
+    y = torch.arange(examples) % 4
+    net = net if net is not None else build_model("convnet", input_shape=(1, 8, 8), num_classes=4, activation="tanh")
+    protocol = protocol or FedAvg(epochs=3, batch_size=2, lr=0.1)
+    return protocol.observe(net.double(), x, y, None, Knowledge.full, generator), x, y
+
+
+def problem(seen: Observation, x: Tensor, y: Tensor | None, **settings) -> Problem:
+    matcher = Matcher(**{"distance": Cosine(), **settings})
+    return Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+
+
+# -- replaying every step -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("checkpoint", [True, False])
+def test_the_replayed_update_of_the_truth_is_the_clients(checkpoint) -> None:
+    seen, x, y = trained()
+    victim = Victim.of(seen)
+    replay = UnrolledSteps(0.1, seen.training.batch_order, checkpoint)
+    found, _ = replay(victim, victim.known, x, y, {})
+    for name, value in seen.message.update.items():
+        assert torch.allclose(found[name], value, atol=1e-12)
+    task = problem(seen, x, y, distance=SquaredL2(), simulation=replay)
+    value, _, gradient = task.evaluator(1, False)(x.reshape(1, -1), 0)
+    assert float(value) < 1e-24
+    assert float(gradient.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("soft", [False, True], ids=["labels", "label logits"])
+@pytest.mark.parametrize("restarts", [1, 3])
+@pytest.mark.parametrize("make", ["tanh net", "batchnorm net"])
+def test_checkpoints_give_the_gradients_of_one_graph(soft, restarts, make) -> None:
+    net = None
+    if make == "batchnorm net":
+        torch.random.default_generator.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 4))
+    seen, x, y = trained(5, FedAvg(epochs=4, batch_size=2, lr=0.1), net)
+    rows = torch.rand(restarts, x.numel() + 20 * soft, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    order = steps_in_order(5, 2, 4)
+    both = [
+        problem(seen, x, None if soft else y, simulation=UnrolledSteps(0.1, order, flag)).evaluator(restarts, False)
+        for flag in (True, False)
+    ]
+    for a, b in zip(both[0](rows, 0), both[1](rows, 0), strict=True):
+        assert torch.allclose(a, b, atol=1e-12, rtol=1e-9)
+        assert float(b.abs().max()) > 0
+
+
+def test_the_gradient_of_a_replay_is_right_by_finite_differences() -> None:
+    seen, x, y = trained()
+    evaluate = problem(seen, x, y, simulation=UnrolledSteps(0.1, steps_in_order(3, 2, 3))).evaluator(1, False)
+    generator = torch.Generator().manual_seed(1)
+    row = torch.rand(1, x.numel(), generator=generator, dtype=torch.float64)
+    direction = torch.randn(row.shape, generator=generator, dtype=torch.float64)
+    plus, minus = evaluate(row + 1e-6 * direction, 0)[0], evaluate(row - 1e-6 * direction, 0)[0]
+    slope = float((evaluate(row, 0)[2] * direction).sum())
+    assert float((plus - minus) / 2e-6) == pytest.approx(slope, rel=1e-5)
+
+
+def test_one_epoch_of_one_batch_is_gradient_matching() -> None:
+    """E = 1, B = N: the replayed update is the learning rate times the gradient, so directions agree exactly."""
+    seen, x, y = trained(protocol=FedAvg(epochs=1, batch_size=3, lr=0.1))
+    row = torch.rand(1, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    replayed = problem(seen, x, y, simulation=UnrolledSteps(0.1, steps_in_order(3, 3, 1))).evaluator(1, False)(row, 0)
+    plain = problem(seen, x, y).evaluator(1, False)(row, 0)
+    for a, b in zip(replayed, plain, strict=True):
+        assert torch.allclose(a, b, atol=1e-12)
+
+
+# -- a point between both ends --------------------------------------------------------------------------------------
+
+
+def test_a_fixed_point_at_the_start_is_the_single_gradient() -> None:
+    seen, x, y = trained()
+    row = torch.rand(1, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = problem(seen, x, y).evaluator(1, False)(row, 0)
+    fixed = problem(seen, x, y, simulation=SegmentGradient(beta=0.0, step=0.0)).evaluator(1, False)(row, 0)
+    for a, b in zip(plain, fixed, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.3, 1.0])
+def test_the_surrogate_is_the_model_at_that_point(beta) -> None:
+    seen, x, y = trained()
+    victim = Victim.of(seen)
+    found, _ = SegmentGradient()(victim, victim.known, x, y, {"beta": torch.tensor(beta, dtype=torch.float64)})
+    net = seen.model
+    with torch.no_grad():
+        for name, value in net.named_parameters():
+            value.sub_(beta * seen.message.update[name])
+    loss = nn.functional.cross_entropy(net(x), y)
+    oracle = torch.autograd.grad(loss, list(net.parameters()))
+    for value, name in zip(oracle, found, strict=True):
+        assert torch.allclose(found[name], value, atol=1e-12)
+
+
+@pytest.mark.parametrize("restarts", [1, 2])
+def test_the_derivative_by_beta_is_the_inner_product_of_the_paper(restarts) -> None:
+    """<dL/dw, w_T - w_0>, taken independently: dL/dw by autograd at the surrogate."""
+    seen, x, y = trained()
+    simulation = SegmentGradient(beta=0.4, step=1e-3)
+    task = problem(seen, x, y, simulation=simulation, optimiser=Adam(lr=0.1))
+    row = torch.cat([x.flatten() * 0.9, torch.tensor([0.4 / 1e-2], dtype=torch.float64)]).repeat(restarts, 1)
+    found = task.evaluator(restarts, False)(row, 0)[2][0, -1]
+    victim = Victim.of(seen)
+    surrogate = {n: (w - 0.4 * seen.message.update[n]).requires_grad_() for n, w in victim.known.weights.items()}
+    loss, _ = victim.loss(surrogate, victim.known.fixed, x * 0.9, y)
+    gradient = torch.autograd.grad(loss, list(surrogate.values()), create_graph=True)
+    distance = Cosine()(dict(seen.message.update), dict(zip(surrogate, gradient, strict=True)))
+    slopes = torch.autograd.grad(distance, list(surrogate.values()))
+    expected = -sum((s * seen.message.update[n]).sum() for s, n in zip(slopes, surrogate, strict=True))
+    # The row holds beta in units of its learning rate over the optimiser's: 1e-3 / 0.1.
+    assert float(found) == pytest.approx(float(expected) * 1e-2, rel=1e-9)
+
+
+def test_beta_moves_at_its_own_pace_and_stays_in_the_segment() -> None:
+    seen, x, y = trained()
+    for step, start in ((1e-3, 0.5), (0.3, 0.9)):
+        matcher = Matcher(
+            distance=Cosine(),
+            simulation=SegmentGradient(beta=start, step=step),
+            optimiser=Adam(lr=0.1, schedule="constant"),
+            iterations=4,
+        )
+        match = matcher.run(
+            Victim.of(seen), dict(seen.message.update), shape=x.shape, box=seen.value_range, targets=y,
+            num_classes=4, generator=torch.Generator().manual_seed(0),
+        )  # fmt: skip
+        assert 0 <= match.numbers["beta"] <= 1
+        assert abs(match.numbers["beta"] - start) <= 4 * step + 1e-9
+
+
+def test_a_kept_derivative_is_renewed_at_every_so_many_steps() -> None:
+    seen, x, y = trained()
+    lazy = problem(seen, x, y, simulation=SegmentGradient(every=3)).evaluator(1, False)
+    eager = problem(seen, x, y, simulation=SegmentGradient(every=1)).evaluator(1, False)
+    generator = torch.Generator().manual_seed(0)
+    kept = None
+    for iteration in range(7):
+        row = torch.rand(1, x.numel() + 1, generator=generator, dtype=torch.float64)
+        a, b = lazy(row, iteration), eager(row, iteration)
+        assert torch.equal(a[0], b[0])
+        assert torch.allclose(a[2][:, :-1], b[2][:, :-1], atol=1e-12)
+        kept = b[2][0, -1] if iteration % 3 == 0 else kept
+        assert float(a[2][0, -1]) == pytest.approx(float(kept), rel=1e-9)
+
+
+def test_bad_segments_are_refused() -> None:
+    for settings in ({"beta": 1.5}, {"beta": -0.1}, {"step": -1.0}, {"every": 0}):
+        with pytest.raises(ValueError, match="expected"):
+            SegmentGradient(**settings)
+    with pytest.raises(ValueError, match="Ramp"):
+        Ramp(first=0.0)
+    assert SingleGradient().unknowns == SegmentGradient(step=0.0).unknowns == ()
+
+
+# -- priors and weights that replays need --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("statistic, norm, features", list(itertools.product(["mean", "max"], ["l1", "l2"], [0, 8])))
+def test_epochs_that_are_permutations_of_each_other_agree(statistic, norm, features) -> None:
+    first = torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    prior = EpochAgreement(weight=7.0, copies=3, statistic=statistic, norm=norm, features=features)
+    same = torch.cat([first, first[[2, 0, 3, 1]], first.flip(0)])
+    assert float(prior(same, SCENE)) == pytest.approx(0, abs=1e-12)
+    other = torch.cat([first, first, first + 0.1])
+    assert float(prior(other, SCENE)) > 1e-3
+
+
+@pytest.mark.parametrize("norm", ["l1", "l2"])
+def test_epoch_agreement_is_the_mean_over_all_pairs(norm) -> None:
+    pictures = torch.rand(6, 1, 3, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    groups = pictures.reshape(3, 2, 9).mean(1)
+    power = 1 if norm == "l1" else 2
+    pairs = [((a - b).abs() ** power).mean() for a in groups for b in groups]
+    expected = 2.0 * sum(pairs) / 9
+    assert float(EpochAgreement(weight=2.0, copies=3, norm=norm)(pictures, SCENE)) == pytest.approx(float(expected))
+    with pytest.raises(ValueError, match="EpochAgreement"):
+        EpochAgreement(weight=1.0, copies=0)
+    with pytest.raises(ValueError, match="EpochAgreement"):
+        EpochAgreement(weight=1.0, copies=2, norm="l3")
+
+
+def test_layers_share_a_weight_that_falls_with_depth() -> None:
+    observed = {n: torch.zeros(2) for n in ("conv.weight", "conv.bias", "fc.weight")}
+    ones = {n: torch.ones(2) for n in observed}
+    assert float(SquaredL2(weights="layers")(observed, ones)) == pytest.approx(2 + 2 + 2 * math.exp(-1))
+    assert float(SquaredL2(weights="layers", scale=3.0)(observed, ones)) == pytest.approx(3 * (4 + 2 * math.exp(-1)))
+
+
+def test_a_soft_box_is_in_pixel_space_whatever_the_models() -> None:
+    box = ValueRange(low=(-2.0,), high=(2.0,))
+    scene = dataclasses.replace(SCENE, box=box)
+    picture = torch.tensor([[[-2.0, 2.0], [0.0, 6.0]]])  # 0, 1, 0.5 and 2 in [0, 1] space
+    assert float(SoftRange(weight=1.0)(picture, scene)) == pytest.approx(0.25)
+    assert float(SoftRange(weight=1.0, total=True)(picture, scene)) == pytest.approx(1.0)
+
+
+def test_emphasis_multiplies_the_distance_not_the_judgement() -> None:
+    seen, x, y = trained()
+    row = torch.rand(1, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    plain = problem(seen, x, y, canvas=Pixels(clamp=False)).evaluator(1, False)(row, 0)
+    ramp = Ramp(first=2.0, last=8.0, steps=2)
+    ramped = problem(seen, x, y, emphasis=ramp, canvas=Pixels(clamp=False)).evaluator(1, False)
+    for iteration, factor in ((0, 2.0), (1, 4.0), (2, 8.0), (9, 8.0)):
+        value, judged, _ = ramped(row, iteration)
+        assert float(value) == pytest.approx(factor * float(plain[0]))
+        assert judged[0].tolist() == pytest.approx([8 * float(plain[0]), float(plain[0])])
+
+
+def test_a_gradient_has_no_movement() -> None:
+    seen, x, _ = trained()
+    sent = FedSGD().observe(seen.model, x, torch.tensor([0, 1, 2]))
+    assert Victim.of(sent).known.movement == {}
+    assert set(Victim.of(seen).known.movement) == set(seen.message.update)
