@@ -116,9 +116,41 @@ def test_weight_deltas_give_the_labels_and_not_their_complement(
         assert torch.equal(known.labels, y.sort().values)
         blind = observe(net, delta, count, kind="weight_delta", knowledge=Knowledge.eavesdropper)
         found = recover_labels(blind)
-        assert found.method == ("bias" if count == 1 else "llg_bias")
-        # Without the scale no rule is exact for repeated labels, but every class named is present.
-        assert set(found.labels.tolist()) <= set(y.tolist())
+        if found.method == "bias_counts":  # enough classes are absent to show the scale
+            assert torch.equal(found.labels, y.sort().values)
+            assert "absent" in " ".join(found.notes)
+        else:
+            assert found.method == ("bias" if count == 1 else "llg_bias")
+            # Without the scale no rule is exact for repeated labels, but every class named is present.
+            assert set(found.labels.tolist()) <= set(y.tolist())
+
+
+@pytest.mark.parametrize("moment", ["average", "start", "end"])
+def test_counts_of_many_steps_are_exact_for_a_head_of_zeros_that_hardly_moves(moment: str) -> None:
+    """E11: a zero head says 1/C of anything, so counts are K (1/C - db); repeated labels, known scale."""
+    net = small_net()
+    nn.init.zeros_(net[-1].weight)
+    nn.init.zeros_(net[-1].bias)
+    x = torch.randn(12, 3, 32, 32, generator=torch.Generator().manual_seed(0))
+    y = torch.tensor([3] * 7 + [0] * 4 + [9])
+    delta = local_delta(net.double(), x.double(), y, 6, lr=1e-6, batch=12)
+    facts = LocalTraining(epochs=6, batch_size=12, learning_rate=1e-6, optimizer="sgd")
+    seen = observe(net, delta, 12, kind="weight_delta", training=facts)
+    estimate = 12 * (0.1 - delta[next(n for n in delta if n.endswith("bias") and len(delta[n]) == 10)] / 6e-6)
+    assert torch.allclose(estimate, torch.bincount(y, minlength=10).double(), atol=1e-3)
+    assert recover_labels(seen, "bias_counts", moment=moment).labels.tolist() == sorted(y.tolist())
+
+
+def test_known_counts_are_used_as_they_are_and_never_in_the_true_order() -> None:
+    seen = dataclasses.replace(
+        toy_observation(4),
+        knowledge=dataclasses.replace(Knowledge.honest_server, labels="counts"),
+        label_counts=torch.tensor([0, 3, 0, 1]),
+    )
+    found = recover_labels(seen)
+    assert (found.labels.tolist(), found.method, found.exact) == ([1, 1, 1, 3], "known counts", True)
+    with pytest.raises(ValueError, match="moment"):
+        recover_labels(seen, moment="middle")
 
 
 def test_one_local_step_equals_the_gradient(cifar: tuple[Tensor, Tensor]) -> None:

@@ -7,6 +7,7 @@ from leakscope.labels.counts import (
     label_counts_from_bias,
     label_counts_from_weight,
     round_to_total,
+    scale_from_absent_classes,
 )
 from leakscope.labels.gradinversion import gradinversion_labels
 from leakscope.labels.head import Head, find_head
@@ -33,4 +34,5 @@ __all__ = [
     "mean_gradient_scale",
     "recover_labels",
     "round_to_total",
+    "scale_from_absent_classes",
 ]

@@ -65,6 +65,26 @@ def label_counts_from_weight(
     return _counts(sums, num_examples, mean_probabilities, (sums < 0).long())
 
 
+def scale_from_absent_classes(bias_update: Tensor, mean_probabilities: Tensor) -> float | None:
+    """What to divide a bias update of unknown length by, so that it is a mean gradient; None if it does not show.
+
+    A class without examples has db_k = pbar_k exactly, so the ratio db_k / pbar_k of absent classes is the length, be
+    it learning rate times steps or anything else. Entries of present classes are negative or smaller, so the median
+    over positive entries is right where most of these are absent, as with many classes and few examples; then the
+    ratios lie close together: two thirds of at least three within a tenth of the median.
+
+    >>> import torch
+    >>> scale_from_absent_classes(torch.tensor([0.5, 0.5, -1.5, 0.5]), torch.full((4,), 0.25))
+    2.0
+    """
+    entries = bias_entries(bias_update)
+    ratios = (entries / mean_probabilities.to(entries))[entries > 0]
+    if len(ratios) < 3:
+        return None
+    middle = float(ratios.median())
+    return middle if float(((ratios / middle - 1).abs() < 0.1).double().mean()) >= 2 / 3 else None
+
+
 def round_to_total(estimates: Tensor, total: int) -> Tensor:
     """Non-negative integers near ``estimates`` that sum to ``total``.
 

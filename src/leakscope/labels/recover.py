@@ -5,6 +5,9 @@ labels right): counting from the bias finds all of them in an untrained network,
 local training alike, where LLG finds 100, 68 and 56 %. On a network trained for 600 steps counting finds 84,
 77 and 84 %, LLG 83, 64 and 53 %; only when few classes are present is LLG the better of the two there. Hence
 ``auto``.
+
+From local training (10 and 20 epochs, batches of 10, 8 clients of 10 and 50 examples each, untrained networks) counting
+makes no mistake on FEMNIST (62 classes) and CIFAR-100, with the learning rate known or unknown.
 """
 
 from __future__ import annotations
@@ -13,12 +16,18 @@ import copy
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from leakscope.labels.bias_sign import bias_label, bias_present
-from leakscope.labels.counts import counts_to_labels, label_counts_from_bias, label_counts_from_weight
+from leakscope.labels.counts import (
+    counts_to_labels,
+    label_counts_from_bias,
+    label_counts_from_weight,
+    scale_from_absent_classes,
+)
 from leakscope.labels.dummies import DummyStatistics, dummy_inputs, dummy_statistics
 from leakscope.labels.gradinversion import gradinversion_labels
 from leakscope.labels.head import Head, find_head
@@ -29,6 +38,7 @@ from leakscope.observation import Observation
 METHODS = ("auto", "idlg", "bias", "bias_counts", "weight_counts", "gradinversion", "llg", "llg_bias")
 _NEED_BIAS = ("bias", "bias_counts", "llg_bias")
 _NEED_SCALE = ("bias_counts", "weight_counts")
+Moment = Literal["average", "start", "end"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,13 +52,18 @@ class RecoveredLabels:
 
 
 def recover_labels(
-    observation: Observation, method: str = "auto", generator: torch.Generator | None = None
+    observation: Observation,
+    method: str = "auto",
+    generator: torch.Generator | None = None,
+    moment: Moment = "average",
 ) -> RecoveredLabels:
-    """The labels behind an update: known ones in their order, recovered ones ascending.
+    """The labels behind an update: known ones in their order, known counts and recovered labels ascending.
 
     ``auto`` takes, for one example, the sign of the bias gradient (without a bias: iDLG); for more, counting
-    where the update can be scaled to a mean gradient, else LLG, which needs no scale. ``generator`` draws the
-    dummy inputs of counting; without one a fixed seed is used.
+    where the update can be scaled to a mean gradient, else LLG, which needs no scale. Where a weight update's scale is
+    not known, the classes that are absent give it away. ``generator`` draws the dummy inputs of counting; without one a
+    fixed seed is used. ``moment``: for local training the model's statistics are those of the "average" step (linear
+    between both ends), or of the weights at the "start" or the "end".
 
     >>> from torch import nn
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
@@ -62,6 +77,8 @@ def recover_labels(
     """
     if method not in METHODS:
         raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+    if moment not in ("average", "start", "end"):
+        raise ValueError(f"moment: expected 'average', 'start' or 'end', got {moment!r}")
     if observation.labels is not None:
         return RecoveredLabels(observation.labels.long(), "known", True)
     if observation.label_counts is not None:
@@ -80,8 +97,17 @@ def recover_labels(
         head = dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
     scale, notes = mean_gradient_scale(observation)
     statistics = None
-    if method in _NEED_SCALE or (method == "auto" and total > 1 and scale is not None):
-        statistics = _statistics(observation, head, generator)
+    # Momentum still adds gradients, with other weights; Adam does not.
+    added = observation.message.kind == "weight_delta" and observation.training.optimizer in (None, "sgd")
+    read_scale = scale is None and added and head.bias_name is not None
+    if method in _NEED_SCALE or (method == "auto" and total > 1 and (scale is not None or read_scale)):
+        statistics = _statistics(observation, head, generator, moment)
+    if statistics is not None and read_scale and head.bias_name is not None:
+        scale = scale_from_absent_classes(update[head.bias_name], statistics.probabilities)
+        if scale is None:
+            statistics = None
+        else:
+            notes = (*notes, "the scale was read off the classes that seem absent")
     if method == "auto":
         method = _choose(total, head, statistics)
     if method in _NEED_BIAS and head.bias_name is None:
@@ -170,17 +196,21 @@ def mean_gradient_scale(observation: Observation) -> tuple[float | None, tuple[s
     return facts.learning_rate * steps * summed, ()
 
 
-def _statistics(observation: Observation, head: Head, generator: torch.Generator | None) -> DummyStatistics:
+def _statistics(
+    observation: Observation, head: Head, generator: torch.Generator | None, moment: Moment
+) -> DummyStatistics:
     """Statistics of the model at the client's gradient; for local training the mean over its steps."""
     source = torch.Generator().manual_seed(0) if generator is None else generator
     dummies = dummy_inputs(observation.input_shape, observation.value_range, source)
     start = dummy_statistics(observation.model, head, dummies)
     facts = observation.training
-    if observation.message.kind == "gradient" or facts.epochs is None or facts.batch_size is None:
+    if observation.message.kind == "gradient" or moment == "start":
         return start
-    steps = local_steps(observation.num_examples or 1, facts.epochs, facts.batch_size)
     # Taken as linear between w_0 and w_T at the steps t = 0 .. s - 1, the mean puts (s - 1) / 2s on the end.
-    share = (steps - 1) / (2 * steps)
+    share = 1.0 if moment == "end" else 0.5
+    if moment == "average" and facts.epochs is not None and facts.batch_size is not None:
+        steps = local_steps(observation.num_examples or 1, facts.epochs, facts.batch_size)
+        share = (steps - 1) / (2 * steps)
     after = copy.deepcopy(observation.model)
     with torch.no_grad():
         for name, parameter in after.named_parameters():
