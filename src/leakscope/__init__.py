@@ -12,11 +12,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {
     "FedAvg": "leakscope.federation",
     "FedSGD": "leakscope.federation",
+    "FederatedTraining": "leakscope.federation",
     "Knowledge": "leakscope.observation",
     "Message": "leakscope.observation",
     "Observation": "leakscope.observation",

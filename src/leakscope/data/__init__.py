@@ -22,8 +22,18 @@ from leakscope.data.examples import Examples, from_tensors
 from leakscope.data.folder import load_folder
 from leakscope.data.idx import load_emnist, load_mnist
 from leakscope.data.npz import load_npz
+from leakscope.data.split import split_by_group, split_dirichlet, split_iid
 
-__all__ = ["DATA", "DataEntry", "Examples", "from_tensors", "load_data"]
+__all__ = [
+    "DATA",
+    "DataEntry",
+    "Examples",
+    "from_tensors",
+    "load_data",
+    "split_by_group",
+    "split_dirichlet",
+    "split_iid",
+]
 
 
 @dataclass(frozen=True)

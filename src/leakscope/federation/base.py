@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +61,15 @@ class Defense:
 class Protocol(ABC):
     """How an update comes about. Settings are keyword-only fields; data is given to :meth:`observe`."""
 
+    #: What a client of this protocol sends.
+    kind: ClassVar[UpdateKind]
+
     batchnorm: BatchNormMode = "eval"
+
+    def __init_subclass__(cls, **options: object) -> None:
+        super().__init_subclass__(**options)
+        if getattr(cls, "kind", None) not in ("gradient", "weight_delta"):
+            raise TypeError(f"{cls.__name__}: expected a class attribute kind, 'gradient' or 'weight_delta'")
 
     def __post_init__(self) -> None:
         if self.batchnorm not in ("eval", "train"):
@@ -88,12 +97,12 @@ class Protocol(ABC):
         outputs = check_batch(model, x, y, num_classes)
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
         x, y = x.detach().clone(), y.clone()
-        generator = generator if generator is not None else torch.Generator().manual_seed(_CLIENT_SEED)
+        generator = generator if generator is not None else client_generator()
         if value_range is None and bool((x >= 0).all()) and bool((x <= 1).all()):
             value_range = ValueRange()
         client = client_copy(model, self.batchnorm)
         defense = defense if defense is not None else Defense()
-        with _own_randomness(generator):
+        with own_randomness(generator):
             statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
             update, recipe = self._train(client, x, y, defense, generator)
         update = defense.protect_message(update, generator)
@@ -105,7 +114,7 @@ class Protocol(ABC):
             )
         return Observation(
             model=model,
-            messages=(Message(update=update, kind=self._kind(), batchnorm_statistics=statistics),),
+            messages=(Message(update=update, kind=self.kind, batchnorm_statistics=statistics),),
             input_shape=tuple(x.shape[1:]),
             num_classes=outputs,
             knowledge=knowledge,
@@ -125,15 +134,17 @@ class Protocol(ABC):
     ) -> tuple[Gradient, LocalTraining]:
         """The update before ``protect_message``, and the whole recipe; ``observe`` withholds what is not known."""
 
-    @abstractmethod
-    def _kind(self) -> UpdateKind: ...
-
     def _reduction(self) -> Reduction:
         return "mean"
 
 
+def client_generator() -> torch.Generator:
+    """The client's draws where the caller gives no generator; always the same."""
+    return torch.Generator().manual_seed(_CLIENT_SEED)
+
+
 @contextmanager
-def _own_randomness(generator: torch.Generator) -> Iterator[None]:
+def own_randomness(generator: torch.Generator) -> Iterator[None]:
     """For models that draw random numbers of their own: from the client's generator, leaving the global one alone."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
@@ -213,7 +224,8 @@ def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] |
         return None
     for name in layers:
         record(name)
-    with torch.no_grad():
+    # What a random model draws here must not change its training: the update is the same whoever looks at it.
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         probe(x.clone())
     return found
 

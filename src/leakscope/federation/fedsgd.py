@@ -6,6 +6,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,8 @@ from leakscope.observation import LocalTraining, Reduction, UpdateKind
 @dataclass(frozen=True, kw_only=True)
 class FedSGD(Protocol):
     """One gradient of the cross-entropy, averaged (``mean``) or added (``sum``) over the batch."""
+
+    kind: ClassVar[UpdateKind] = "gradient"
 
     reduction: Reduction = "mean"
 
@@ -30,9 +33,6 @@ class FedSGD(Protocol):
     ) -> tuple[Gradient, LocalTraining]:
         gradient = batch_gradient(client, x, y, self.reduction, defense, generator)
         return gradient, LocalTraining(epochs=1)
-
-    def _kind(self) -> UpdateKind:
-        return "gradient"
 
     def _reduction(self) -> Reduction:
         return self.reduction

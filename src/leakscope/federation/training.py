@@ -1,0 +1,222 @@
+"""Federated training over several rounds, so that an update can be attacked early or late in it.
+
+McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.federation.base import Defense, check_batch, client_copy
+from leakscope.federation.fedavg import FedAvg
+from leakscope.observation import BatchNormMode, Knowledge
+
+Client = tuple[Tensor, Tensor]
+Progress = Callable[[int, int, float], None]
+
+LOSS_CHUNK = 512
+"""The loss is measured on at most so many examples at once, which bounds memory."""
+_TOLD = 5
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingRun:
+    """``models[r]`` is what a client receives in round r; ``losses[r - 1]`` is the training loss of that model.
+
+    The loss is the mean cross-entropy over all examples of the clients that the server drew for the round.
+    """
+
+    models: Mapping[int, nn.Module] = field(repr=False)
+    losses: tuple[float, ...]
+
+    @property
+    def last(self) -> nn.Module:
+        """The model of the latest round that was asked for."""
+        return self.models[max(self.models)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedTraining:
+    """In each round some clients train from the global weights; the server subtracts the weighted mean of updates.
+
+    A client's update is the one that ``protocol.observe`` makes, defence included, and counts by its number of
+    examples. As in the protocol only trainable parameters are sent: buffers, such as the running statistics of
+    BatchNorm, stay those of the initial model. All randomness comes from the seed, the number of the round and
+    the number of the client, so a training that goes on from round r is the training in one go.
+    """
+
+    rounds: int = 10
+    clients_per_round: int = 10
+    protocol: FedAvg = field(default_factory=FedAvg)
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name in ("rounds", "clients_per_round"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if not isinstance(self.protocol, FedAvg):
+            problems.append(f"protocol: expected a FedAvg, whose updates are weights, got {self.protocol!r}")
+        if problems:
+            raise ValueError("FederatedTraining:\n  - " + "\n  - ".join(problems))
+
+    def run(
+        self,
+        model: nn.Module,
+        clients: Sequence[Client],
+        *,
+        seed: int = 0,
+        at: Sequence[int] | None = None,
+        defense: Defense | None = None,
+        progress: Progress | None = None,
+    ) -> TrainingRun:
+        """Train ``model`` on ``clients``, each a pair (x, y), and keep it as it is before each round in ``at``.
+
+        Round 1 is the initial model and ``rounds`` + 1 the model after the last round, which is also what is kept
+        if ``at`` is None. No round is run that none of ``at`` needs. ``progress`` is told (done, total, loss) after
+        each round. The caller's model and torch's global generator stay as they are.
+        """
+        wanted = self.wanted_rounds(at)
+        check_clients(model, clients, seed)
+        current, losses, kept = initial_copy(model), [], {}
+        for number in range(1, wanted[-1] + 1):
+            if number in wanted:
+                kept[number] = current
+            if number < wanted[-1]:
+                current, loss = self.play_round(current, clients, number, seed=seed, defense=defense)
+                losses.append(loss)
+                if progress is not None:
+                    progress(number, wanted[-1] - 1, loss)
+        return TrainingRun(MappingProxyType(kept), tuple(losses))
+
+    def play_round(
+        self,
+        model: nn.Module,
+        clients: Sequence[Client],
+        number: int,
+        *,
+        seed: int = 0,
+        defense: Defense | None = None,
+    ) -> tuple[nn.Module, float]:
+        """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
+        chosen = self.draw_clients(len(clients), number, seed)
+        loss = _mean_loss(model, [clients[client] for client in chosen], self.protocol.batchnorm)
+        total = sum(len(clients[client][1]) for client in chosen)
+        # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
+        mean = {
+            name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters() if p.requires_grad
+        }
+        for client in chosen:
+            x, y = clients[client]
+            try:
+                seen = self.protocol.observe(
+                    model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)
+                )
+            except ValueError as error:
+                raise ValueError(f"round {number}, client {client}: {error}") from error
+            for name, delta in seen.message.update.items():
+                mean[name] += delta.to("cpu", torch.float64) * (len(y) / total)
+        after = copy.deepcopy(model)
+        with torch.no_grad():
+            for name, p in after.named_parameters():
+                if name in mean:
+                    p.sub_(mean[name].to(p))
+        return after, loss
+
+    def draw_clients(self, count: int, number: int, seed: int = 0) -> tuple[int, ...]:
+        """The clients of round ``number`` out of ``count``, ascending; all of them where there are not enough.
+
+        >>> FederatedTraining(clients_per_round=5).draw_clients(3, number=1)
+        (0, 1, 2)
+        """
+        drawn = torch.randperm(count, generator=_generator("server", seed, number))[: self.clients_per_round]
+        return tuple(sorted(drawn.tolist()))
+
+    def wanted_rounds(self, at: Sequence[int] | None) -> tuple[int, ...]:
+        """``at`` checked, ascending and each once; the model after the last round if it is None.
+
+        >>> FederatedTraining(rounds=20).wanted_rounds([5, 1, 5]), FederatedTraining(rounds=20).wanted_rounds(None)
+        ((1, 5), (21,))
+        """
+        if at is None:
+            return (self.rounds + 1,)
+        wrong = [r for r in at if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= self.rounds + 1]
+        if wrong or not len(at):
+            raise ValueError(
+                f"at: expected at least one round from 1, the initial model, to {self.rounds + 1}, the model after "
+                f"the last round, got {', '.join(map(repr, wrong)) or 'none'}. Raise rounds for later ones."
+            )
+        return tuple(sorted(set(at)))
+
+
+def round_generator(seed: int, number: int, client: int) -> torch.Generator:
+    """What client ``client`` draws its batches from in round ``number``."""
+    return _generator("client", seed, number, client)
+
+
+def _generator(*parts: str | int) -> torch.Generator:
+    digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+def initial_copy(model: nn.Module) -> nn.Module:
+    """The model of round 1: the caller's own object is never handed on, nor are its gradients."""
+    initial = copy.deepcopy(model)
+    initial.zero_grad(set_to_none=True)
+    return initial
+
+
+def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNormMode) -> float:
+    """Mean cross-entropy over all examples, in the mode in which clients train."""
+    probe = client_copy(model, batchnorm)
+    total, count = 0.0, 0
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)  # for models that draw random numbers of their own
+        for x, y in clients:
+            # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
+            chunks = -(-len(x) // LOSS_CHUNK)
+            for inputs, labels in zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True):
+                total += float(nn.functional.cross_entropy(probe(inputs.clone()), labels, reduction="sum"))
+            count += len(x)
+    return total / count
+
+
+def check_clients(model: nn.Module, clients: Sequence[Client], seed: int) -> None:
+    """Raise one ValueError with what is wrong, before a round that runs hours later finds it."""
+    problems = []
+    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+        problems.append(f"seed: expected a whole number of at least 0, got {seed!r}")
+    if not len(clients):
+        problems.append("clients: expected at least one pair (x, y), got none")
+    outputs, kind = 0, None
+    for number, client in enumerate(clients):
+        try:
+            x, y = client
+            if not isinstance(x, Tensor) or not isinstance(y, Tensor) or len(x) == 0:
+                raise ValueError("expected a pair (x, y) of tensors with at least one example")
+            if kind != (x.shape[1:], x.dtype):
+                # The model itself need only be asked once for each kind of input.
+                outputs, kind = check_batch(model, x, y, None), (x.shape[1:], x.dtype)
+            _check_values(x, y, outputs)
+        except (TypeError, ValueError) as error:
+            said = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+            problems.append(f"client {number}: " + " ".join(said))
+    if problems:
+        more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
+        raise ValueError("federated training:\n  - " + "\n  - ".join(problems[:_TOLD] + more))
+
+
+def _check_values(x: Tensor, y: Tensor, outputs: int) -> None:
+    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
+        raise ValueError(f"y: expected int64 class numbers of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}")
+    if not bool(torch.isfinite(x).all()):
+        raise ValueError("x: has NaN or infinite values")
+    if int(y.min()) < 0 or int(y.max()) >= outputs:
+        raise ValueError(f"y: labels must lie in 0..{outputs - 1} for this model, got {int(y.min())}..{int(y.max())}")
