@@ -21,7 +21,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from leakscope.attacks import ATTACKS, FLAGS, STANDARD
-from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, Policy
+from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, Policy, TrainingSpec
 from leakscope.data import DATA
 from leakscope.defenses import DEFENSES
 from leakscope.federation import PROTOCOLS
@@ -59,6 +59,21 @@ ATTACK_SETTINGS = {
     "every": "steps between two decays",
     "squared": "squared norm instead of the plain one",
     "optimizer": "which optimiser",
+    "tv_variant": "which definition of [total variation](engine.md#priors)",
+    "beta": "where the search for the point begins: 0 the weights before, 1 those after",
+    "beta_lr": "step size of Adam for beta; 0 keeps it where it is",
+    "beta_every": "steps between two derivatives by beta",
+    "variant": "what is replayed: every step on one copy an epoch, on one copy, one step an epoch, or one gradient",
+    "agreement": "weight of what the copies must have in common",
+    "statistic": "what of an epoch's pictures must agree: their mean or their maximum",
+    "norm": "how disagreement is measured",
+    "filters": "random 3x3 filters before the statistic; 0 takes the pictures themselves",
+    "factor": "what the distance is multiplied by, at the first step and from `factor_steps` on",
+    "factor_steps": "steps from the first factor to the last",
+    "clamp": "whether pixels are kept in the valid box",
+    "checkpoint": "keep only the weights before each local step and compute the rest again: less memory",
+    "dlfa.distance": 'name of a [distance](engine.md#distances), or "layered-l2", the published one',
+    "dlfa.decay": "factor of the step size at each step",
     "linear-layer.tolerance": "relative singular value below which a direction counts as rounding noise",
 }
 
@@ -66,6 +81,10 @@ ATTACK_SETTINGS = {
 SPEC_KEYS = {
     "model": ("name or mapping", "the victim; see the keys of `model`"),
     "data": ("name or mapping", "the private examples; see the keys of `data`"),
+    "training": (
+        "mapping",
+        "federated training before the audit; see the keys of `training`; default: the model is attacked as it is",
+    ),
     "examples": (
         "whole number",
         "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far as "
@@ -102,6 +121,23 @@ DATA_KEYS = {
     "options": ("mapping", "the reader's own options"),
     "mean": ("list of numbers", "with `std`: normalise (unit value − mean) / std, one number a channel or one for all"),
     "std": ("list of numbers", "see `mean`"),
+}
+TRAINING_KEYS = {
+    "rounds": ("whole number", "the model is attacked as a client receives it in this round; 1 is the initial model"),
+    "split": (
+        "`iid`, `dirichlet` or `group`",
+        "how the data is divided: at random, with label shares from a Dirichlet, or a client a group, such as a writer",
+    ),
+    "clients": ("whole number", "how many clients; required with `iid` and `dirichlet`, not for `group`"),
+    "alpha": ("number", "with `dirichlet`, and required there: the smaller, the fewer clients share a class"),
+    "clients_per_round": (
+        "whole number",
+        "clients that the server draws each round; all of them where there are fewer",
+    ),
+    "epochs": ("whole number", "local epochs, as in [FedAvg](protocols-and-defenses.md)"),
+    "batch_size": ("whole number", "size of the local batches"),
+    "lr": ("number", "local learning rate of SGD"),
+    "seed": ("whole number", "seed of the split, of the server's draws and of the order of local batches"),
 }
 POLICY_KEYS = {
     "max_psnr": ("dB", "a reconstruction this good leaks, if it also has the lift"),
@@ -193,6 +229,10 @@ def spec_data() -> str:
     return pydantic_table(DataSpec, DATA_KEYS)
 
 
+def spec_training() -> str:
+    return pydantic_table(TrainingSpec, TRAINING_KEYS)
+
+
 def spec_policy() -> str:
     return pydantic_table(Policy, POLICY_KEYS)
 
@@ -244,6 +284,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "spec": spec,
     "spec-model": spec_model,
     "spec-data": spec_data,
+    "spec-training": spec_training,
     "spec-policy": spec_policy,
     "knowledge": knowledge,
     "protocols": protocols,

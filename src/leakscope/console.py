@@ -27,8 +27,13 @@ def audit_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
         task = view.add_task("audit", total=None)
 
         def tell(event: dict[str, Any]) -> None:
-            if event["event"] == "planned":
-                view.update(task, total=event["total"], completed=event["finished"])
+            if event["event"] == "trained":
+                text = f"training, loss {event['loss']:.3g}"
+                view.update(task, total=event["total"], completed=event["done"], description=text)
+                if not console.is_terminal:
+                    console.print(f"[round {event['done']}/{event['total']}] {text}", markup=False, highlight=False)
+            elif event["event"] == "planned":
+                view.update(task, total=event["total"], completed=event["finished"], description="audit")
                 if event["finished"]:
                     console.print(f"resuming: {event['finished']} of {event['total']} jobs are done")
             elif event["event"] == "finished":

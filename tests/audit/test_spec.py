@@ -157,6 +157,57 @@ def test_file(tmp_path: Path) -> None:
         load_spec(tmp_path / "absent.yaml")
 
 
+def test_training() -> None:
+    assert spec().training is None
+    assert spec().normalised()["training"] is None
+    checked = parse_yaml(
+        """
+        model: logistic
+        data: tiles
+        training: {rounds: 5, split: dirichlet, clients: 20, alpha: 1e-1, lr: 4e-3}
+        """
+    )
+    training = checked.training
+    assert training is not None
+    assert (training.rounds, training.clients, training.alpha, training.lr) == (5, 20, 0.1, 0.004)
+    assert (training.clients_per_round, training.epochs, training.batch_size, training.seed) == (10, 1, 10, 0)
+    told = training.describe()
+    assert told.startswith("round 5; 20 clients, split dirichlet with alpha 0.1, 10 a round; epochs 1, batch size 10")
+    assert AuditSpec.parse(checked.normalised()) == checked
+    assert "one client a group" in (spec(training={"rounds": 1, "split": "group"}).training or training).describe()
+
+
+def test_training_that_cannot_be_is_told_with_the_rest() -> None:
+    found = problems(
+        training={"rounds": 0, "split": "writer", "clients": 0, "alpha": 0, "lr": -1, "roundz": 3, "epochs": 1.5},
+        batch=0,
+    )
+    told = "\n".join(found)
+    for expected in (
+        "training.rounds: expected greater than or equal to 1, got 0",
+        "training.split: expected 'group', 'dirichlet' or 'iid', got 'writer'",
+        "training.clients: expected",
+        "training.alpha: expected greater than 0, got 0",
+        "training.lr: expected greater than 0, got -1",
+        "training.epochs: expected",
+        "training.roundz: unknown key: expected one of rounds, split",
+        "did you mean rounds",
+        "batch: expected",
+    ):
+        assert expected in told, (expected, told)
+    assert problems(training={}) == ["training.rounds: expected a value, got nothing"]
+    assert "training: expected" in problems(training=5)[0]
+    both = problems(training={"rounds": 2, "split": "group", "clients": 3, "alpha": 0.5})
+    assert both == [
+        "training: clients: expected none with split group, where each group is a client, got 3; "
+        "alpha: expected with split dirichlet only, got 0.5"
+    ]
+    assert problems(training={"rounds": 2, "split": "dirichlet"}) == [
+        "training: clients: expected how many with split dirichlet, got nothing; "
+        "alpha: expected a number with split dirichlet, got nothing"
+    ]
+
+
 def test_normalised_spec_parses_to_itself() -> None:
     plain = spec(seeds=2, defenses=["none", {"gradient-noise": {"sigma": 0.1}}]).normalised()
     assert AuditSpec.parse(plain).normalised() == plain

@@ -35,6 +35,8 @@ CASES = {
     "idlg": Case("dlg-lenet", (1, 8, 8), 40, {"iterations": 600}, {"iterations": 3}),
     "sapag": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 400}, {"iterations": 3}),
     "learn-from-gradients": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 800}, {"iterations": 3}),
+    "sme": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
+    "dlfa": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
     "linear-layer": Case("mlp", (3, 8, 8), 80, {}, {}, signal_model="mlp"),
 }
 

@@ -12,7 +12,8 @@ from leakscope.papers import PAPERS, idlg, reproduce, sampling_tolerance, verdic
 
 
 def test_every_table_is_described_and_has_the_three_scales() -> None:
-    assert {"idlg/labels", "gradients/counting"} == set(PAPERS)
+    sme = {f"sme/table{number}" for number in (1, 2, 3, 6, 7)}
+    assert {"idlg/labels", "gradients/counting", *sme} == set(PAPERS)
     for name, table in PAPERS.items():
         assert table.name == name
         assert table.title
@@ -22,7 +23,7 @@ def test_every_table_is_described_and_has_the_three_scales() -> None:
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting.*Did you mean 'idlg/labels'"):
+    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting, sme/table1.*Did you mean 'idlg/labels'"):
         reproduce("idlg/label")
     with pytest.raises(ValueError, match="smoke, small, paper"):
         reproduce("gradients/counting", scale="huge")

@@ -179,6 +179,8 @@ def _add(
         "info": {"seconds": row["seconds"], "steps": 500, "restarts": 2, "compiled": False, "device": "cpu"},
         "peak_memory_mb": 212.4,
     }
+    if job["protocol"].startswith("FedAvg") and not job["control"]:
+        row["result"]["update"] = weight_update((0.999 if job["defense"] == "none" else 0.85) - 0.002 * number)
     if built.meta["pictures"]:
         built.artifacts[key] = {"originals": original[None].clone(), "reconstructions": guess[None].clone()}
     start = 0.5 + float(torch.rand((), generator=generator))
@@ -187,6 +189,19 @@ def _add(
             [start * math.exp(-step / (60 + 20 * restart)) + noise * 0.1 for step in range(0, 500, 5)]
             for restart in range(2)
         ]
+    }
+
+
+def weight_update(best: float, at: float = 0.6, steps: int = 25, **changes: Any) -> dict[str, Any]:
+    """What a job tells of a weight update whose highest cosine is ``best``."""
+    betas = [place / 20 for place in range(21)]
+    cosines = [best - 0.05 * (beta - at) ** 2 for beta in betas]
+    shares = [0.998 - 0.02 * math.sin(step / 4) ** 2 for step in range(steps)]
+    return {
+        **{"steps": steps, "chosen": list(range(steps)), "shares": shares, "share_min": min(shares)},
+        **{"betas": betas, "cosines": cosines, "best_beta": at, "max_cosine": best, "start_cosine": cosines[0]},
+        **{"message_cosine": 1.0, "loss_before": 2.3, "loss_after": 1.9, "bound": 41.5, "bound_reason": None},
+        **{"gradient_norm": 2.0, "lipschitz": 1.5, "smoothness": 3.0, **changes},
     }
 
 

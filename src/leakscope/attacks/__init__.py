@@ -17,6 +17,7 @@ from leakscope.attacks.base import (
     Progress,
     Reconstruction,
 )
+from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
 from leakscope.attacks.gradient_matching import GradientMatching
 from leakscope.attacks.idlg import IDLG
@@ -24,6 +25,7 @@ from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
 from leakscope.attacks.linear_layer import LinearLayer
 from leakscope.attacks.sapag import SAPAG
+from leakscope.attacks.sme import SME
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,24 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
         "closed form for a first linear layer: one input exactly, the span of a batch",
         "Phong et al., 2018; Geiping et al., 2020",
     ),
+    AttackEntry(
+        "sme",
+        SME,
+        "match a weight update by one gradient at a searched point between both ends; needs no recipe",
+        "Zhu, Yao, Blaschko, Surrogate Model Extension, ICML 2023",
+    ),
+    AttackEntry(
+        "dlfa",
+        DLFA,
+        "replay every local step of a weight update, one copy of the examples an epoch",
+        "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022",
+    ),
 )
 
 #: What ``attacks="standard"`` runs: the strongest of each kind; those that do not apply to a model say so.
 STANDARD: tuple[str, ...] = ("inverting-gradients", "idlg", "linear-layer")
+#: ... and besides where clients send weight updates of local training.
+STANDARD_WEIGHT_UPDATES: tuple[str, ...] = ("sme",)
 
 
 def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Attack:
@@ -101,11 +117,14 @@ def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Atta
 
 __all__ = [
     "ATTACKS",
+    "DLFA",
     "DLG",
     "FLAGS",
     "IDLG",
     "SAPAG",
+    "SME",
     "STANDARD",
+    "STANDARD_WEIGHT_UPDATES",
     "Attack",
     "AttackEntry",
     "GradientMatching",

@@ -25,6 +25,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
         "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
         "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
+        "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than plain "
+        "gradient descent); the update was taken for one gradient.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
     }
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
 from leakscope.labels import mean_gradient_scale, recover_labels
-from leakscope.matching import Matcher, SingleGradient, Victim
+from leakscope.matching import Matcher, Victim
 from leakscope.observation import Observation
 
 
@@ -45,31 +45,47 @@ class GradientMatching(Attack):
         matcher = self.matcher(observation)
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
+        if targets is not None and method != "known" and matcher.simulation.imitates == "weight_delta":
+            # Sorted labels would fill whole batches with one class, as no client that shuffles does.
+            targets = targets[torch.randperm(examples, generator=generator).to(targets.device)]
+        copies = self.copies(observation)
         match = matcher.run(
             Victim.of(observation),
             self._observed(observation, matcher),
-            shape=(examples, *observation.input_shape),
+            shape=(copies * examples, *observation.input_shape),
             box=observation.value_range,
-            targets=targets,
+            targets=None if targets is None else targets.repeat(copies),
             num_classes=observation.num_classes,
             generator=generator,
             progress=progress,
         )
-        labels = targets if match.label_logits is None else match.label_logits.argmax(1)
+        labels = targets if match.label_logits is None else match.label_logits.argmax(1)[:examples]
         return Reconstruction(
-            inputs=match.inputs,
+            inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
             labels=labels,
             scores=torch.full((examples,), match.objective),
             history={"objective": match.curves},
-            flags=(*match.flags, *flags),
+            flags=(*match.flags, *flags, *self.cautions(observation)),
             notes=notes,
-            info={**match.info, "distance": match.distance, "labels": method},
+            info={**match.info, "distance": match.distance, "labels": method, **match.numbers},
         )
+
+    def cautions(self, observation: Observation) -> tuple[str, ...]:
+        """Flags that follow from what is known before the search."""
+        return ()
+
+    def copies(self, observation: Observation) -> int:
+        """How many pictures of each example are searched."""
+        return 1
+
+    def merge(self, pictures: Tensor) -> Tensor:
+        """One picture of each example from (copies, examples, ...)."""
+        return pictures[0]
 
     def _observed(self, observation: Observation, matcher: Matcher) -> dict[str, Tensor]:
         """The update in the units of what is simulated: a weight difference taken for one gradient loses its scale."""
         update = dict(observation.message.update)
-        if observation.message.kind == "gradient" or not isinstance(matcher.simulation, SingleGradient):
+        if observation.message.kind == matcher.simulation.imitates:
             return update
         scale, why = mean_gradient_scale(observation)
         if scale is None:
@@ -90,3 +106,10 @@ class GradientMatching(Attack):
             return None, ("labels uncertain",), (f"labels optimised along, for they cannot be read: {error}",), "joint"
         flags = () if found.exact else ("labels uncertain",)
         return found.labels, flags, found.notes, found.method
+
+
+def can_replay(observation: Observation) -> bool:
+    """Whether the client's local steps can be simulated: recipe known, and plain gradient descent."""
+    facts = observation.training
+    known = None not in (observation.num_examples, facts.epochs, facts.batch_size, facts.learning_rate)
+    return known and facts.optimizer in (None, "sgd") and not facts.momentum

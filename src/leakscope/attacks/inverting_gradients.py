@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.gradient_matching import GradientMatching, can_replay
 from leakscope.matching import (
     Adam,
     BatchNormStatistics,
@@ -106,14 +106,20 @@ class InvertingGradients(GradientMatching):
             compile=self.compile,
         )
 
+    def cautions(self, observation: Observation) -> tuple[str, ...]:
+        blind = observation.message.kind == "weight_delta" and self.update == "auto" and not can_replay(observation)
+        return ("steps not simulated",) if blind else ()
+
     def _simulation(self, observation: Observation) -> SingleGradient | UnrolledSteps:
         facts = observation.training
         examples = observation.num_examples
         if observation.message.kind == "gradient" or self.update == "gradient":
             return SingleGradient()
-        if examples is None or facts.epochs is None or facts.batch_size is None or facts.learning_rate is None:
+        if self.update == "auto" and not can_replay(observation):
             return SingleGradient()
-        if self.update == "auto" and (facts.optimizer not in (None, "sgd") or facts.momentum):
-            return SingleGradient()
+        assert examples  # this and the rest: ``can_replay`` or ``missing`` saw to it
+        assert facts.epochs
+        assert facts.batch_size
+        assert facts.learning_rate
         order = facts.batch_order or steps_in_order(examples, facts.batch_size, facts.epochs)
         return UnrolledSteps(facts.learning_rate, order)

@@ -22,6 +22,7 @@ from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.store import Row
+from leakscope.audit.trajectory import describe_update
 from leakscope.metrics import evaluate
 from leakscope.observation import Observation
 
@@ -53,7 +54,8 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     started = time.perf_counter()
     memory = PeakMemory()
     try:
-        result, tensors, history = _measure(setup, job, progress)
+        observation = _observe(setup, job)
+        result, tensors, history = _measure(setup, job, observation, progress)
     except (MissingKnowledge, NotApplicable) as error:
         seconds = time.perf_counter() - started
         return Outcome("refused", error=f"{type(error).__name__}: {error}", seconds=seconds)
@@ -61,7 +63,11 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
         seconds = time.perf_counter() - started
         return Outcome("failed", error=failure_text(error), seconds=seconds)
     result["peak_memory_mb"] = memory.megabytes()
-    return Outcome("done", result, None, time.perf_counter() - started, tensors, history)
+    seconds = time.perf_counter() - started
+    # After time and memory are read, for it is no part of the attack.
+    if not job.control and all(message.kind == "weight_delta" for message in observation.messages):
+        result["update"] = _describe_update(setup, job, observation)
+    return Outcome("done", result, None, seconds, tensors, history)
 
 
 def failure_text(error: BaseException) -> str:
@@ -88,20 +94,42 @@ def null_update(observation: Observation, generator: torch.Generator) -> Observa
     return dataclasses.replace(observation, messages=tuple(messages))
 
 
-def _measure(
-    setup: Setup, job: Job, progress: Advance | None
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+def _observe(setup: Setup, job: Job) -> Observation:
+    """What the adversary of this job sees: noise in place of the update if it is a control."""
     spec = setup.spec
-    attack = spec.attacks[job.attack].instance
-    defense = Part(name="none") if job.defense is None else spec.defenses[job.defense]
     x, y = setup.batch(job.batch)
-    box = setup.data.value_range
-    originals = box.to_unit(x).float().clamp(0, 1)
-    client = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
-    observation = observe(_prepared(setup, attack), spec.protocols[job.protocol], defense, x, y, client)
+    sent = _prepared(setup, spec.attacks[job.attack].instance)
+    observation: Observation = observe(sent, spec.protocols[job.protocol], _defense(setup, job), x, y, _client(job))
     if job.control:
         noise = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control"))
         observation = null_update(observation, noise)
+    return observation
+
+
+def _defense(setup: Setup, job: Job) -> Part:
+    return Part(name="none") if job.defense is None else setup.spec.defenses[job.defense]
+
+
+def _client(job: Job) -> torch.Generator:
+    """The client's draws, from the beginning."""
+    return torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
+
+
+def _describe_update(setup: Setup, job: Job, observation: Observation) -> dict[str, Any]:
+    protocol, defense = setup.spec.protocols[job.protocol].instance, _defense(setup, job).instance
+    x, y = setup.batch(job.batch)
+    # The observation's model is the one the client was sent.
+    return describe_update(protocol, observation.model, x, y, defense, _client(job), observation)
+
+
+def _measure(
+    setup: Setup, job: Job, observation: Observation, progress: Advance | None
+) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+    spec = setup.spec
+    attack = spec.attacks[job.attack].instance
+    x, y = setup.batch(job.batch)
+    box = setup.data.value_range
+    originals = box.to_unit(x).float().clamp(0, 1)
     found = attack(
         observation,
         seed=derived_seed(job.seed, job.batch, "attack"),

@@ -58,10 +58,12 @@ def attack_part(value: Any) -> Part:
     return _part(value, {name: entry.cls for name, entry in ATTACKS.items()}, None, "attack")
 
 
-def standard_attacks() -> list[str]:
-    from leakscope.attacks import STANDARD
+def standard_attacks(protocols: Iterable[Part]) -> list[str]:
+    """The attacks that "standard" means for these protocols."""
+    from leakscope.attacks import STANDARD, STANDARD_WEIGHT_UPDATES
 
-    return list(STANDARD)
+    trained = any(part.instance.kind == "weight_delta" for part in protocols)
+    return [*STANDARD, *(STANDARD_WEIGHT_UPDATES if trained else ())]
 
 
 def model_names() -> list[str]:

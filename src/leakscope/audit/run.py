@@ -16,7 +16,7 @@ import torch
 
 from leakscope import __version__
 from leakscope.audit.executors import default_workers, pack, run_processes, run_serial
-from leakscope.audit.job import Outcome
+from leakscope.audit.job import Outcome, plain
 from leakscope.audit.plan import Job, content_hash, describe, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, SpecError, load_spec
@@ -81,8 +81,8 @@ def audit(
 
     ``model`` may be a torch module, ``data`` a pair (x, y) of tensors, and protocols, defences and attacks
     their objects. ``value_range`` is the box of valid inputs of such a pair, ``num_classes`` its number of
-    classes. The remaining ``settings`` are those of a spec: examples, batch, policy, executor, ... Rows are
-    kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
+    classes. The remaining ``settings`` are those of a spec: training, examples, batch, policy, executor, ...
+    Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
     result.
     """
     if protocol is not None and protocols is not None:
@@ -108,12 +108,18 @@ def run_spec(
 ) -> Audit:
     """Run a spec (checked, a mapping, or a YAML file's path) in the folder ``out``, resuming what is there.
 
-    ``progress`` is told of events: {"event": "planned", "total", "finished"}, then for each job
+    ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
+    after each round; then {"event": "planned", "total", "finished"}, and for each job
     {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
     "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store.
     """
     checked = load_spec(spec)
-    setup = build_setup(checked)
+
+    def trained(done: int, total: int, loss: float) -> None:
+        if progress is not None:
+            progress({"event": "trained", "done": done, "total": total, "loss": loss})
+
+    setup = build_setup(checked, trained)
     rehearse(setup)
     jobs = make_plan(setup)
     if checked.executor == "processes":
@@ -183,6 +189,8 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
             "parameters": sum(p.numel() for p in setup.model.parameters()),
             "repr": repr(setup.model),
             "fingerprint": setup.model_fingerprint,
+            "training": None if spec.training is None else spec.training.describe(),
+            "training_losses": plain(setup.training_losses),
         },
         "data": {
             "name": data.name,

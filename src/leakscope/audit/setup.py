@@ -6,8 +6,10 @@ The same function serves the parent and the worker processes, which rebuild ever
 from __future__ import annotations
 
 import copy
+import dataclasses
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.parts import Part, lines, without_addresses
-from leakscope.audit.spec import AuditSpec, SpecError
-from leakscope.data import DATA, Examples, load_data
+from leakscope.audit.spec import AuditSpec, SpecError, TrainingSpec
+from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
+from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
 from leakscope.observation import Knowledge
+
+Rounds = Callable[[int, int, float], None]
 
 DEFAULT_EXAMPLES = 8
 MAX_CANDIDATES = 1000
@@ -42,6 +47,7 @@ class Setup:
     data_fingerprint: str
     candidates_fingerprint: str
     lpips_fingerprint: str | None
+    training_losses: tuple[float, ...] = ()
 
     @property
     def pictures(self) -> bool:
@@ -51,13 +57,20 @@ class Setup:
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Inputs in the model's precision, and labels."""
-        examples = self.data.subset(torch.tensor(self.batches[number]))
+        return self.inputs(torch.tensor(self.batches[number]))
+
+    def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """These examples as the model reads them, and their labels."""
+        examples = self.data.subset(rows)
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
         return examples.x.to(dtype), examples.y
 
 
-def build_setup(spec: AuditSpec) -> Setup:
-    """Load and build what ``spec`` names; SpecError with everything that cannot be."""
+def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
+    """Load, build and train what ``spec`` names; SpecError with everything that cannot be.
+
+    ``progress`` is told (done, total, loss) after each round of training.
+    """
     problems: list[str] = []
     data = _attempt("data", problems, lambda: _load(spec))
     model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))
@@ -65,10 +78,14 @@ def build_setup(spec: AuditSpec) -> Setup:
     lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
     lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
     _attempt("device", problems, lambda: _device(spec.device))
+    asked = spec.training
+    clients = None
+    if data is not None and asked is not None:
+        clients = _attempt("training", problems, lambda: _clients(asked, data))
     if problems or data is None or model is None or batches is None:
         raise SpecError(problems)
     candidates = data.value_range.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
-    return Setup(
+    setup = Setup(
         spec=spec,
         model=model,
         data=data,
@@ -81,6 +98,60 @@ def build_setup(spec: AuditSpec) -> Setup:
         candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(lpips_file.read_bytes()).hexdigest(),
     )
+    return setup if asked is None or clients is None else _trained(setup, asked, clients, progress)
+
+
+def _clients(asked: TrainingSpec, data: Examples) -> list[Tensor]:
+    """The rows of each client that trains the model. Only groups go without a number, only Dirichlet has an alpha."""
+    if asked.clients is None:
+        return split_by_group(data)
+    generator = torch.Generator().manual_seed(asked.seed)
+    if asked.alpha is not None:
+        return split_dirichlet(data.y, asked.clients, asked.alpha, generator)
+    return split_iid(len(data), asked.clients, generator)
+
+
+def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress: Rounds | None) -> Setup:
+    """The set-up with the model that a client receives in the round asked for."""
+    rehearse(setup)  # what is wrong with a protocol or a defence is told before the training, not after it
+    training = FederatedTraining(
+        rounds=asked.rounds,
+        clients_per_round=asked.clients_per_round,
+        protocol=FedAvg(epochs=asked.epochs, batch_size=asked.batch_size, lr=asked.lr),
+    )
+    problems: list[str] = []
+    with _threads(setup.spec.threads):
+        run = _attempt(
+            "training",
+            problems,
+            lambda: cached_training(
+                training,
+                setup.model,
+                [setup.inputs(rows) for rows in clients],
+                seed=asked.seed,
+                at=[asked.rounds],
+                progress=progress,
+            ),
+        )
+    if problems:
+        raise SpecError(problems)
+    return dataclasses.replace(
+        setup,
+        model=run.last,
+        model_fingerprint=model_fingerprint(run.last, _probe(setup.data)),
+        training_losses=run.losses,
+    )
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """As many threads as in a worker process, so that parent and worker train the same model to the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def rehearse(setup: Setup) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
@@ -70,6 +70,32 @@ class DataSpec(_Strict):
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
+class TrainingSpec(_Strict):
+    """Federated training on the audit's data before the audit: the model is attacked as it is in round ``rounds``."""
+
+    rounds: Annotated[int, Field(ge=1)]
+    split: Literal["group", "dirichlet", "iid"] = "iid"
+    clients: Annotated[int, Field(ge=1)] | None = None
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    clients_per_round: Annotated[int, Field(ge=1)] = 10
+    epochs: Annotated[int, Field(ge=1)] = 1
+    batch_size: Annotated[int, Field(ge=1)] = 10
+    lr: Annotated[float, Field(gt=0)] = 0.01
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+
+    def describe(self) -> str:
+        """In one line, for reports.
+
+        >>> TrainingSpec(rounds=5, clients=20).describe()
+        'round 5; 20 clients, split iid, 10 a round; epochs 1, batch size 10, learning rate 0.01; seed 0'
+        """
+        clients = "one client a group" if self.clients is None else f"{self.clients} clients"
+        split = self.split if self.alpha is None else f"{self.split} with alpha {self.alpha:g}"
+        drawn = f"{clients}, split {split}, {self.clients_per_round} a round"
+        local = f"epochs {self.epochs}, batch size {self.batch_size}, learning rate {self.lr:g}"
+        return f"round {self.rounds}; {drawn}; {local}; seed {self.seed}"
+
+
 def _model(value: Any) -> Any:
     if isinstance(value, str):
         return {"name": value}
@@ -107,14 +133,34 @@ def _known_data(data: DataSpec) -> DataSpec:
     return data.model_copy(update={"name": find_name(data.name, parts.data_names())})
 
 
+def _whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
+    if training is None:
+        return None
+    problems = []
+    if training.split == "group" and training.clients is not None:
+        problems.append(
+            f"clients: expected none with split group, where each group is a client, got {training.clients}"
+        )
+    if training.split != "group" and training.clients is None:
+        problems.append(f"clients: expected how many with split {training.split}, got nothing")
+    if training.split == "dirichlet" and training.alpha is None:
+        problems.append("alpha: expected a number with split dirichlet, got nothing")
+    if training.split != "dirichlet" and training.alpha is not None:
+        problems.append(f"alpha: expected with split dirichlet only, got {training.alpha}")
+    if problems:
+        raise ValueError("\n".join(problems))
+    return training
+
+
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _attacks(value: Any) -> Any:
+def _attacks(value: Any, info: ValidationInfo) -> Any:
+    protocols = info.data.get("protocols", [])  # absent where they are wrong, which is told anyway
     wanted: list[Any] = []
     for item in _listed(value):
-        wanted += parts.standard_attacks() if item == "standard" else [item]
+        wanted += parts.standard_attacks(protocols) if item == "standard" else [item]
     return wanted
 
 
@@ -159,6 +205,7 @@ class AuditSpec(_Strict):
 
     model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_known_model)]
     data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_known_data)]
+    training: Annotated[TrainingSpec | None, AfterValidator(_whole_training)] = None
     examples: _Positive | None = None
     batch: _Positive = 1
     protocols: Annotated[list[_Protocol], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(
@@ -276,4 +323,4 @@ def _line(error: ErrorDetails) -> str:
     return f"{where}: {message[0].lower()}{message[1:]}, got {got!r}"
 
 
-_NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "policy": Policy}
+_NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec, "policy": Policy}

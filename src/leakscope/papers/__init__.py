@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from leakscope.papers import counting, idlg
+from leakscope.papers import counting, idlg, sme
 from leakscope.papers.base import PaperTable, Progress, Reproduction, Row, sampling_tolerance, verdict
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "verdict",
 ]
 
-PAPERS: Mapping[str, PaperTable] = MappingProxyType({table.name: table for table in (idlg.TABLE, counting.TABLE)})
+PAPERS: Mapping[str, PaperTable] = MappingProxyType(
+    {table.name: table for table in (idlg.TABLE, counting.TABLE, *sme.TABLES)}
+)
 
 
 def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None, *, seed: int = 0) -> Reproduction:
@@ -33,8 +35,8 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
 
     A row's verdict is "matches" if the published number lies in the bootstrap interval of ours or within a tolerance of
     it (for shares, two standard errors of the published one at our number of examples), otherwise "above" or "below":
-    where ours lies. A row whose data is not there is "not run" and says why; ValueError where no row could be run. The
-    same seed gives the same rows.
+    where ours lies; it is "measured" where there is no published number to compare with. A row whose data is not there
+    is "not run" and says why; ValueError where no row could be run. The same seed gives the same rows.
     """
     if name not in PAPERS:
         near = difflib.get_close_matches(str(name), PAPERS, n=1)

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from leakscope.metrics import interval
+
 Progress = Callable[[int, int, float], None]
-Verdict = Literal["matches", "above", "below", "not run"]
+Verdict = Literal["matches", "above", "below", "measured", "not run"]
 
 
 @dataclass(frozen=True)
 class Row:
     """One published number beside ours; ``measured`` and ``interval`` are None where it was not run.
 
+    ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none;
+    ours stands alone there.
+
     ``interval`` is the 95 % bootstrap interval of the measured mean over ``count`` examples.
     """
 
     setting: str
     measure: str
-    published: float
+    published: float | None
     measured: float | None
     interval: tuple[float, float] | None
     count: int
@@ -61,6 +66,16 @@ class PaperTable:
     run: Callable[[str, int, Progress | None], list[Row]] = field(repr=False)
 
 
+def measured_row(
+    setting: str, measure: str, published: float | None, values: Sequence[float], note: str = "", tolerance: float = 0.0
+) -> Row:
+    """The row of ``values``: their mean, its interval, and the verdict against the published number where it exists."""
+    mean = sum(values) / len(values)
+    spread = interval(values)
+    found: Verdict = "measured" if published is None else verdict(published, mean, spread, tolerance)
+    return Row(setting, measure, published, mean, spread, len(values), found, note)
+
+
 def verdict(published: float, measured: float, interval: tuple[float, float], tolerance: float = 0.0) -> Verdict:
     """ "matches" if the published number lies in the interval or within ``tolerance`` of ours; else which side ours is.
 
@@ -90,6 +105,6 @@ def sampling_tolerance(published: float, count: int) -> float:
     return 200 * math.sqrt(share * (1 - share) / count)
 
 
-def not_run(setting: str, measure: str, published: float, reason: str) -> Row:
+def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
     """The row of a published number that could not be measured here."""
     return Row(setting, measure, published, None, None, 0, "not run", f"not run: {reason}")

@@ -20,9 +20,8 @@ from leakscope.attacks import DLG
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedSGD
 from leakscope.labels import find_head, idlg_label
-from leakscope.metrics import interval
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, not_run, sampling_tolerance, verdict
+from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run, sampling_tolerance
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -72,7 +71,15 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
             if progress is not None:
                 progress(done, total, sum(hits["DLG"]) / len(hits["DLG"]))
         rows += [
-            _row(f"{title}, {method}", value, hits[method], _note(method, size)) for method, value in published.items()
+            measured_row(
+                f"{title}, {method}",
+                MEASURE,
+                value,
+                hits[method],
+                _note(method, size),
+                sampling_tolerance(value, len(hits[method])),
+            )
+            for method, value in published.items()
         ]
     return rows
 
@@ -98,14 +105,6 @@ def _load(name: str | None) -> Examples | str:
         return load_data(name, split="test")
     except ValueError as error:
         return str(error)
-
-
-def _row(setting: str, published: float, values: list[float], note: str) -> Row:
-    measured = sum(values) / len(values)
-    spread = interval(values)
-    tolerance = sampling_tolerance(published, len(values))
-    found = verdict(published, measured, spread, tolerance)
-    return Row(setting, MEASURE, published, measured, spread, len(values), found, note)
 
 
 def _note(method: str, size: Scale) -> str:

@@ -26,6 +26,7 @@ from leakscope.observation_files import atomic_write
 from leakscope.report import sections, words
 from leakscope.report.gallery import Gallery
 from leakscope.report.measures import measures_section
+from leakscope.report.weight_updates import updates_section
 
 HEADLINES = {
     "leaks": (
@@ -115,6 +116,7 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
         "all_measures": measures_section(summarise(rows, meta["policy"]), settings),
         "charts": sections.charts(settings, words.number(meta["policy"].get("max_psnr"))),
         "gallery": gallery.section(verdict, settings),
+        "updates": updates_section(rows, settings),
         "curves": sections.curves_section(store, rows, settings),
         "jobs": sections.jobs_section(rows, settings, meta["data"]),
         "flags": sections.flags_section(verdict, rows),
@@ -212,6 +214,8 @@ def _facts(meta: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
     if isinstance(names, list):
         text = ", ".join(str(name) for name in names[:20])
         facts.append(("Class names", text + (", …" if len(names) > 20 else "")))
+    if model.get("training"):
+        facts.append(("Training", str(model["training"])))
     return facts
 
 

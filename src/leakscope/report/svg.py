@@ -29,6 +29,16 @@ class DotRow:
     points: tuple[float, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """One line of a plot, with one place on it marked if it has one; NaN where there is nothing to draw."""
+
+    name: str
+    points: tuple[tuple[float, float], ...]
+    mark: tuple[float, float] | None = None
+    mark_name: str = ""
+
+
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About ``count`` round numbers that span ``low`` to ``high``.
 
@@ -181,6 +191,76 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
         f"recorded step · {scale} scale</text></svg>"
     )
     return Markup("".join(out))
+
+
+def line_plot(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    identity: str,
+    x_label: str,
+    y_label: str,
+    x_range: tuple[float, float],
+    floors: Sequence[float],
+    whole: bool = False,
+) -> Markup:
+    """Values of at most 1 along an axis; the other axis starts at the first of the ``floors`` below them all.
+
+    With ``whole`` only whole numbers are written along the axis.
+    """
+    width, height, left, right, top, bottom = 360, 214, 44, 14, 28, 168
+    drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
+    values = [b for points in drawn for _, b in points]
+    out = [_open(identity, width, height, title, " ".join(_told(line) for line in lines))]
+    if not values:
+        out.append(f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>')
+        return Markup("".join(out))
+    low, high = next((floor for floor in floors if floor <= min(values)), floors[-1]), 1.0
+    start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
+
+    def x(value: float) -> float:
+        return left + (min(max(value, start), end) - start) / (end - start) * (width - left - right)
+
+    def y(value: float) -> float:
+        return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - top)
+
+    for tick in ticks(low, high, 4):
+        out.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
+        out.append(f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    for tick in ticks(start, end, 5):
+        if not whole or tick == round(tick):
+            out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
+    for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
+        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
+        out.append(f'<g class="curve c{place % 6}"><title>{escape(_told(line))}</title><polyline points="{path}"/>')
+        # A line of one point is invisible, so it is marked itself.
+        marked = [line.mark] if line.mark is not None else points if len(points) == 1 else []
+        for a, b in marked:
+            if math.isfinite(a) and math.isfinite(b):
+                out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>')
+                if len(lines) == 1 and line.mark_name:
+                    anchor = "start" if x(a) < width * 0.4 else "end" if x(a) > width * 0.7 else "middle"
+                    above = y(b) > (top + bottom) / 2
+                    out.append(
+                        f'<text class="label" x="{x(a):.1f}" y="{y(b) + (-12 if above else 22):.1f}" '
+                        f'text-anchor="{anchor}">{escape(line.mark_name)}</text>'
+                    )
+        out.append("</g>")
+    middle = (left + width - right) / 2
+    out.append(f'<text class="axis" x="{left - 30}" y="14">{escape(y_label)}</text>')
+    out.append(f'<text class="axis" x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    return Markup("".join(out) + "</svg>")
+
+
+def _told(line: Line) -> str:
+    """What one line shows, in words.
+
+    >>> _told(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
+    'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
+    """
+    values = [b for _, b in line.points if math.isfinite(b)]
+    text = f"from {values[0]:.3g} to {values[-1]:.3g}" if values else "nothing finite"
+    return f"{line.name}: {text}" + (f", highest {line.mark_name}." if line.mark_name else ".")
 
 
 def signal_pair(

@@ -1,0 +1,172 @@
+"""What many local steps hide of an update: the truth's side of it, for the report and never for an attack.
+
+See :mod:`leakscope.limits.surrogate` for what the numbers mean. All gradients are of the mean loss on the client's
+whole data, in the mode of the model that the protocol uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.federation import Defense, FedAvg, Protocol
+from leakscope.federation.base import batch_gradient, client_copy, own_randomness
+from leakscope.federation.trajectory import Trajectory
+from leakscope.limits import cosine_profile, drift_bound, leading_shares
+from leakscope.observation import Observation
+
+MAX_STEPS = 50
+MIN_STEPS = 3
+#: Entries of all gradients (and again of all weights) held at a time: 200 MB each in float32.
+MAX_ENTRIES = 50_000_000
+
+Weights = Mapping[str, Tensor]
+
+
+def describe_update(
+    protocol: Protocol,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    defense: Defense | None,
+    generator: torch.Generator,
+    observation: Observation,
+) -> dict[str, Any]:
+    """Whether the observed weight update could pass for one gradient; plain JSON values, or only a ``reason``.
+
+    ``generator`` must stand where the one of the observation stood: the training is repeated. The segment runs along
+    the update as it was sent, which is all that an attack has; ``message_cosine`` is its cosine with what the training
+    did, below 1 only where a defence changed the message. Losses, shares and the bound are those of the training.
+    """
+    try:
+        return _describe(protocol, model, x, y, defense, generator, observation)
+    except Exception as error:  # noqa: BLE001 - the attack's result is worth keeping whatever goes wrong here
+        return {"reason": f"{type(error).__name__}: {error}"}
+
+
+def _describe(
+    protocol: Protocol,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    defense: Defense | None,
+    generator: torch.Generator,
+    observation: Observation,
+) -> dict[str, Any]:
+    message = observation.message
+    if message.kind != "weight_delta":
+        return {"reason": f"the message is a {message.kind}, not a weight update"}
+    if not isinstance(protocol, FedAvg):
+        return {"reason": f"{type(protocol).__name__} does not tell the steps of its training"}
+    size = sum(value.numel() for value in message.update.values())
+    limit = max(MIN_STEPS, min(MAX_STEPS, MAX_ENTRIES // size))
+    path = protocol.trajectory(model, x, y, defense, generator, limit=limit)
+    client = _Client(protocol, model, x, y)
+    start = path.weights[0]
+    shares, constants = _along(path, client)
+    trained = {name: start[name] - path.after[name] for name in start}
+    known = {
+        "steps": path.steps,
+        "chosen": list(path.kept),
+        "shares": shares,
+        "share_min": min(shares),
+        "loss_before": _finite(client.loss(start)),
+        "loss_after": _finite(client.loss(path.after)),
+        "message_cosine": _finite(_cosine(message.update, trained)),
+        **constants,
+    }
+    profile = cosine_profile(
+        message.update,
+        lambda beta: client.gradient({name: start[name] - beta * value for name, value in message.update.items()}),
+    )
+    bound, why = _bound(protocol, path, known)
+    return {
+        **known,
+        "betas": list(profile.betas),
+        "cosines": [_finite(value) for value in profile.cosines],
+        "best_beta": _finite(profile.best_beta),
+        "max_cosine": _finite(profile.best_cosine),
+        "start_cosine": _finite(profile.cosines[0]),
+        "bound": bound,
+        "bound_reason": why,
+    }
+
+
+class _Client:
+    """Loss and gradient of the client's whole data at any weights; random models draw the same each time."""
+
+    def __init__(self, protocol: FedAvg, model: nn.Module, x: Tensor, y: Tensor) -> None:
+        self._model = client_copy(model, protocol.batchnorm)
+        self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
+        self._x, self._y = x.detach(), y
+
+    def gradient(self, weights: Weights) -> dict[str, Tensor]:
+        self._load(weights)
+        draws = torch.Generator().manual_seed(0)
+        with own_randomness(draws):
+            return batch_gradient(self._model, self._x, self._y, "mean", Defense(), draws)
+
+    def loss(self, weights: Weights) -> float:
+        self._load(weights)
+        with torch.no_grad(), own_randomness(torch.Generator().manual_seed(0)):
+            return float(nn.functional.cross_entropy(self._model(self._x.clone()), self._y))
+
+    def _load(self, weights: Weights) -> None:
+        with torch.no_grad():
+            for name, p in self._trained.items():
+                p.copy_(weights[name])
+
+
+def _along(path: Trajectory, client: _Client) -> tuple[list[float], dict[str, float | None]]:
+    """The share of each kept step's gradient in the two leading directions, and the constants of the bound."""
+    places = (*path.weights, path.after)
+    size = sum(value.numel() for value in path.after.values())
+    rows = next(iter(path.after.values())).new_empty(len(places), size)
+    for row, weights in zip(rows, places, strict=True):
+        torch.cat([value.flatten() for value in client.gradient(weights).values()], out=row)
+    smoothness = 0.0
+    for number, (one, other) in enumerate(pairwise(places)):
+        moved = math.sqrt(sum(_norm(value - other[name]) ** 2 for name, value in one.items()))
+        if moved > 0:
+            smoothness = max(smoothness, _norm(rows[number] - rows[number + 1]) / moved)
+    # The weights at the end give one more secant, but no step started there.
+    shares: list[float] = leading_shares(rows[:-1]).tolist()
+    longest = max(_norm(row) for row in rows)
+    found = {"gradient_norm": max(longest, *path.norms), "lipschitz": longest, "smoothness": smoothness}
+    return shares, {name: _finite(value) for name, value in found.items()}
+
+
+def _bound(protocol: FedAvg, path: Trajectory, known: Mapping[str, Any]) -> tuple[float | None, str | None]:
+    """Theorem 4.3 with the constants seen on the way, or why there is none."""
+    if protocol.optimizer != "sgd" or protocol.momentum:
+        used = protocol.optimizer + (f" with momentum {protocol.momentum:g}" if protocol.momentum else "")
+        return None, f"the bound assumes plain SGD, and this client uses {used}"
+    names = ("gradient_norm", "lipschitz", "smoothness", "loss_before", "loss_after")
+    constants = {name: known[name] for name in names}
+    if None in constants.values():
+        return None, "a loss or a gradient on the way is not finite"
+    bound = drift_bound(learning_rate=protocol.lr, steps=path.steps, **constants)
+    if math.isfinite(bound):
+        return bound, None
+    if known["loss_before"] <= known["loss_after"]:
+        return None, "the loss did not fall"
+    return None, "the learning rate times the smoothness of the loss is 2 or more"
+
+
+def _cosine(one: Weights, other: Weights) -> float:
+    product = sum(float((value.double() * other[name].double()).sum()) for name, value in one.items())
+    lengths = [math.sqrt(sum(_norm(value) ** 2 for value in each.values())) for each in (one, other)]
+    return min(1.0, max(-1.0, product / math.prod(lengths))) if all(lengths) else math.nan
+
+
+def _norm(value: Tensor) -> float:
+    return float(torch.linalg.vector_norm(value, dtype=torch.float64))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,358 @@
+"""Tables 1, 2, 3, 6 and 7 of "Surrogate Model Extension (SME)" (Zhu, Yao, Blaschko, ICML 2023).
+
+A client holds N images (FEMNIST: the first N of one writer; CIFAR-100: N drawn at random), trains the paper's network
+from PyTorch's initial weights for E epochs of plain SGD with batches of B, and sends the difference of weights; labels
+are known. IG and SME run with the published settings (``SME.preset``), "SME, defaults" and DLFA with this package's.
+PSNR is the mean over a client's images after assignment, in [0, 1] space; intervals are over clients.
+
+The paper's networks started from JAX's initial weights. Cells whose published number is not at hand are measured alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks import DLFA, SME, Attack
+from leakscope.audit.job import PeakMemory
+from leakscope.audit.trajectory import describe_update
+from leakscope.data import Examples, load_data, split_by_group
+from leakscope.federation import FedAvg, FederatedTraining, cached_training
+from leakscope.metrics import assign, psnr
+from leakscope.models import build_model
+from leakscope.observation import Knowledge, Observation, ValueRange
+from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run
+
+PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
+BOXES: Mapping[str, ValueRange] = MappingProxyType(
+    {
+        "femnist": ValueRange.normalised((0.96424,), (0.15768,)),
+        "cifar100": ValueRange.normalised((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+    }
+)
+MODELS = MappingProxyType({"femnist": "femnist-cnn", "cifar100": "cifar-cnn"})
+#: Every label is known, the order of visits is not.
+KNOWLEDGE = dataclasses.replace(Knowledge.honest_server, labels="yes")
+WRITER_IMAGES = 50
+#: At the smallest scale every search is cut to so many steps: it shows that the table runs, no more.
+SMOKE_STEPS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One client's training."""
+
+    data: str = "femnist"
+    epochs: int = 10
+    examples: int = 10
+    batch_size: int = 10
+    model: str | None = None
+    lr: float = 0.004
+
+    def __str__(self) -> str:
+        name = {"femnist": "FEMNIST", "cifar100": "CIFAR-100"}[self.data]
+        return f"{name}, E={self.epochs}, N={self.examples}, B={self.batch_size}"
+
+    @property
+    def protocol(self) -> FedAvg:
+        return FedAvg(epochs=self.epochs, batch_size=self.batch_size, lr=self.lr)
+
+    def network(self, seed: int) -> nn.Module:
+        return build_model(self.model or MODELS[self.data], seed=seed)
+
+
+@dataclass(frozen=True, eq=False)
+class Client:
+    """The private side of one trial: images as the network reads them, labels, and the range of values."""
+
+    x: Tensor
+    y: Tensor
+    box: ValueRange
+    number: int
+
+    def psnr(self, guess: Tensor) -> float:
+        """Mean over the images after one-to-one assignment, in [0, 1] space."""
+        truth, found = self.box.to_unit(self.x), self.box.to_unit(guess)
+        return float(psnr(truth, found[assign(truth, found)]).mean())
+
+
+def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iterator[Client]:
+    """Different clients for different numbers; the same ones for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    if examples.group is not None:
+        whole = [rows for rows in split_by_group(examples, limit=WRITER_IMAGES) if len(rows) >= setting.examples]
+        order = torch.randperm(len(whole), generator=generator).tolist()
+        chosen = [whole[i][: setting.examples] for i in order[:count]]
+    else:
+        chosen = list(torch.randperm(len(examples), generator=generator).split(setting.examples))[:count]
+    box = BOXES[setting.data]
+    for number, rows in enumerate(chosen):
+        some = examples.subset(rows)
+        yield Client(box.from_unit(some.x), some.y, box, seed * 1_000_003 + number)
+
+
+def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
+    generator = torch.Generator().manual_seed(client.number)
+    return setting.protocol.observe(
+        model, client.x, client.y, None, KNOWLEDGE, generator, value_range=client.box, model_name=setting.model
+    )
+
+
+def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
+    """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
+    generator = torch.Generator().manual_seed(client.number)
+    seen = observe(setting, client, model)
+    return describe_update(setting.protocol, model, client.x, client.y, None, generator, seen)
+
+
+def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, Attack]:
+    """The attacks by the name of their row."""
+    cut: dict[str, Any] = {"iterations": SMOKE_STEPS, "compile": "never"} if scale == "smoke" else {}
+    published = "paper-vit" if setting.model == "s3-vit" else "paper"
+    baseline: dict[str, Any] = {"beta": 0.0, "beta_lr": 0.0}
+    table: dict[str, Attack] = {
+        "IG": SME.preset(published, **baseline, **cut),
+        "SME": SME.preset(published, **cut),
+        "SME, defaults": SME(**cut),
+        "DLFA": DLFA(**cut),
+    }
+    return {kind: table[kind] for kind in kinds}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A setting with what the paper reports for it, by measure; None where its number is not at hand."""
+
+    setting: Setting
+    published: Mapping[str, float | None]
+    #: Clients at the scales smoke, small and paper; 0 leaves the cell out.
+    clients: tuple[int, int, int] = (1, 3, 100)
+    title: str = ""
+
+    def count(self, scale: str) -> int:
+        return self.clients[("smoke", "small", "paper").index(scale)]
+
+    def __str__(self) -> str:
+        return f"{self.title}{self.setting}"
+
+
+PSNR, COSINE, SHARE, OBJECTIVE = "PSNR (dB)", "largest cosine", "smallest share in two directions", "1 - cosine"
+_LARGE = (0, 1, 100)
+TABLE_1 = (
+    Cell(Setting(epochs=10, examples=50, batch_size=50), {COSINE: 0.997, SHARE: 0.996}, (1, 10, 100)),
+    Cell(Setting(epochs=20, examples=50, batch_size=10), {COSINE: None, SHARE: None}, (0, 10, 100)),
+)
+TABLE_2 = (
+    Cell(Setting(), {"IG": 27.8, "DLFA": 24.9, "SME": 30.3, "SME, defaults": 30.3}),
+    Cell(Setting(examples=50), {"IG": None, "DLFA": 21.7, "SME": None, "SME, defaults": None}, (0, 0, 100)),
+    Cell(Setting(epochs=20, examples=50), {"IG": 17.0, "SME": 21.5, "SME, defaults": 21.5}, _LARGE),
+    Cell(Setting(data="cifar100"), {"IG": 26.0, "DLFA": 26.7, "SME": 28.5, "SME, defaults": 28.5}),
+    Cell(
+        Setting(data="cifar100", examples=50),
+        {"IG": None, "DLFA": 20.3, "SME": None, "SME, defaults": None},
+        (0, 0, 100),
+    ),
+    Cell(
+        Setting(data="cifar100", epochs=20, examples=50), {"IG": 14.8, "SME": 21.7, "SME, defaults": 21.7}, (0, 0, 100)
+    ),
+)
+_SIMILARITY = {"IG": 0.044, "SME": 0.019}
+"""The first row of table 2 also gives the objective the search ended with."""
+_ALONE: Mapping[str, None] = {"IG": None, "SME": None, "SME, defaults": None}
+TABLE_7 = (
+    Cell(Setting(model="s3-mlp"), _ALONE, title="MLP, "),
+    Cell(Setting(model="lenet-tanh", lr=0.4), _ALONE, title="LeNet, "),
+    Cell(Setting(model="resnet8"), _ALONE, title="ResNet8, "),
+    Cell(Setting(model="s3-vit"), _ALONE, title="ViT, "),
+)
+#: Rounds in which a client is attacked, with the published largest cosine.
+TABLE_6 = MappingProxyType({1: None, 5: None, 10: None, 20: 0.602})
+#: Hours of 100 attacks on a V100, E=20, N=50.
+TABLE_3 = MappingProxyType({"femnist": 0.29, "cifar100": 1.6})
+
+
+def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
+        found = diagnosis(cell.setting, client, cell.setting.network(client.number))
+        yield COSINE, found["max_cosine"]
+        yield SHARE, found["share_min"]
+
+    return _run(TABLE_1, scale, seed, progress, measure, lambda cell, name: (str(cell), name))
+
+
+def run_reconstruction(
+    cells: tuple[Cell, ...], scale: str, seed: int, progress: Progress | None, similarity: bool = False
+) -> list[Row]:
+    """PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
+
+    def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
+        seen = observe(cell.setting, client, cell.setting.network(client.number))
+        for name, attack in attacks(cell.setting, scale, tuple(cell.published)).items():
+            found = attack(seen, seed=client.number)
+            yield name, client.psnr(found.inputs)
+            if similarity and cell is cells[0] and name in _SIMILARITY:
+                yield f"{name} {OBJECTIVE}", float(found.info["distance"])
+
+    def words(cell: Cell, name: str) -> tuple[str, str]:
+        return f"{cell}, {name.removesuffix(OBJECTIVE).strip()}", OBJECTIVE if OBJECTIVE in name else PSNR
+
+    extra = {f"{name} {OBJECTIVE}": value for name, value in _SIMILARITY.items()} if similarity else {}
+    return _run(cells, scale, seed, progress, measure, words, extra)
+
+
+def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """Cost of 100 attacks, from one attack cut to a few steps, and the memory that one needs."""
+    steps = {"smoke": 2, "small": 10, "paper": 50}[scale]
+    rows: list[Row] = []
+    settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3]
+    for number, setting in enumerate(settings[:1] if scale == "smoke" else settings):
+        examples = _load(setting.data)
+        if isinstance(examples, str):
+            rows.append(not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
+            continue
+        client = next(clients(setting, 1, seed, examples))
+        seen = observe(setting, client, setting.network(client.number))
+        for name, attack in (
+            ("IG", SME.preset("paper-ig", iterations=steps, compile="never")),
+            ("SME", SME.preset("paper", iterations=steps, compile="never")),
+            ("DLFA", DLFA(iterations=max(1, steps // 10), compile="never")),
+        ):
+            memory, started = PeakMemory(), time.perf_counter()
+            attack(seen, seed=seed)
+            each = (time.perf_counter() - started) / int(getattr(attack, "iterations"))  # noqa: B009 - Attack has none
+            whole = {"DLFA": 400}.get(name, 1000)
+            published = TABLE_3[setting.data] if name == "SME" else None
+            note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
+            rows.append(
+                measured_row(f"{setting}, {name}", "hours for 100 attacks", published, [each * whole / 36], note)
+            )
+            rows.append(measured_row(f"{setting}, {name}", "peak memory (MB)", None, [memory.megabytes() or 0.0]))
+        if progress is not None:
+            progress(number + 1, len(settings), rows[-2].measured or 0.0)
+    return rows
+
+
+def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """A model trained by many writers with 50 images each; then N images of some of them are attacked."""
+    setting = Setting()
+    local = Setting(examples=10 if scale == "smoke" else WRITER_IMAGES)
+    rounds = [1, 2] if scale == "smoke" else list(TABLE_6)
+    count = {"smoke": 1, "small": 2, "paper": 100}[scale]
+    examples = _load(setting.data)
+    if isinstance(examples, str):
+        return [not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
+    everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
+    training = FederatedTraining(
+        rounds=max(rounds), clients_per_round=2 if scale == "smoke" else 10, protocol=local.protocol
+    )
+    model = setting.network(seed)
+    trained = cached_training(training, model, [(c.x, c.y) for c in everyone], seed=seed, at=rounds)
+    rows: list[Row] = []
+    total, done = len(rounds) * count, 0
+    for number in rounds:
+        values: dict[str, list[float]] = {COSINE: [], "IG": [], "SME": [], "SME, defaults": []}
+        for client in clients(setting, count, seed, examples):
+            values[COSINE].append(diagnosis(setting, client, trained.models[number])["max_cosine"])
+            seen = observe(setting, client, trained.models[number])
+            for name, attack in attacks(setting, scale, ("IG", "SME", "SME, defaults")).items():
+                values[name].append(client.psnr(attack(seen, seed=client.number).inputs))
+            done += 1
+            if progress is not None:
+                progress(done, total, values[COSINE][-1])
+        rows.append(measured_row(f"round {number}", COSINE, TABLE_6.get(number), values.pop(COSINE), str(setting)))
+        rows += [measured_row(f"round {number}, {name}", PSNR, None, found) for name, found in values.items()]
+    return rows
+
+
+def _load(name: str) -> Examples | str:
+    """The examples, or why there are none."""
+    try:
+        return load_data(name, split="train")
+    except ValueError as error:
+        return str(error)
+
+
+def _run(
+    cells: tuple[Cell, ...],
+    scale: str,
+    seed: int,
+    progress: Progress | None,
+    measure: Callable[[Cell, Client], Iterator[tuple[str, float]]],
+    words: Callable[[Cell, str], tuple[str, str]],
+    extra: Mapping[str, float] = MappingProxyType({}),
+) -> list[Row]:
+    """``measure`` every client of every cell; one row a cell and name. ``extra``: more published numbers of cell 1."""
+    chosen = [cell for cell in cells if cell.count(scale)]
+    total, done = sum(cell.count(scale) for cell in chosen), 0
+    rows: list[Row] = []
+    for cell in chosen:
+        examples = _load(cell.setting.data)
+        published = {**cell.published, **(extra if cell is cells[0] else {})}
+        if isinstance(examples, str):
+            rows += [not_run(*words(cell, name), value, examples) for name, value in published.items()]
+            continue
+        values: dict[str, list[float]] = {}
+        for client in clients(cell.setting, cell.count(scale), seed, examples):
+            for name, value in measure(cell, client):
+                values.setdefault(name, []).append(value)
+            done += 1
+            if progress is not None:
+                progress(done, total, next(iter(values.values()))[-1])
+        note = f"{cell.count(scale)} of {cell.clients[-1]} clients" + (", search cut short" if scale == "smoke" else "")
+        rows += [measured_row(*words(cell, name), published.get(name), found, note) for name, found in values.items()]
+    return rows
+
+
+def _scales(small: str, paper: str) -> Mapping[str, str]:
+    return MappingProxyType({"smoke": f"one client, {SMOKE_STEPS} steps of search", "small": small, "paper": paper})
+
+
+TABLES = (
+    PaperTable(
+        name="sme/table1",
+        title="How near one gradient comes to a weight update",
+        summary="largest cosine on the segment, smallest share of a local gradient in two directions",
+        paper=PAPER,
+        scales=_scales("10 clients a setting", "100 clients a setting"),
+        run=run_table_1,
+    ),
+    PaperTable(
+        name="sme/table2",
+        title="Reconstruction from weight updates: IG, DLFA, SME",
+        summary="PSNR by epochs and number of images, FEMNIST and CIFAR-100",
+        paper=PAPER,
+        scales=_scales("1 to 3 clients a setting, not CIFAR-100 with N=50", "100 clients a setting"),
+        run=lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
+    ),
+    PaperTable(
+        name="sme/table3",
+        title="Cost of 100 attacks",
+        summary="hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps",
+        paper=PAPER,
+        scales=MappingProxyType({"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"}),
+        run=run_table_3,
+    ),
+    PaperTable(
+        name="sme/table6",
+        title="Attacks in later rounds of training",
+        summary="largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds",
+        paper=PAPER,
+        scales=_scales("2 clients, 20 rounds of 10 of 100 writers", "100 clients"),
+        run=run_table_6,
+    ),
+    PaperTable(
+        name="sme/table7",
+        title="Other networks: MLP, LeNet, ResNet8, ViT",
+        summary="PSNR of IG and SME by architecture on FEMNIST",
+        paper=PAPER,
+        scales=_scales("3 clients a network", "100 clients a network"),
+        run=lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
+    ),
+)

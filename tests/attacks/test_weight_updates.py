@@ -1,0 +1,176 @@
+"""Attacks on updates of many local steps: SME and DLFA where they must work, where they cannot, and with bad input."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import permutations
+
+import pytest
+import torch
+from torch import Tensor
+
+from leakscope.attacks import DLFA, SME, InvertingGradients
+from leakscope.attacks.dlfa import average_aligned
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.metrics import assign, psnr
+from leakscope.models import MODELS, build_model
+from leakscope.observation import Knowledge, Observation
+
+LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
+
+
+def smooth(examples: int, side: int = 12) -> Tensor:
+    x = torch.rand(examples, 1, side, side, generator=torch.Generator().manual_seed(3))
+    for axis in (2, 3):
+        x = (x + x.roll(1, axis) + x.roll(-1, axis)) / 3
+    return (x - x.amin((1, 2, 3), keepdim=True)) / (x.amax((1, 2, 3), keepdim=True) - x.amin((1, 2, 3), keepdim=True))
+
+
+def look(protocol: FedAvg, examples: int = 3, knowledge: Knowledge = LABELS) -> tuple[Observation, Tensor]:
+    net = build_model("femnist-cnn", input_shape=(1, 12, 12), num_classes=6)
+    x, y = smooth(examples), torch.arange(examples) % 6
+    return protocol.observe(net, x, y, None, knowledge, torch.Generator().manual_seed(0)), x
+
+
+def score(x: Tensor, found: Tensor) -> float:
+    return float(psnr(x, found[assign(x, found)].clamp(0, 1)).mean())
+
+
+def test_sme_beats_one_gradient_at_the_start_and_the_replay_beats_both() -> None:
+    seen, x = look(FedAvg(epochs=8, batch_size=3, lr=0.12))
+    options = {"iterations": 80, "compile": "never"}
+    single = SME(beta=0.0, beta_lr=0.0, **options)(seen)
+    searched = SME(**options)(seen)
+    replayed = DLFA(**options)(seen)
+    assert score(x, single.inputs) + 1 < score(x, searched.inputs) < score(x, replayed.inputs)
+    assert 0.2 < searched.info["beta"] < 0.8
+    assert "beta" not in single.info
+    assert float(searched.scores[0]) < float(single.scores[0])
+
+
+def test_with_beta_fixed_at_zero_sme_is_inverting_gradients() -> None:
+    seen, _ = look(FedAvg(epochs=5, batch_size=3, lr=0.05))
+    seen = seen.to(dtype=torch.float64)
+    # Half the sum of both directions' variation is their mean.
+    ig = InvertingGradients(update="gradient", distance="cosine", tv=0.01, lr=0.2, iterations=20)(seen, seed=4)
+    sme = SME(beta=0.0, beta_lr=0.0, distance="cosine", tv=0.02, lr=0.2, iterations=20)(seen, seed=4)
+    assert torch.allclose(ig.inputs, sme.inputs, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_sme_takes_every_reference_model(name) -> None:
+    entry = MODELS[name]
+    net = build_model(name)
+    x = torch.rand(2, *entry.input_shape, generator=torch.Generator().manual_seed(0))
+    seen = FedAvg(epochs=2, batch_size=1, lr=0.01).observe(net, x, torch.tensor([0, 1]), None, LABELS)
+    found = SME(iterations=2, compile="never")(seen)
+    assert found.inputs.shape == x.shape
+    assert torch.isfinite(found.inputs).all()
+    assert 0 <= found.info["beta"] <= 1
+
+
+@pytest.mark.parametrize(
+    "client", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}, {}], ids=["momentum", "adam", "unknown recipe"]
+)
+def test_sme_needs_no_recipe_and_a_replay_without_one_is_flagged(client) -> None:
+    protocol = FedAvg(**{"epochs": 4, "batch_size": 2, "lr": 0.02, **client})
+    knowledge = LABELS if client else dataclasses.replace(Knowledge.eavesdropper, labels="yes")
+    seen, x = look(protocol, 2, knowledge)
+    options = {"iterations": 120, "compile": "never"}
+    searched = SME(**options)(seen)
+    assert "steps not simulated" not in searched.flags
+    blind = dataclasses.replace(Knowledge.eavesdropper, labels="yes")
+    guess = SME(**options)(look(FedAvg(epochs=1, batch_size=2, lr=1e-9), 2, blind)[0].with_update(
+        {k: torch.randn(v.shape, generator=torch.Generator().manual_seed(1)) for k, v in seen.message.update.items()}
+    ))  # fmt: skip
+    assert score(x, searched.inputs) > score(x, guess.inputs) + 3
+    for attack in (DLFA(iterations=3, compile="never"), InvertingGradients(iterations=3, compile="never")):
+        assert "steps not simulated" in attack(seen).flags
+    plain, _ = look(FedAvg(epochs=2, batch_size=2, lr=0.02), 2)
+    assert "steps not simulated" not in DLFA(iterations=2, compile="never")(plain).flags
+
+
+@pytest.mark.parametrize("variant", ["copies", "shared", "epoch", "single"])
+@pytest.mark.parametrize("preset", [None, "paper-femnist", "paper-cifar"])
+def test_every_variant_of_the_replay_runs_and_lowers_its_objective(variant, preset) -> None:
+    seen, x = look(FedAvg(epochs=3, batch_size=2, lr=0.05), 4)
+    options = {"variant": variant, "iterations": 12, "compile": "never"}
+    attack = DLFA(**options) if preset is None else DLFA.preset(preset, **options)
+    found = attack(seen)
+    assert found.inputs.shape == x.shape
+    curve = found.history["objective"][0]
+    assert min(curve) < curve[0]
+    assert attack.copies(seen) == (3 if variant == "copies" else 1)
+
+
+def test_one_batch_an_epoch_needs_one_copy() -> None:
+    seen, _ = look(FedAvg(epochs=5, batch_size=8, lr=0.05), 3)
+    assert DLFA().copies(seen) == 1
+    assert DLFA().copies(look(FedAvg(epochs=5, batch_size=2, lr=0.05), 3)[0]) == 5
+
+
+def test_per_epoch_copies_recover_shuffled_epochs() -> None:
+    seen, x = look(FedAvg(epochs=3, batch_size=2, lr=0.05), 4)
+    found = DLFA(iterations=80, compile="never")(seen)
+    assert score(x, found.inputs) > 20
+
+
+def test_aligned_copies_average_to_the_truth_whatever_their_orders() -> None:
+    truth = smooth(3)
+    for order in permutations(range(3)):
+        assert torch.allclose(average_aligned(torch.stack([truth, truth[list(order)]])), truth)
+
+
+def test_label_counts_suffice_and_labels_are_not_given_in_their_order() -> None:
+    knowledge = dataclasses.replace(Knowledge.honest_server, labels="counts")
+    net = build_model("femnist-cnn", input_shape=(1, 12, 12), num_classes=6)
+    x, y = smooth(4), torch.tensor([5, 0, 5, 2])
+    seen = FedAvg(epochs=3, batch_size=4, lr=0.05).observe(net, x, y, None, knowledge)
+    assert seen.labels is None
+    for attack in (SME(iterations=2, compile="never"), DLFA(iterations=2, compile="never")):
+        found = attack(seen)
+        assert sorted(found.labels.tolist()) == [0, 2, 5, 5]
+        assert "labels uncertain" not in found.flags
+    orders = {tuple(DLFA(iterations=1, compile="never")(seen, seed=s).labels.tolist()) for s in range(6)}
+    assert len(orders) > 1  # drawn, not sorted: batches of one class would mislead the replay
+
+
+def test_gradients_are_matched_too() -> None:
+    net = build_model("femnist-cnn", input_shape=(1, 12, 12), num_classes=6)
+    x = smooth(1)
+    seen = FedSGD().observe(net, x, torch.tensor([2]))
+    for attack in (SME(iterations=150, compile="never"), DLFA(iterations=150, compile="never")):
+        found = attack(seen)
+        assert score(x, found.inputs) > 25
+        assert "beta" not in found.info
+
+
+def test_a_bad_update_is_one_clear_error() -> None:
+    seen, _ = look(FedAvg(epochs=2, batch_size=2, lr=0.05))
+    update = {name: value.clone() for name, value in seen.message.update.items()}
+    broken = {**update, "conv2.weight": update["conv2.weight"] * float("nan")}
+    missing = {name: value for name, value in update.items() if name != "conv2.weight"}
+    facts = {"input_shape": (1, 12, 12), "num_classes": 6, "kind": "weight_delta"}
+    for attack in (SME(), DLFA()):
+        with pytest.raises(ValueError, match=r"NaN or infinite entries in conv2.weight"):
+            attack(seen.with_update(broken))
+    with pytest.raises(ValueError, match=r"conv2.weight"):
+        Observation.from_update(seen.model, missing, num_examples=3, **facts)
+    with pytest.raises(ValueError, match=r"num_examples: expected a whole number of at least 1, got 0"):
+        Observation.from_update(seen.model, update, num_examples=0, **facts)
+
+
+def test_settings_are_checked() -> None:
+    for make in (
+        lambda: SME(beta=2.0),
+        lambda: SME(beta_every=0),
+        lambda: SME(tv=-1.0),
+        lambda: SME(distance="nonsense"),
+        lambda: DLFA(variant="other"),
+        lambda: DLFA(factor=(0.0, 1.0)),
+        lambda: DLFA(agreement=-1.0),
+        lambda: DLFA(distance="nonsense"),
+        lambda: DLFA(soft_range=-1.0),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            make()
