@@ -12,10 +12,15 @@ from torch import Tensor, nn
 
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import (
+    DISTANCES,
+    LBFGS,
     Adam,
+    BatchNormStatistics,
     Cosine,
     EpochAgreement,
+    L2Norm,
     Matcher,
+    Orthogonality,
     Pixels,
     Problem,
     Ramp,
@@ -23,8 +28,10 @@ from leakscope.matching import (
     SingleGradient,
     SoftRange,
     SquaredL2,
+    TotalVariation,
     UnrolledSteps,
     Victim,
+    as_distance,
     steps_in_order,
 )
 from leakscope.matching.priors import Scene
@@ -184,6 +191,38 @@ def test_a_kept_derivative_is_renewed_at_every_so_many_steps() -> None:
         assert torch.allclose(a[2][:, :-1], b[2][:, :-1], atol=1e-12)
         kept = b[2][0, -1] if iteration % 3 == 0 else kept
         assert float(a[2][0, -1]) == pytest.approx(float(kept), rel=1e-9)
+
+
+@pytest.mark.parametrize("distance", DISTANCES)
+@pytest.mark.parametrize("optimiser", [Adam(lr=0.1), LBFGS()], ids=["adam", "lbfgs"])
+@pytest.mark.parametrize(
+    "canvas", [Pixels(), Pixels(space="model", start="normal", clamp=False)], ids=["unit", "model"]
+)
+def test_the_segment_goes_with_every_distance_prior_canvas_and_optimiser(distance, optimiser, canvas) -> None:
+    seen, x, _ = trained()
+    matcher = Matcher(
+        distance=as_distance(distance),
+        priors=(
+            TotalVariation(weight=0.1),
+            L2Norm(weight=0.01),
+            Orthogonality(weight=0.01),
+            SoftRange(weight=0.1),
+            BatchNormStatistics(weight=0.1),
+        ),
+        canvas=canvas,
+        optimiser=optimiser,
+        simulation=SegmentGradient(beta=0.2, step=0.01),
+        iterations=4,
+        restarts=2,
+    )
+    match = matcher.run(
+        Victim.of(seen), dict(seen.message.update), shape=x.shape, box=seen.value_range, targets=None,
+        num_classes=4, generator=torch.Generator().manual_seed(0),
+    )  # fmt: skip
+    assert torch.isfinite(match.inputs).all()
+    assert match.label_logits is not None
+    assert 0 <= match.numbers["beta"] <= 1
+    assert match.objective <= match.curves[match.info["best_restart"]][0]
 
 
 def test_bad_segments_are_refused() -> None:

@@ -31,6 +31,7 @@ from typing import Literal
 from leakscope.attacks.gradient_matching import GradientMatching
 from leakscope.matching import (
     Adam,
+    BatchNormStatistics,
     Matcher,
     Pixels,
     Prior,
@@ -72,6 +73,7 @@ class SME(GradientMatching):
     distance: str = "direction-l1"
     tv: float = 0.05
     tv_variant: TVVariant = "l1mean_avg"
+    batchnorm: float = 0.0
     beta: float = 0.5
     beta_lr: float = 1e-3
     beta_every: int = 10
@@ -86,19 +88,21 @@ class SME(GradientMatching):
         Adam(lr=self.lr, schedule=self.schedule)
         Pixels(space=self.space, start=self.start)
         SegmentGradient(beta=self.beta, step=self.beta_lr, every=self.beta_every)
-        if self.tv < 0:
-            raise ValueError(f"tv: expected a weight >= 0, got {self.tv}")
+        if self.tv < 0 or self.batchnorm < 0:
+            raise ValueError(f"tv and batchnorm: expected weights >= 0, got {self.tv} and {self.batchnorm}")
 
     def matcher(self, observation: Observation) -> Matcher:
-        priors: tuple[Prior, ...] = ()
+        priors: list[Prior] = []
         if self.tv:
-            priors = (TotalVariation(weight=self.tv, variant=self.tv_variant),)
+            priors.append(TotalVariation(weight=self.tv, variant=self.tv_variant))
+        if self.batchnorm:
+            priors.append(BatchNormStatistics(weight=self.batchnorm))
         simulation: Simulation = SingleGradient()
         if observation.message.kind == "weight_delta":
             simulation = SegmentGradient(beta=self.beta, step=self.beta_lr, every=self.beta_every)
         return Matcher(
             distance=as_distance(self.distance),
-            priors=priors,
+            priors=tuple(priors),
             canvas=Pixels(space=self.space, start=self.start),
             optimiser=Adam(lr=self.lr, schedule=self.schedule),
             simulation=simulation,
