@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from leakscope.attacks import ATTACKS, FLAGS, STANDARD
+from leakscope.attacks import ATTACKS, FLAGS, STANDARD, STANDARD_WEIGHT_UPDATES
 from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, Policy, TrainingSpec
 from leakscope.data import DATA
 from leakscope.defenses import DEFENSES
@@ -105,7 +105,11 @@ SPEC_KEYS = {
     "threads": ("whole number", "threads a job"),
     "executor": ("`serial` or `processes`", "where jobs run; on the command line the default is `processes`"),
     "workers": ("whole number", "worker processes; default: processors divided by `threads`"),
-    "timeout": ("seconds", "a job that takes longer is stopped and counts as failed; needs `processes`"),
+    "timeout": (
+        "seconds",
+        "a job that takes longer, diagnosis of its weight update included, is stopped and counts as failed; needs "
+        "`processes`",
+    ),
 }
 MODEL_KEYS = {
     "name": ("text", "a [reference model](models-and-data.md#models) or `package.module:factory`"),
@@ -160,11 +164,14 @@ KNOWLEDGE_FIELDS = {
 }
 
 
+def standard(name: str) -> str:
+    if name in STANDARD:
+        return "yes"
+    return "for weight updates" if name in STANDARD_WEIGHT_UPDATES else ""
+
+
 def attacks() -> str:
-    rows = [
-        [f"[`{e.name}`](#{e.name})", e.cls.__name__, e.summary, "yes" if e.name in STANDARD else ""]
-        for e in ATTACKS.values()
-    ]
+    rows = [[f"[`{e.name}`](#{e.name})", e.cls.__name__, e.summary, standard(e.name)] for e in ATTACKS.values()]
     parts = [table(["name", "class", "what it does", "in `standard`"], rows)]
     for entry in ATTACKS.values():
         cls = entry.cls

@@ -217,6 +217,11 @@ class Message:
         if self.batchnorm_statistics is not None:
             object.__setattr__(self, "batchnorm_statistics", _frozen_tensors(self.batchnorm_statistics))
 
+    def sorted_by(self, order: Mapping[str, int]) -> Message:
+        """The same message with its tensors in this order; those without a place come last."""
+        names = sorted(self.update, key=lambda name: order.get(name, len(order)))
+        return dataclasses.replace(self, update={name: self.update[name] for name in names})
+
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
         statistics = self.batchnorm_statistics
         return dataclasses.replace(
@@ -250,7 +255,9 @@ class Observation:
     model_name: str | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "messages", tuple(self.messages))
+        # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
+        order = {name: place for place, (name, _) in enumerate(self.model.named_parameters())}
+        object.__setattr__(self, "messages", tuple(message.sorted_by(order) for message in self.messages))
         object.__setattr__(self, "input_shape", tuple(int(n) for n in self.input_shape))
         # A copy, so that neither the caller's later training nor an attack can change what was observed.
         object.__setattr__(self, "model", copy.deepcopy(self.model))

@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from leakscope.attacks import DLFA, SME, InvertingGradients
+from leakscope.attacks import DLFA, SME, InvertingGradients, NotApplicable
 from leakscope.attacks.dlfa import average_aligned
 from leakscope.federation import FedAvg, FedSGD
+from leakscope.matching import Victim
 from leakscope.metrics import assign, psnr
 from leakscope.models import MODELS, build_model
-from leakscope.observation import Knowledge, Observation
+from leakscope.observation import Knowledge, LocalTraining, Observation
 
 LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
 
@@ -115,6 +116,60 @@ def test_per_epoch_copies_recover_shuffled_epochs() -> None:
     assert score(x, found.inputs) > 20
 
 
+def test_a_known_order_is_used() -> None:
+    net = build_model("femnist-cnn", input_shape=(1, 12, 12), num_classes=6)
+    x, y = smooth(4), torch.arange(4)
+    seen = FedAvg(epochs=3, batch_size=2, lr=0.05).observe(net, x, y, None, Knowledge.full)
+    attack = DLFA(iterations=1, compile="never")
+    assert attack.copies(seen) == 1
+    assert attack.matcher(seen).simulation.order == seen.training.batch_order
+
+
+def test_random_filters_go_with_restarts() -> None:
+    seen, x = look(FedAvg(epochs=2, batch_size=2, lr=0.05), 4)
+    found = DLFA.preset("paper-cifar", iterations=2, restarts=2, compile="never")(seen)
+    assert found.inputs.shape == x.shape
+
+
+@pytest.mark.parametrize("variant", ["epoch", "single"])
+def test_lengths_agree_for_added_losses_too(variant) -> None:
+    """One step of a client whose loss is a sum: a replay of the truth is the observed update, whatever the variant."""
+    net = build_model("femnist-cnn", input_shape=(1, 12, 12), num_classes=6)
+    x, y = smooth(3), torch.arange(3)
+    gradient = FedSGD(reduction="sum").observe(net, x, y).message.update
+    seen = Observation.from_update(
+        net, {name: 1e-3 * value for name, value in gradient.items()}, kind="weight_delta", reduction="sum",
+        input_shape=(1, 12, 12), num_classes=6, num_examples=3, knowledge=LABELS, labels=y,
+        training=LocalTraining(epochs=1, batch_size=3, learning_rate=1e-3, optimizer="sgd"),
+    )  # fmt: skip
+    attack = DLFA(variant=variant, distance="relative-squared-l2", tv=0.0)
+    matcher = attack.matcher(seen)
+    victim = Victim.of(seen)
+    found, _ = matcher.simulation(victim, victim.known, x, y, {})
+    assert float(matcher.distance(attack._observed(seen, matcher), found)) < 1e-6  # single precision
+
+
+def test_one_local_step_hides_nothing_and_is_not_flagged() -> None:
+    seen, _ = look(FedAvg(epochs=1, batch_size=4, lr=0.05, momentum=0.9), 4)
+    assert "steps not simulated" not in InvertingGradients(iterations=1, compile="never")(seen).flags
+    several, _ = look(FedAvg(epochs=2, batch_size=4, lr=0.05, momentum=0.9), 4)
+    with pytest.raises(NotApplicable, match=r"replays plain gradient descent.*momentum"):
+        InvertingGradients(update="unroll")(several)
+
+
+def test_an_update_is_kept_in_the_models_order_whatever_it_came_in(tmp_path) -> None:
+    """Files and mappings give tensors in any order; distances that weigh by depth must not care."""
+    seen, _ = look(FedAvg(epochs=2, batch_size=2, lr=0.05), 4)
+    names = list(seen.message.update)
+    shuffled = seen.with_update(dict(reversed(seen.message.update.items())))
+    assert list(shuffled.message.update) == names
+    seen.save(tmp_path / "seen.safetensors")
+    loaded = Observation.load(tmp_path / "seen.safetensors", seen.model)
+    assert list(loaded.message.update) == names == [name for name, _ in seen.model.named_parameters()]
+    attack = DLFA.preset("paper-femnist", iterations=2, compile="never")
+    assert torch.equal(attack(seen).inputs, attack(loaded).inputs)
+
+
 def test_aligned_copies_average_to_the_truth_whatever_their_orders() -> None:
     truth = smooth(3)
     for order in permutations(range(3)):
@@ -171,6 +226,7 @@ def test_settings_are_checked() -> None:
         lambda: DLFA(agreement=-1.0),
         lambda: DLFA(distance="nonsense"),
         lambda: DLFA(soft_range=-1.0),
+        lambda: DLFA(compile="always"),
     ):
         with pytest.raises(ValueError, match="expected"):
             make()

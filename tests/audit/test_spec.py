@@ -216,3 +216,14 @@ def test_normalised_spec_parses_to_itself() -> None:
 def test_spec_module_is_light() -> None:
     code = "import sys, leakscope.audit.spec; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, env=doubles.environment()).returncode == 0
+
+
+def test_standard_attacks_follow_the_protocols_and_what_is_listed_besides() -> None:
+    def names(**changes: Any) -> list[str]:
+        return [part.name for part in AuditSpec.parse({"model": "convnet", "data": "tiles", **changes}).attacks]
+
+    fedavg = {"fedavg": {"epochs": 2}}
+    assert "sme" not in names()
+    assert "sme" in names(protocols=["fedsgd", fedavg])
+    assert names(protocols=[fedavg], attacks=["standard", {"sme": {"iterations": 5}}]).count("sme") == 1
+    assert names(attacks=["standard", "Inverting_Gradients"]).count("inverting-gradients") == 1

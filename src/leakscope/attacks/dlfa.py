@@ -14,8 +14,8 @@ end the copies are aligned to those of the first epoch by linear assignment and 
 examples, times the number of batches; "single" one gradient times the number of steps.
 
 Differences. The published code keeps all steps in one graph; here only the weights before each step are kept and the
-rest is computed again in the backward pass, which is exact. Where a batch holds all examples their order changes
-nothing, so one copy serves all epochs. The default compares directions by their L1 distance under a hard box and total
+rest is computed again in the backward pass, which is exact. Where a batch holds all examples, or their order is known,
+one copy serves all epochs. The default compares directions by their L1 distance under a hard box and total
 variation, as this package's Surrogate Model Extension does; the published distance is "layered-l2", and
 ``preset("paper-femnist")`` and ``preset("paper-cifar")`` carry all published settings. Where the steps cannot be
 replayed (recipe unknown, momentum, Adam) the update is taken for one gradient and the result is flagged "steps not
@@ -33,7 +33,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import GradientMatching, can_replay
+from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
 from leakscope.labels import local_steps
 from leakscope.matching import (
     Adam,
@@ -57,17 +57,32 @@ from leakscope.matching.priors import TVVariant
 from leakscope.observation import Observation
 
 _PAPER = {
-    **{"distance": "layered-l2", "tv_variant": "sq_roll", "clamp": False, "schedule": "constant", "start": "normal"},
-    **{"space": "model"},
+    "distance": "layered-l2",
+    "tv_variant": "sq_roll",
+    "clamp": False,
+    "schedule": "constant",
+    "start": "normal",
+    "space": "model",
 }
 _FEMNIST = {
     **_PAPER,
-    **{"lr": 0.4, "decay": 0.995**0.1, "factor": (1.0, 2.0), "tv": 1e-3, "soft_range": 2.0, "agreement": 1000.0},
+    "lr": 0.4,
+    "decay": 0.995**0.1,
+    "factor": (1.0, 2.0),
+    "tv": 1e-3,
+    "soft_range": 2.0,
+    "agreement": 1000.0,
 }
 _CIFAR = {
     **_PAPER,
-    **{"lr": 0.1, "decay": 0.997**0.05, "factor": (4.0, 2.0), "tv": 2e-4, "soft_range": 10.0, "agreement": 6.075},
-    **{"statistic": "max", "filters": 96},
+    "lr": 0.1,
+    "decay": 0.997**0.05,
+    "factor": (4.0, 2.0),
+    "tv": 2e-4,
+    "soft_range": 10.0,
+    "agreement": 6.075,
+    "statistic": "max",
+    "filters": 96,
 }
 
 
@@ -105,6 +120,8 @@ class DLFA(GradientMatching):
         EpochAgreement(weight=self.agreement, copies=1, statistic=self.statistic, norm=self.norm, features=self.filters)
         if self.distance != "layered-l2":
             as_distance(self.distance)
+        if self.compile == "always" and self.variant != "single":
+            raise ValueError("compile: expected 'auto' or 'never' for replayed local steps, got 'always'")
         if self.variant not in ("copies", "shared", "epoch", "single"):
             raise ValueError(f"variant: expected 'copies', 'shared', 'epoch' or 'single', got {self.variant!r}")
         if self.tv < 0 or self.soft_range < 0:
@@ -144,16 +161,15 @@ class DLFA(GradientMatching):
         if self.variant != "copies" or not self._replays(observation):
             return 1
         facts = observation.training
-        # Where an epoch is one batch, order changes nothing: every copy would be the same.
+        # Where an epoch is one batch, or the order is known, every copy would be the same.
         one_batch = (facts.batch_size or 1) >= (observation.num_examples or 1)
-        return 1 if one_batch else facts.epochs or 1
+        return 1 if one_batch or facts.batch_order is not None else facts.epochs or 1
 
     def merge(self, pictures: Tensor) -> Tensor:
         return average_aligned(pictures)
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
-        blind = observation.message.kind == "weight_delta" and not can_replay(observation)
-        return ("steps not simulated",) if blind else ()
+        return ("steps not simulated",) if hides_steps(observation) else ()
 
     def _replays(self, observation: Observation) -> bool:
         return observation.message.kind == "weight_delta" and can_replay(observation)
@@ -180,7 +196,7 @@ class DLFA(GradientMatching):
         distance = SquaredL2(weights="layers", scale=1 / (steps * rate**2))
         if self.variant == "epoch":
             order = steps_in_order(examples, examples, facts.epochs)
-            rate *= batches
+            rate *= 1 if observation.reduction == "sum" else batches
         elif copies > 1:
             # Epoch e visits copy e, front to back; the order within a copy is what the search is free to choose.
             everything = steps_in_order(examples, facts.batch_size, 1)

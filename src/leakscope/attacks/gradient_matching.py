@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.labels import mean_gradient_scale, recover_labels
+from leakscope.labels import local_steps, mean_gradient_scale, recover_labels
 from leakscope.matching import Matcher, Victim
 from leakscope.observation import Observation
 
@@ -92,6 +92,8 @@ class GradientMatching(Attack):
             if matcher.distance.scale_free:
                 return update
             raise NotApplicable(f"the distance compares lengths, but {why[0]}")
+        if observation.reduction == "sum":
+            scale /= observation.num_examples or 1
         return {name: value / scale for name, value in update.items()}
 
     def _labels(
@@ -112,4 +114,24 @@ def can_replay(observation: Observation) -> bool:
     """Whether the client's local steps can be simulated: recipe known, and plain gradient descent."""
     facts = observation.training
     known = None not in (observation.num_examples, facts.epochs, facts.batch_size, facts.learning_rate)
-    return known and facts.optimizer in (None, "sgd") and not facts.momentum
+    return known and _plain_descent(observation)
+
+
+def hides_steps(observation: Observation) -> bool:
+    """Whether it is a weight update whose steps cannot be replayed, and that is more than one gradient."""
+    if observation.message.kind == "gradient" or can_replay(observation):
+        return False
+    return not (_single_step(observation) and _plain_descent(observation))
+
+
+def _plain_descent(observation: Observation) -> bool:
+    facts = observation.training
+    # The first step of momentum is a plain one.
+    return facts.optimizer in (None, "sgd") and (not facts.momentum or _single_step(observation))
+
+
+def _single_step(observation: Observation) -> bool:
+    facts, examples = observation.training, observation.num_examples
+    if examples is None or facts.epochs is None or facts.batch_size is None:
+        return False
+    return local_steps(examples, facts.epochs, facts.batch_size) == 1

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching, can_replay
+from leakscope.attacks.base import NotApplicable
+from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
 from leakscope.matching import (
     Adam,
     BatchNormStatistics,
@@ -107,15 +108,19 @@ class InvertingGradients(GradientMatching):
         )
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
-        blind = observation.message.kind == "weight_delta" and self.update == "auto" and not can_replay(observation)
-        return ("steps not simulated",) if blind else ()
+        return ("steps not simulated",) if self.update == "auto" and hides_steps(observation) else ()
 
     def _simulation(self, observation: Observation) -> SingleGradient | UnrolledSteps:
         facts = observation.training
         examples = observation.num_examples
         if observation.message.kind == "gradient" or self.update == "gradient":
             return SingleGradient()
-        if self.update == "auto" and not can_replay(observation):
+        if not can_replay(observation):
+            if self.update == "unroll":
+                raise NotApplicable(
+                    f"update='unroll' replays plain gradient descent, but the client's optimiser is {facts.optimizer}"
+                    f"{' with momentum' if facts.momentum else ''}; use update='auto', or the attack sme"
+                )
             return SingleGradient()
         assert examples  # this and the rest: ``can_replay`` or ``missing`` saw to it
         assert facts.epochs

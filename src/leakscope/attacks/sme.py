@@ -16,7 +16,7 @@ on the *before* end; its code, table 1 and figure 4 use alpha as ``beta`` here.
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, and takes
 500 steps of Adam with a cosine schedule in [0, 1] space instead of 1000 in the model's: 5 to 10 dB more on FEMNIST. The
 derivative by beta is <dL/dw, w_T - w_0>, to the paper a free by-product; here the backward pass leaves derivatives by
-the weights out where nobody asks for them, and asking costs a tenth to a third of a step. As beta moves by at most
+the weights out where nobody asks for them, and asking costs a tenth to a third of a step. As beta moves by about
 ``beta_lr`` a step, its derivative is taken at every ``beta_every``-th step and kept in between. ``preset("paper")``
 takes it at every step and has all published settings; ``preset("paper-ig")`` is the baseline, ``preset("paper-vit")``
 the setting for transformers. A gradient (FedSGD) has no segment: plain gradient matching.

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
-from leakscope.audit.names import find_name
+from leakscope.audit.names import find_name, folded
 from leakscope.audit.parts import Part
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
@@ -156,11 +156,20 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
+def _names(item: Any) -> bool:
+    return isinstance(item, str) or (isinstance(item, dict) and len(item) == 1)
+
+
 def _attacks(value: Any, info: ValidationInfo) -> Any:
     protocols = info.data.get("protocols", [])  # absent where they are wrong, which is told anyway
+    items = _listed(value)
+    chosen = {folded(item if isinstance(item, str) else next(iter(item), "")) for item in items if _names(item)}
     wanted: list[Any] = []
-    for item in _listed(value):
-        wanted += parts.standard_attacks(protocols) if item == "standard" else [item]
+    for item in items:
+        if item == "standard":  # with settings of one's own, an attack of these is not run twice
+            wanted += [name for name in parts.standard_attacks(protocols) if folded(name) not in chosen]
+        else:
+            wanted.append(item)
     return wanted
 
 

@@ -61,9 +61,9 @@ def cached_training(
     """What ``training.run`` gives, bit for bit, but a round that is in the cache is not trained again.
 
     A later round goes on from the latest checkpoint before it. Checkpoints of the rounds in ``at`` are kept; in
-    between, the latest round is kept until the next one is, so that an interrupted training goes on too. A damaged
-    or foreign file is passed over and made anew. ``folder`` is by default $LEAKSCOPE_CACHE/training, else
-    leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
+    between, the latest round is kept until the next one is, so that an interrupted training goes on too; the file from
+    which it goes on stays. A damaged or foreign file is passed over and made anew. ``folder`` is by default
+    $LEAKSCOPE_CACHE/training, else leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
     """
     wanted = training.wanted_rounds(at)
     check_clients(model, clients, seed)

@@ -97,7 +97,7 @@ def recover_labels(
         head = dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
     scale, notes = mean_gradient_scale(observation)
     statistics = None
-    # Momentum still adds gradients, with other weights; Adam does not.
+    # Momentum still adds gradients, with other weights; Adam does not. An unknown optimiser is taken for one that does.
     added = observation.message.kind == "weight_delta" and observation.training.optimizer in (None, "sgd")
     read_scale = scale is None and added and head.bias_name is not None
     if method in _NEED_SCALE or (method == "auto" and total > 1 and (scale is not None or read_scale)):

@@ -6,10 +6,12 @@ canvas's space, ``scene`` carries what the term may need besides.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -177,7 +179,8 @@ class EpochAgreement:
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
         values = picture
         if self.features and picture.dim() == 4:
-            values = torch.nn.functional.conv2d(picture, self._filters(picture), padding=1)
+            filters = _random_filters(self.features, picture.shape[1], self.seed)
+            values = torch.nn.functional.conv2d(picture, filters.to(picture), padding=1)
         groups = values.reshape(self.copies, -1, *values.shape[1:])
         summary = groups.mean(1) if self.statistic == "mean" else groups.amax(1)
         flat = summary.flatten(1)
@@ -186,10 +189,12 @@ class EpochAgreement:
             return self.weight * 2 * flat.var(0, unbiased=False).mean()
         return self.weight * (flat[:, None] - flat[None]).abs().mean()
 
-    def _filters(self, picture: Tensor) -> Tensor:
-        channels = picture.shape[1]
-        drawn = torch.randn((self.features, channels, 3, 3), generator=torch.Generator().manual_seed(self.seed))
-        return (drawn / (9 * channels) ** 0.5).to(picture)
+
+@functools.lru_cache(maxsize=8)
+def _random_filters(features: int, channels: int, seed: int) -> Tensor:
+    # NumPy's generator, for torch's may not be used while restarts are batched.
+    drawn = np.random.default_rng(seed).standard_normal((features, channels, 3, 3))
+    return torch.from_numpy(drawn / (9 * channels) ** 0.5)
 
 
 def _length(vector: Tensor) -> Tensor:

@@ -117,8 +117,8 @@ class UnrolledSteps:
     ) -> tuple[Tensors, Tensors]:
         recorded: Tensors = {}
         if victim.batchnorm_targets:
-            first = torch.tensor(self.order[0], device=x.device)
-            recorded = victim.loss(known.weights, known.fixed, x[first], targets[first])[1]
+            # Of all examples at the first weights, as the statistics that they are compared with.
+            recorded = victim.loss(known.weights, known.fixed, x, targets)[1]
         steps = _Steps(self, victim, tuple(known.weights))
         flat = tuple(known.weights.values())
         if self.checkpoint:

@@ -2,7 +2,8 @@
 
 A client holds N images (FEMNIST: the first N of one writer; CIFAR-100: N drawn at random), trains the paper's network
 from PyTorch's initial weights for E epochs of plain SGD with batches of B, and sends the difference of weights; labels
-are known. IG and SME run with the published settings (``SME.preset``), "SME, defaults" and DLFA with this package's.
+are known. IG (beta fixed at 0) and SME run with the published settings (``SME.preset``), "..., defaults" and DLFA with
+this package's.
 PSNR is the mean over a client's images after assignment, in [0, 1] space; intervals are over clients.
 
 The paper's networks started from JAX's initial weights. Cells whose published number is not at hand are measured alone.
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks import DLFA, SME, Attack
 from leakscope.audit.job import PeakMemory
+from leakscope.audit.plan import derived_seed
 from leakscope.audit.trajectory import describe_update
 from leakscope.data import Examples, load_data, split_by_group
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
@@ -77,6 +79,10 @@ class Client:
     box: ValueRange
     number: int
 
+    def generator(self) -> torch.Generator:
+        """The client's own draws, which must not coincide with an attack's."""
+        return torch.Generator().manual_seed(derived_seed(self.number, 0, "client"))
+
     def psnr(self, guess: Tensor) -> float:
         """Mean over the images after one-to-one assignment, in [0, 1] space."""
         truth, found = self.box.to_unit(self.x), self.box.to_unit(guess)
@@ -99,17 +105,18 @@ def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iter
 
 
 def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
-    generator = torch.Generator().manual_seed(client.number)
     return setting.protocol.observe(
-        model, client.x, client.y, None, KNOWLEDGE, generator, value_range=client.box, model_name=setting.model
+        model, client.x, client.y, None, KNOWLEDGE, client.generator(), value_range=client.box, model_name=setting.model
     )
 
 
 def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
     """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
-    generator = torch.Generator().manual_seed(client.number)
     seen = observe(setting, client, model)
-    return describe_update(setting.protocol, model, client.x, client.y, None, generator, seen)
+    found = describe_update(setting.protocol, model, client.x, client.y, None, client.generator(), seen)
+    if found.get("max_cosine") is None:
+        raise ValueError(f"{setting}: no diagnosis: {found.get('reason', 'the gradient vanishes along the segment')}")
+    return found
 
 
 def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, Attack]:
@@ -120,6 +127,7 @@ def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, A
     table: dict[str, Attack] = {
         "IG": SME.preset(published, **baseline, **cut),
         "SME": SME.preset(published, **cut),
+        "IG, defaults": SME(**baseline, **cut),
         "SME, defaults": SME(**cut),
         "DLFA": DLFA(**cut),
     }
@@ -307,8 +315,9 @@ def _run(
             done += 1
             if progress is not None:
                 progress(done, total, next(iter(values.values()))[-1])
-        note = f"{cell.count(scale)} of {cell.clients[-1]} clients" + (", search cut short" if scale == "smoke" else "")
+        cut = ", search cut short" if scale == "smoke" else ""
         for name, found in values.items():
+            note = f"{len(found)} of {cell.clients[-1]} clients{cut}"
             within = 0.0 if name in extra else cell.spread
             rows.append(measured_row(*words(cell, name), published.get(name), found, note, within))
     return rows

@@ -20,7 +20,7 @@ NEARLY_ONE_GRADIENT = 0.99
 FAR_FROM_ONE_GRADIENT = 0.9
 # The axis starts at the highest of these that leaves no value out, so that plots of a page can be compared.
 _FLOORS = (0.99, 0.9, 0.5, 0.0, -1.0)
-# More steps than this are more than two directions can hold whatever the gradients are.
+# So few steps lie in two directions whatever the gradients are.
 _DIRECTIONS = 2
 
 
