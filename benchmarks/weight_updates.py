@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 
+from leakscope.attacks import SME
 from leakscope.audit.job import PeakMemory
 from leakscope.federation import FedAvg
 from leakscope.matching import Cosine, Matcher, Problem, SegmentGradient, UnrolledSteps, Victim, steps_in_order
@@ -25,6 +26,7 @@ from leakscope.models import MODELS, build_model
 from leakscope.observation import Knowledge
 
 RATE = 0.004
+EVERY = SME().beta_every
 
 
 def problem(model: str, batch: int, simulation: Simulation) -> tuple[Problem, torch.Tensor]:
@@ -47,7 +49,7 @@ def problem(model: str, batch: int, simulation: Simulation) -> tuple[Problem, to
     return task, torch.rand(1, x.numel() + len(simulation.unknowns), generator=generator)
 
 
-def steps(simulation: Simulation, model: str, batch: int, compiled: bool, count: int = 10) -> Callable[[], None]:
+def steps(simulation: Simulation, model: str, batch: int, compiled: bool, count: int = EVERY) -> Callable[[], None]:
     """``count`` steps in a row, so that a derivative that is taken at some of them counts with its share."""
     task, row = problem(model, batch, simulation)
     evaluate = task.evaluator(1, compiled)
@@ -72,17 +74,17 @@ def in_turns(*calls: Callable[[], None], rounds: int) -> list[float]:
 
 
 def sme_against_ig(compiled: bool, rounds: int) -> None:
-    print(
-        f"\nSME step : IG step, {'compiled' if compiled else 'eager'} (beta's derivative at every 10th step, at each)"
-    )
+    how = "compiled" if compiled else "eager"
+    print(f"\nSME step : IG step, {how}; beta's derivative at every {EVERY}th step, then at each")
     for model, batch in (("femnist-cnn", 10), ("femnist-cnn", 50), ("cifar-cnn", 10)):
         ig, lazy, each = in_turns(
             steps(SegmentGradient(beta=0.0, step=0.0), model, batch, compiled),
-            steps(SegmentGradient(every=10), model, batch, compiled),
+            steps(SegmentGradient(every=EVERY), model, batch, compiled),
             steps(SegmentGradient(every=1), model, batch, compiled),
             rounds=rounds,
         )
-        print(f"  {model:12s} N={batch:3d}   {lazy / ig:5.3f}   {each / ig:5.3f}   (IG {100 * ig:.1f} ms)", flush=True)
+        milliseconds = f"(IG {1e3 * ig / EVERY:.1f} ms)"
+        print(f"  {model:12s} N={batch:3d}   {lazy / ig:5.3f}   {each / ig:5.3f}   {milliseconds}", flush=True)
 
 
 def one(kind: str, count: int) -> None:
@@ -131,9 +133,9 @@ def main() -> None:
         kind, count = options.one.split(",")
         return one(kind, int(count))
     print(f"torch {torch.__version__}, {options.threads} thread(s)")
-    sme_against_ig(compiled=False, rounds=3 if options.quick else 9)
+    sme_against_ig(compiled=False, rounds=3 if options.quick else 5)
     if not options.quick:
-        sme_against_ig(compiled=True, rounds=9)
+        sme_against_ig(compiled=True, rounds=5)
     replays(options.threads)
 
 

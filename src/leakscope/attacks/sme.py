@@ -76,7 +76,7 @@ class SME(GradientMatching):
     batchnorm: float = 0.0
     beta: float = 0.5
     beta_lr: float = 1e-3
-    beta_every: int = 10
+    beta_every: int = 20
     lr: float = 0.2
     schedule: Literal["constant", "step", "cosine"] = "cosine"
     start: Literal["grey", "normal", "uniform"] = "grey"

@@ -56,12 +56,17 @@ class Problem:
 
     def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
         """Pictures, label logits (None where labels are given), and the unknown numbers by name."""
-        picture = row[: self.size].reshape(self.shape)
-        slow = len(row) - len(self.unknowns)
-        numbers = {u.name: row[slow + place] * self._unit(u) for place, u in enumerate(self.unknowns)}
+        place = len(row) - len(self.unknowns)
+        return *self._example(row[:place]), self._numbers(row[place:])
+
+    def _example(self, main: Tensor) -> tuple[Tensor, Tensor | None]:
+        picture = main[: self.size].reshape(self.shape)
         if self.targets is not None:
-            return picture, None, numbers
-        return picture, row[self.size : slow].reshape(self.shape[0], self.num_classes), numbers
+            return picture, None
+        return picture, main[self.size :].reshape(self.shape[0], self.num_classes)
+
+    def _numbers(self, others: Tensor) -> dict[str, Tensor]:
+        return {unknown.name: others[place] * self._unit(unknown) for place, unknown in enumerate(self.unknowns)}
 
     def to_model(self, picture: Tensor) -> Tensor:
         return self.matcher.canvas.to_model(picture, self.box)
@@ -104,9 +109,10 @@ class Problem:
     def _unit(self, unknown: Unknown) -> float:
         return unknown.step / self.matcher.optimiser.lr
 
-    def _objective(self, main: Tensor, slow: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _objective(self, main: Tensor, others: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
         matcher = self.matcher
-        picture, logits, numbers = self.unpack(torch.cat([main, slow]) if self.unknowns else main)
+        # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
+        (picture, logits), numbers = self._example(main), self._numbers(others)
         targets = torch.softmax(logits, -1) if logits is not None else given["targets"]
         candidate, recorded = matcher.simulation(self.victim, given["known"], self.to_model(picture), targets, numbers)
         distance = matcher.distance(given["observed"], candidate)
@@ -136,8 +142,8 @@ class Problem:
             "batchnorm": dict(self.victim.batchnorm_targets),
             "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype),
         }
-        slow = rows.shape[1] - len(self.unknowns)
-        main, others = rows[:, :slow], rows[:, slow:]
+        place = rows.shape[1] - len(self.unknowns)
+        main, others = rows[:, :place], rows[:, place:]
         # Only the plain form of attention can be differentiated twice.
         with sdpa_kernel(SDPBackend.MATH):
             if restarts == 1:
