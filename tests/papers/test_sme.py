@@ -39,7 +39,7 @@ def test_published_settings_are_the_presets() -> None:
 
 
 def test_clients_are_different_writers_and_the_same_for_the_same_seed(real_data: Path) -> None:
-    examples = load_data("femnist", split="train")
+    examples = load_data("femnist", path=real_data / "femnist.npz", split="train")
     setting = sme.Setting(examples=10)
     several = list(sme.clients(setting, 5, 3, examples))
     again = list(sme.clients(setting, 5, 3, examples))
@@ -53,6 +53,7 @@ def test_clients_are_different_writers_and_the_same_for_the_same_seed(real_data:
 @pytest.mark.parametrize("name", ["sme/table1", "sme/table2", "sme/table3", "sme/table6", "sme/table7"])
 def test_the_smallest_scale_runs(name: str, real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LEAKSCOPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("LEAKSCOPE_DATA", str(real_data))
     told: list[tuple[int, int, float]] = []
     result = reproduce(name, "smoke", lambda *args: told.append(args))
     assert told

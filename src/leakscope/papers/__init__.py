@@ -50,6 +50,12 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     started = time.perf_counter()
     rows = tuple(table.run(scale, seed, progress))
     if all(row.verdict == "not run" for row in rows):
-        reasons = "\n  - ".join(dict.fromkeys(f"{row.setting}: {row.note}" for row in rows))
-        raise ValueError(f"{name}: no row could be run:\n  - {reasons}")
+        settings: dict[str, list[str]] = {}
+        for row in rows:
+            settings.setdefault(row.note, []).append(row.setting)
+        reasons = [
+            f"{first}{f' and {len(others)} more' if others else ''}: {note}"
+            for note, (first, *others) in settings.items()
+        ]
+        raise ValueError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
     return Reproduction(name, table.title, table.paper, scale, seed, rows, seconds=time.perf_counter() - started)
