@@ -220,6 +220,8 @@ def test_settings_are_checked() -> None:
         lambda: SME(beta=2.0),
         lambda: SME(beta_every=0),
         lambda: SME(tv=-1.0),
+        lambda: SME(tv_variant="nonsense"),
+        lambda: DLFA(tv_variant="nonsense"),
         lambda: SME(distance="nonsense"),
         lambda: DLFA(variant="other"),
         lambda: DLFA(factor=(0.0, 1.0)),

@@ -57,7 +57,7 @@ def test_the_smallest_scale_runs(name: str, real_data: Path, tmp_path: Path, mon
     told: list[tuple[int, int, float]] = []
     result = reproduce(name, "smoke", lambda *args: told.append(args))
     assert told
-    assert told[-1][0] == told[-1][1] or name == "sme/table3"
+    assert told[-1][0] == told[-1][1]
     assert all(row.measured is not None for row in result.rows)
     compared = [row for row in result.rows if row.published is not None]
     assert all(row.verdict in ("matches", "above", "below") for row in compared)

@@ -116,6 +116,7 @@ class DLFA(GradientMatching):
         super().__post_init__()
         Adam(lr=self.lr, schedule=self.schedule, decay=self.decay)
         Pixels(space=self.space, start=self.start)
+        TotalVariation(weight=self.tv, variant=self.tv_variant)
         Ramp(first=self.factor[0], last=self.factor[1], steps=self.factor_steps)
         EpochAgreement(weight=self.agreement, copies=1, statistic=self.statistic, norm=self.norm, features=self.filters)
         if self.distance != "layered-l2":

@@ -87,6 +87,7 @@ class SME(GradientMatching):
         as_distance(self.distance)
         Adam(lr=self.lr, schedule=self.schedule)
         Pixels(space=self.space, start=self.start)
+        TotalVariation(weight=self.tv, variant=self.tv_variant)
         SegmentGradient(beta=self.beta, step=self.beta_lr, every=self.beta_every)
         if self.tv < 0 or self.batchnorm < 0:
             raise ValueError(f"tv and batchnorm: expected weights >= 0, got {self.tv} and {self.batchnorm}")

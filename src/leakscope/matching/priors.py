@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import numpy as np
 import torch
@@ -82,6 +82,10 @@ def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tenso
 class TotalVariation:
     weight: float
     variant: TVVariant = "l1mean_sum"
+
+    def __post_init__(self) -> None:
+        if self.variant not in get_args(TVVariant):
+            raise ValueError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {self.variant!r}")
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
         return self.weight * total_variation(picture, self.variant)

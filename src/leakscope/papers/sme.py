@@ -221,22 +221,23 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
     """Cost of 100 attacks, from one attack cut to a few steps, and the memory that one needs."""
     steps = {"smoke": 2, "small": 10, "paper": 50}[scale]
     rows: list[Row] = []
-    settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3]
-    for number, setting in enumerate(settings[:1] if scale == "smoke" else settings):
+    settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3][: 1 if scale == "smoke" else None]
+    for number, setting in enumerate(settings):
         examples = _load(setting.data)
         if isinstance(examples, str):
             rows.append(not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
             continue
         client = next(clients(setting, 1, seed, examples))
         seen = observe(setting, client, setting.network(client.number))
-        for name, attack in (
-            ("IG", SME.preset("paper-ig", iterations=steps, compile="never")),
-            ("SME", SME.preset("paper", iterations=steps, compile="never")),
-            ("DLFA", DLFA(iterations=max(1, steps // 10), compile="never")),
-        ):
+        table: dict[str, SME | DLFA] = {
+            "IG": SME.preset("paper-ig", iterations=steps, compile="never"),
+            "SME": SME.preset("paper", iterations=steps, compile="never"),
+            "DLFA": DLFA(iterations=max(1, steps // 10), compile="never"),
+        }
+        for name, attack in table.items():
             memory, started = PeakMemory(), time.perf_counter()
             attack(seen, seed=seed)
-            each = (time.perf_counter() - started) / int(getattr(attack, "iterations"))  # noqa: B009 - Attack has none
+            each = (time.perf_counter() - started) / attack.iterations
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
             note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
