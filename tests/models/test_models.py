@@ -54,6 +54,18 @@ COUNTS = {
     "mlp": linear(3072, 256) + linear(256, 10),
     "s3-mlp": linear(784, 1000) + linear(1000, 1000) + linear(1000, 62),
     "logistic": linear(3072, 10),
+    "cnn2-c1": 6 * 3 * 9 + linear(5400, 10),
+    "cnn2-c2": 6 * 3 * 16 + linear(1350, 10),
+    "cnn3-c1": 6 * 3 * 9 + 3 * 6 * 16 + linear(588, 10),
+    "cnn3-c2": 6 * 3 * 16 + 3 * 6 * 9 + linear(147, 10),
+    "cnn3-c3": 6 * 3 * 9 + 9 * 6 * 9 + linear(7056, 10),
+    "cnn3-c4": 3 * 9 + 6 * 9 + linear(4704, 10),
+    "cnn4-c1": 6 * 3 * 9 + 5 * 6 * 16 + 3 * 5 * 16 + linear(363, 10),
+    "cnn4-c2": 16 * 3 * 25 + 6 * 16 * 25 + 32 * 6 * 25 + linear(4608, 10),
+    "cnn4-c3": 6 * 3 * 25 + 16 * 6 * 25 + 16 * 16 * 25 + linear(2304, 10),
+    "cnn6": 12 * 3 * 16 + 9 * (36 * 12 + 2 * 36 * 36 + 64 * 36 + 128 * 64) + linear(3200, 10),
+    "cnn6-d": 12 * 3 * 16 + 9 * (20 * 12 + 36 * 20 + 36 * 36 + 64 * 36 + 128 * 64) + linear(3200, 10),
+    "fcn3": 784 * 1000 + 1000 * 100 + 100 * 10,
     "signal-cnn": (7 * 16 + 16) + (5 * 16 * 32 + 32) + (5 * 32 * 64 + 64) + linear(64 * 32, 5),
 }
 
@@ -82,7 +94,7 @@ def test_any_image_size_and_channels(name: str, shape: tuple[int, ...]) -> None:
     assert model(torch.rand(3, *shape)).shape == (3, 7)
 
 
-@pytest.mark.parametrize("name", ["mlp", "s3-mlp", "logistic"])
+@pytest.mark.parametrize("name", ["mlp", "s3-mlp", "logistic", "fcn3"])
 @pytest.mark.parametrize("shape", [(5,), (2, 9), (1, 4, 4)], ids=str)
 def test_fully_connected_read_anything(name: str, shape: tuple[int, ...]) -> None:
     assert build_model(name, input_shape=shape, num_classes=3)(torch.rand(2, *shape)).shape == (2, 3)
@@ -144,7 +156,7 @@ def test_dlg_lenet_on_mnist_has_588_features() -> None:
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
 def test_activations(activation: str) -> None:
     model = build_model("dlg-lenet", activation=activation)
-    assert type(model.get_submodule("activation2")) is ACTIVATIONS[activation]
+    assert type(model.get_submodule("activation2")) is type(ACTIVATIONS[activation]())
 
 
 def test_lenet_tanh_returns_probabilities() -> None:

@@ -13,7 +13,8 @@ from leakscope.papers import PAPERS, idlg, reproduce, sampling_tolerance, verdic
 
 def test_every_table_is_described_and_has_the_three_scales() -> None:
     sme = {f"sme/table{number}" for number in (1, 2, 3, 6, 7)}
-    assert {"idlg/labels", "gradients/counting", *sme} == set(PAPERS)
+    gradients = {f"gradients/{name}" for name in ("counting", "filters", "units")}
+    assert {"idlg/labels", *gradients, *sme} == set(PAPERS)
     for name, table in PAPERS.items():
         assert table.name == name
         assert table.title
@@ -23,7 +24,7 @@ def test_every_table_is_described_and_has_the_three_scales() -> None:
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting, sme/table1.*Did you mean 'idlg/labels'"):
+    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting.*sme/table1.*Did you mean 'idlg/labels'"):
         reproduce("idlg/label")
     with pytest.raises(ValueError, match="smoke, small, paper"):
         reproduce("gradients/counting", scale="huge")

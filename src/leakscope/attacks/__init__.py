@@ -19,11 +19,13 @@ from leakscope.attacks.base import (
 )
 from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
+from leakscope.attacks.gauss_newton import GaussNewton
 from leakscope.attacks.gradient_matching import GradientMatching
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
 from leakscope.attacks.linear_layer import LinearLayer
+from leakscope.attacks.rgap import RGAP
 from leakscope.attacks.sapag import SAPAG
 from leakscope.attacks.sme import SME
 
@@ -41,6 +43,12 @@ def _table(*entries: AttackEntry) -> Mapping[str, AttackEntry]:
 
 
 ATTACKS: Mapping[str, AttackEntry] = _table(
+    AttackEntry(
+        "gauss-newton",
+        GaussNewton,
+        "second-order least squares on the gradient: exact in a handful of steps on smooth nets",
+        "Levenberg 1944, Marquardt 1963; this project's own use of them",
+    ),
     AttackEntry(
         "inverting-gradients",
         InvertingGradients,
@@ -78,6 +86,12 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
         "Phong et al., 2018; Geiping et al., 2020",
     ),
     AttackEntry(
+        "rgap",
+        RGAP,
+        "solve a chain of layers one by one from the output, without a search",
+        "Zhu, Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021",
+    ),
+    AttackEntry(
         "sme",
         SME,
         "match a weight update by one gradient at a searched point between both ends; needs no recipe",
@@ -92,7 +106,7 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
 )
 
 #: What ``attacks="standard"`` runs: the strongest of each kind; those that do not apply to a model say so.
-STANDARD: tuple[str, ...] = ("inverting-gradients", "idlg", "linear-layer")
+STANDARD: tuple[str, ...] = ("gauss-newton", "inverting-gradients", "idlg", "linear-layer", "rgap")
 #: ... and besides where clients send weight updates of local training.
 STANDARD_WEIGHT_UPDATES: tuple[str, ...] = ("sme",)
 
@@ -121,12 +135,14 @@ __all__ = [
     "DLG",
     "FLAGS",
     "IDLG",
+    "RGAP",
     "SAPAG",
     "SME",
     "STANDARD",
     "STANDARD_WEIGHT_UPDATES",
     "Attack",
     "AttackEntry",
+    "GaussNewton",
     "GradientMatching",
     "InvertingGradients",
     "LearnFromGradients",

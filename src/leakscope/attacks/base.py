@@ -13,6 +13,8 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
+from leakscope.limits.diagnosis import Diagnosis
+from leakscope.limits.diagnosis import diagnose as explain_result
 from leakscope.observation import Observation
 
 Progress = Callable[[int, int, float], None]
@@ -27,6 +29,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
         "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than plain "
         "gradient descent); the update was taken for one gradient.",
+        "ill-conditioned": "Newton's search stalled before it explained the update: the gradient is not smooth or its "
+        "equations are badly conditioned there. That is a limit of this search, not a sign of safety.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
     }
 )
@@ -42,7 +46,10 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class Reconstruction:
-    """An adversary's guess, with its own opinion of it; nothing here was compared with the truth."""
+    """An adversary's guess, with its own opinion of it; nothing here was compared with the truth.
+
+    ``diagnosis`` tells a search that failed from inputs that the update does not determine.
+    """
 
     inputs: Tensor
     labels: Tensor | None
@@ -51,6 +58,7 @@ class Reconstruction:
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None
 
     def __post_init__(self) -> None:
         unknown = [flag for flag in self.flags if flag not in FLAGS]
@@ -98,8 +106,13 @@ class Attack(ABC):
         device: Any = None,
         dtype: torch.dtype | None = None,
         progress: Progress | None = None,
+        diagnose: bool | None = None,
     ) -> Reconstruction:
-        """Check, seed, run, time, and guard: the same for every attack."""
+        """Check, seed, run, time, guard, and say why: the same for every attack.
+
+        ``diagnose`` is whether to tell a failed search from inputs that are not identifiable: None where this takes
+        seconds, True even where it takes minutes, False never.
+        """
         if not isinstance(observation, Observation):
             raise TypeError(
                 f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
@@ -140,4 +153,7 @@ class Attack(ABC):
             raise RuntimeError(
                 f"{type(self).__name__} returned inputs of shape {tuple(result.inputs.shape[1:])}, expected {expected}"
             )
+        if diagnose is not False and result.diagnosis is None:
+            found = explain_result(observation, result.inputs, result.labels, thorough=bool(diagnose))
+            result = dataclasses.replace(result, diagnosis=found)
         return dataclasses.replace(result, info=info)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
 from leakscope.labels import local_steps, mean_gradient_scale, recover_labels
+from leakscope.loss import as_labels
 from leakscope.matching import Matcher, Victim
 from leakscope.observation import Observation
 
@@ -59,7 +60,7 @@ class GradientMatching(Attack):
             generator=generator,
             progress=progress,
         )
-        labels = targets if match.label_logits is None else match.label_logits.argmax(1)[:examples]
+        labels = targets if match.label_logits is None else as_labels(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
             labels=labels,
@@ -87,14 +88,8 @@ class GradientMatching(Attack):
         update = dict(observation.message.update)
         if observation.message.kind == matcher.simulation.imitates:
             return update
-        scale, why = mean_gradient_scale(observation)
-        if scale is None:
-            if matcher.distance.scale_free:
-                return update
-            raise NotApplicable(f"the distance compares lengths, but {why[0]}")
-        if observation.reduction == "sum":
-            scale /= observation.num_examples or 1
-        return {name: value / scale for name, value in update.items()}
+        scale, _ = mean_gradient_scale(observation)
+        return update if scale is None and matcher.distance.scale_free else as_gradient(observation)
 
     def _labels(
         self, observation: Observation, generator: torch.Generator
@@ -102,12 +97,39 @@ class GradientMatching(Attack):
         """Targets (None where they are optimised), flags, notes, and how they were found."""
         if observation.labels is None and self.labels == "joint":
             return None, (), (), "joint"
-        try:
-            found = recover_labels(observation, generator=generator)
-        except ValueError as error:
-            return None, ("labels uncertain",), (f"labels optimised along, for they cannot be read: {error}",), "joint"
-        flags = () if found.exact else ("labels uncertain",)
-        return found.labels, flags, found.notes, found.method
+        return find_targets(observation, generator)
+
+
+def find_targets(
+    observation: Observation, generator: torch.Generator
+) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
+    """Known or recovered labels (None where they cannot be read), flags, notes, and how they were found."""
+    try:
+        found = recover_labels(observation, generator=generator)
+    except ValueError as error:
+        return None, ("labels uncertain",), (f"labels optimised along, for they cannot be read: {error}",), "joint"
+    flags = () if found.exact else ("labels uncertain",)
+    return found.labels, flags, found.notes, found.method
+
+
+def as_gradient(observation: Observation) -> dict[str, Tensor]:
+    """The update as one gradient of the whole batch in the client's reduction; NotApplicable without a scale."""
+    update = dict(observation.message.update)
+    if observation.message.kind == "gradient":
+        return update
+    scale, why = mean_gradient_scale(observation)
+    if scale is None:
+        raise NotApplicable(f"the length of the update counts, but {why[0]}")
+    if observation.reduction == "sum":
+        scale /= observation.num_examples or 1
+    return {name: value / scale for name, value in update.items()}
+
+
+def several_steps(observation: Observation) -> bool:
+    """Whether it is a weight update that is not one plain gradient step, as far as is known."""
+    if observation.message.kind == "gradient":
+        return False
+    return not (_single_step(observation) and _plain_descent(observation))
 
 
 def can_replay(observation: Observation) -> bool:
@@ -119,9 +141,7 @@ def can_replay(observation: Observation) -> bool:
 
 def hides_steps(observation: Observation) -> bool:
     """Whether it is a weight update whose steps cannot be replayed, and that is more than one gradient."""
-    if observation.message.kind == "gradient" or can_replay(observation):
-        return False
-    return not (_single_step(observation) and _plain_descent(observation))
+    return several_steps(observation) and not can_replay(observation)
 
 
 def _plain_descent(observation: Observation) -> bool:

@@ -21,6 +21,7 @@ from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, SpecError, TrainingSpec
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
+from leakscope.loss import label_count
 from leakscope.metrics import Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
 from leakscope.observation import Knowledge
@@ -164,7 +165,7 @@ def rehearse(setup: Setup) -> None:
         for place, defense in enumerate(setup.spec.defenses):
             try:
                 seen = observe(setup, protocol, defense, x, y, torch.Generator().manual_seed(0))
-                if highest >= seen.num_classes:
+                if highest >= label_count(seen.num_classes):
                     problems.append(f"data: label {highest}, but the model has {seen.num_classes} outputs")
             except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
                 said = "; ".join(lines(str(error))) or "no message"

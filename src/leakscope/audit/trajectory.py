@@ -18,6 +18,7 @@ from leakscope.federation import Defense, FedAvg, Protocol
 from leakscope.federation.base import batch_gradient, client_copy, own_randomness
 from leakscope.federation.trajectory import Trajectory
 from leakscope.limits import cosine_profile, drift_bound, leading_shares
+from leakscope.loss import client_loss
 from leakscope.observation import Observation
 
 MAX_STEPS = 50
@@ -114,7 +115,7 @@ class _Client:
     def loss(self, weights: Weights) -> float:
         self._load(weights)
         with torch.no_grad(), own_randomness(torch.Generator().manual_seed(0)):
-            return float(nn.functional.cross_entropy(self._model(self._x.clone()), self._y))
+            return float(client_loss(self._model(self._x.clone()), self._y))
 
     def _load(self, weights: Weights) -> None:
         with torch.no_grad():

@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from leakscope.loss import client_loss, label_count
 from leakscope.observation import (
     BatchNormMode,
     Knowledge,
@@ -196,7 +197,7 @@ def batch_gradient(
 def _gradient(client: nn.Module, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:
     names = [name for name, p in client.named_parameters() if p.requires_grad]
     parameters = [p for p in client.parameters() if p.requires_grad]
-    loss = nn.functional.cross_entropy(client(x.clone()), y, reduction=reduction)
+    loss = client_loss(client(x.clone()), y, reduction)
     gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
     return {
         name: torch.zeros_like(p) if g is None else g.detach()
@@ -263,6 +264,7 @@ def check_batch(model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None)
     outputs = int(logits.shape[1])
     if num_classes is not None and num_classes != outputs:
         raise ValueError(f"num_classes is {num_classes} but the model has {outputs} outputs")
-    if int(y.min()) < 0 or int(y.max()) >= outputs:
-        raise ValueError(f"y: labels must lie in 0..{outputs - 1} for this model, got {int(y.min())}..{int(y.max())}")
+    classes = label_count(outputs)
+    if int(y.min()) < 0 or int(y.max()) >= classes:
+        raise ValueError(f"y: labels must lie in 0..{classes - 1} for this model, got {int(y.min())}..{int(y.max())}")
     return outputs

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from leakscope.federation.base import Defense, check_batch, client_copy
 from leakscope.federation.fedavg import FedAvg
+from leakscope.loss import client_loss
 from leakscope.observation import BatchNormMode, Knowledge
 
 Client = tuple[Tensor, Tensor]
@@ -174,7 +175,7 @@ def initial_copy(model: nn.Module) -> nn.Module:
 
 
 def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNormMode) -> float:
-    """Mean cross-entropy over all examples, in the mode in which clients train."""
+    """Mean loss over all examples, in the mode in which clients train."""
     probe = client_copy(model, batchnorm)
     total, count = 0.0, 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -183,7 +184,7 @@ def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNorm
             # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
             chunks = -(-len(x) // LOSS_CHUNK)
             for inputs, labels in zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True):
-                total += float(nn.functional.cross_entropy(probe(inputs.clone()), labels, reduction="sum"))
+                total += float(client_loss(probe(inputs.clone()), labels, "sum"))
             count += len(x)
     return total / count
 

@@ -95,6 +95,8 @@ def recover_labels(
         raise ValueError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
     if head.bias_name not in update:
         head = dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
+    if observation.num_classes == 1:
+        return _binary_label(observation, head)
     scale, notes = mean_gradient_scale(observation)
     statistics = None
     # Momentum still adds gradients, with other weights; Adam does not. An unknown optimiser is taken for one that does.
@@ -126,6 +128,16 @@ def local_steps(num_examples: int, epochs: int, batch_size: int) -> int:
     6
     """
     return epochs * math.ceil(num_examples / batch_size)
+
+
+def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:
+    """One output: its bias gradient is sigmoid(z) - y, so the sign tells the label of one example."""
+    if head.bias_name is None or observation.num_examples != 1:
+        raise ValueError("a model with one output gives away the label of one example behind a head with a bias only")
+    gradient = observation.message.update[head.bias_name].flatten()
+    exact = bool((gradient != 0).all())
+    notes = () if exact else ("the head's bias update is zero: this label is a guess",)
+    return RecoveredLabels((gradient < 0).long(), "bias", exact, notes)
 
 
 def _choose(total: int, head: Head, statistics: DummyStatistics | None) -> str:

@@ -12,6 +12,8 @@ from leakscope.matching.distances import (
     SquaredL2,
     as_distance,
 )
+from leakscope.matching.gradient_map import GradientMap, Linearisation
+from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness, singular_ends
 from leakscope.matching.loop import Match, Matcher, Progress, Ramp
 from leakscope.matching.optimisers import LBFGS, Adam, Optimiser
 from leakscope.matching.priors import (
@@ -38,19 +40,25 @@ __all__ = [
     "DirectionL1",
     "Distance",
     "EpochAgreement",
+    "Fit",
     "GaussianKernel",
+    "GradientMap",
     "Known",
     "L2Norm",
+    "LevenbergMarquardt",
+    "Linearisation",
     "Match",
     "Matcher",
     "Optimiser",
     "Orthogonality",
     "Pixels",
+    "Preconditioner",
     "Prior",
     "Problem",
     "Progress",
     "Ramp",
     "RelativeSquaredL2",
+    "Roughness",
     "SegmentGradient",
     "Simulation",
     "SingleGradient",
@@ -60,6 +68,7 @@ __all__ = [
     "UnrolledSteps",
     "Victim",
     "as_distance",
+    "singular_ends",
     "steps_in_order",
     "total_variation",
 ]

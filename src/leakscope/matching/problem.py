@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from leakscope.loss import as_probabilities
 from leakscope.matching.priors import Scene
 from leakscope.matching.simulations import Unknown
 from leakscope.matching.victim import Tensors, Victim
@@ -113,7 +114,7 @@ class Problem:
         matcher = self.matcher
         # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
         (picture, logits), numbers = self._example(main), self._numbers(others)
-        targets = torch.softmax(logits, -1) if logits is not None else given["targets"]
+        targets = as_probabilities(logits) if logits is not None else given["targets"]
         candidate, recorded = matcher.simulation(self.victim, given["known"], self.to_model(picture), targets, numbers)
         distance = matcher.distance(given["observed"], candidate)
         box = self.box if matcher.canvas.space == "model" else None

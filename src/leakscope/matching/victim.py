@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.func import functional_call, grad
 
+from leakscope.loss import client_loss
 from leakscope.observation import Observation, Reduction
 
 Tensors = dict[str, Tensor]
@@ -69,19 +70,28 @@ class Victim:
         known = Known(weights, fixed, movement)
         return cls(model, known, buffers, observation.reduction, targets, tape)
 
-    def loss(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
-        """Cross-entropy (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs."""
+    def loss(
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
+    ) -> tuple[Tensor, Tensors]:
+        """The client's loss (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs.
+
+        With ``back_signal`` it is <back_signal, logits> instead, whose derivative by the logits is known.
+        """
         self._tape.clear()
         # Copies of what a forward pass may change in place: counters and other buffers, and the input.
         fresh = {name: value.clone() if name in self.buffers else value for name, value in fixed.items()}
         logits = functional_call(self.model, {**weights, **fresh}, (x.clone(),))
         recorded = dict(self._tape)
         self._tape.clear()
-        return nn.functional.cross_entropy(logits, targets, reduction=self.reduction), recorded
+        if back_signal is not None:
+            return (logits * back_signal).sum(), recorded
+        return client_loss(logits, targets, self.reduction), recorded
 
-    def gradient(self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensors, Tensors]:
+    def gradient(
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
+    ) -> tuple[Tensors, Tensors]:
         """The gradient a client would send for this batch, and the BatchNorm layers' inputs."""
-        return grad(self.loss, has_aux=True)(weights, fixed, x, targets)
+        return grad(self.loss, has_aux=True)(weights, fixed, x, targets, back_signal)
 
 
 def _recorder(tape: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from leakscope.models.chains import fcn3, hybrid_cnns, rgap_cnns
 from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
 from leakscope.models.common import ACTIVATIONS, positive_int
 from leakscope.models.external import call_factory, find_factory
@@ -64,6 +65,12 @@ _ENTRIES = (
     ModelEntry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
     ModelEntry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
     ModelEntry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
+    *(
+        ModelEntry(name, f"tanh net of Chen and Campbell: {words}", net, _CIFAR, 10)
+        for name, words, net in hybrid_cnns()
+    ),
+    *(ModelEntry(name, f"LeakyReLU net of R-GAP: {words}", net, _CIFAR, 10) for name, words, net in rgap_cnns()),
+    ModelEntry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
 )
 MODELS: Mapping[str, ModelEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
 

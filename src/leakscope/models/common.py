@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from types import MappingProxyType
 
 from torch import nn
@@ -15,6 +16,8 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
         "gelu": nn.GELU,
         "softplus": nn.Softplus,
         "silu": nn.SiLU,
+        "leaky-relu": partial(nn.LeakyReLU, 0.2),
+        "identity": nn.Identity,
     }
 )
 

@@ -1,0 +1,357 @@
+"""Hybrid: R-GAP's equations as the start and as a term of a gradient-matching search, layer by layer.
+
+Cangxiong Chen and Neill Campbell, "Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient
+Matching", BMVC 2022. From the last layer to the first: u x = v are the linear equations of a layer's input x (see
+limits/constraints.py), its least-squares solution is the start, and Adam minimises
+
+    mu1 sum_l (1 - cos(dL/dw_l(x), g_l)) + mu2 TV(x) + mu3 |u x - v|^2        over the tensors l of this and later layers
+
+on the network from this layer on; what comes out is inverted through the activation and gives the next layer's system.
+``form="constrained"`` minimises the first two terms subject to u x = v instead (the paper's equation 11).
+
+``Hybrid.preset("paper")`` has the published steps and weights. Differences in both: the derivative at the logits is
+held at what the last layer shows instead of computed from the label, which is the same at the true input; the best
+iterate by the objective is kept, the start among them; float64.
+
+The defaults differ further, for what the three terms can say is known beforehand (``trust``):
+
+* While every layer behind is determined, its equations hold all that later gradients say. A determined layer needs no
+  search, and in one that is not, TV alone chooses among the solutions, without a pass through the network.
+* Behind a layer that was not determined, u and v carry errors, which a least-squares solution amplifies. It is damped
+  as the residual of the redundant equations demands, and the search matches the update itself, whose tensors are exact:
+  relative squared differences in place of cosines, which leave lengths open.
+* TV is the joint one of axes and channels, and its weight falls during the search; Adam is fifty times faster and slows
+  down to zero; values stay in the valid range.
+
+{figures}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, get_args
+
+import numpy as np
+import scipy.linalg
+import scipy.sparse.linalg
+import torch
+from torch import Tensor
+
+from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
+from leakscope.attacks.rgap import _choose, _consistent, _gradient, _last_signals, _reconstruction, _Solver, _Walk
+from leakscope.limits.activations import Unsupported
+from leakscope.limits.chain import Chain, Stage, read_chain
+from leakscope.limits.constraints import signal_at_input, stage_system
+from leakscope.limits.linear_system import LinearSystem
+from leakscope.limits.security import MAX_UNKNOWNS
+from leakscope.matching import Adam, Cosine, Ramp, RelativeSquaredL2, total_variation
+from leakscope.matching.optimisers import Schedule
+from leakscope.matching.priors import TVVariant
+from leakscope.observation import Observation, ValueRange
+
+Weights = tuple[float, float, float]
+#: Equations that are met to this share count as free of errors.
+_EXACT = 1e-3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hybrid(Attack):
+    """Solve each layer's equations, last one first, and search where they leave something open.
+
+    ``iterations`` and ``weights`` (matching, TV, equations) have one entry a layer, the input's first; the last entry
+    holds for all deeper ones. ``fade``: what the weight of TV is multiplied by over the search. ``trust`` leaves out the
+    terms that say nothing new or are known to be wrong (see the module); without it every layer is searched with
+    all three. ``clamp`` keeps the input in its value range, and other layers' inputs in that of their activation.
+    ``clip`` is the largest size of a tanh output that is inverted; None takes what the update's precision can tell
+    from 1.
+    """
+
+    requires = ("num_examples",)
+    presets = MappingProxyType(
+        {
+            "paper": MappingProxyType(
+                {
+                    "iterations": (10_000, 8000, 1000),
+                    "weights": ((1.0, 1.0, 0.05), (1.0, 1.0, 0.1), (10.0, 0.1, 1.0)),
+                    "fade": 1.0,
+                    "distance": "cosine",
+                    "tv_variant": "l1mean_sum",
+                    "lr": 1e-3,
+                    "schedule": "constant",
+                    "trust": False,
+                    "clamp": False,
+                    "clip": 0.9999,
+                }
+            )
+        }
+    )
+
+    form: Literal["soft", "constrained"] = "soft"
+    iterations: int | tuple[int, ...] = (2000, 1000)
+    weights: tuple[Weights, ...] = ((1.0, 3.0, 1.0),)
+    fade: float = 1 / 30
+    distance: Literal["squared", "cosine"] = "squared"
+    tv_variant: TVVariant = "joint"
+    lr: float = 0.05
+    schedule: Schedule = "cosine"
+    trust: bool = True
+    clamp: bool = True
+    clip: float | None = None
+
+    def __post_init__(self) -> None:
+        iterations = (self.iterations,) if isinstance(self.iterations, int) else tuple(self.iterations)
+        object.__setattr__(self, "iterations", iterations)
+        object.__setattr__(self, "weights", tuple(tuple(map(float, row)) for row in self.weights))
+        problems = []
+        if self.form not in ("soft", "constrained"):
+            problems.append(f"form: expected 'soft' or 'constrained', got {self.form!r}")
+        if self.distance not in ("squared", "cosine"):
+            problems.append(f"distance: expected 'squared' or 'cosine', got {self.distance!r}")
+        if self.tv_variant not in get_args(TVVariant):
+            problems.append(f"tv_variant: expected one of {', '.join(get_args(TVVariant))}, got {self.tv_variant!r}")
+        if not iterations or min(iterations) < 1:
+            problems.append(f"iterations: expected one or more numbers of at least 1, got {iterations}")
+        if not self.weights or any(len(row) != 3 or min(row) < 0 for row in self.weights):
+            problems.append(f"weights: expected rows of three numbers of at least 0, got {self.weights}")
+        if not 0 < self.fade <= 1:
+            problems.append(f"fade: expected 0 < fade <= 1, got {self.fade}")
+        if self.clip is not None and not 0 < self.clip < 1:
+            problems.append(f"clip: expected 0 < clip < 1 or None, got {self.clip}")
+        if problems:
+            raise ValueError("Hybrid:\n  - " + "\n  - ".join(problems))
+        Adam(lr=self.lr, schedule=self.schedule)  # complains of its own settings
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        try:
+            chain = read_chain(observation.model, observation.input_shape)
+        except Unsupported as error:
+            raise NotApplicable(str(error)) from error
+        update, scaled, why = _gradient(observation)
+        solver = _HybridSolver(
+            chain=chain,
+            update=update,
+            clip=1 - 4 * torch.finfo(observation.dtype).eps if self.clip is None else self.clip,
+            ranks=True,
+            settings=self,
+            box=observation.value_range,
+        )
+        signals = _last_signals(observation, chain.stages[-1], update, None if scaled else why)
+        walks = _consistent([solver.start(signal) for signal in signals])
+        for number in reversed(range(len(chain.stages) - 1)):
+            walks = _consistent([solver.step(walk, number) for walk in walks])
+            if progress is not None:
+                progress(len(chain.stages) - number, len(chain.stages), walks[0].residual)
+        walk, notes = _choose(walks, observation)
+        found = _reconstruction(observation, walk, notes)
+        steps = sum(row["steps"] for row in walk.layers)
+        return dataclasses.replace(found, info={**found.info, "steps": steps})
+
+    def at(self, number: int) -> tuple[int, Weights]:
+        """Steps and weights for the layer of this number, 0 for the input's."""
+        assert isinstance(self.iterations, tuple)
+        return (
+            self.iterations[min(number, len(self.iterations) - 1)],
+            self.weights[min(number, len(self.weights) - 1)],
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _HybridSolver(_Solver):
+    """R-GAP's step through a layer, then the search."""
+
+    settings: Hybrid
+    box: ValueRange | None
+
+    def _solve(self, walk: _Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> _Walk:
+        system = stage_system(stage, outputs, signal, self.update)
+        solution = system.solve()
+        residual = max(solution.residual, self._misfit(stage, signal, solution.x))
+        spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+        rank = None if spectrum is None else spectrum.rank
+        trusted = self.settings.trust and all(row["trusted"] for row in walk.layers)
+        row: dict[str, Any] = {
+            "layer": stage.name,
+            "rows": system.rows,
+            "rank": rank,
+            "unknowns": system.unknowns,
+            "residual": residual,
+            "trusted": trusted and rank == system.unknowns and residual <= _EXACT,
+            "steps": 0,
+        }
+        x, worst = solution.x, max(walk.residual, residual)
+        # A linear layer says everything of its input on its own, so nothing is left to search.
+        if not row["trusted"] and stage.convolutional and rank != 0:
+            search = _Search(
+                self.chain,
+                self.chain.stages.index(stage),
+                system,
+                walk.start,
+                self.update,
+                self.settings,
+                self._projection(stage),
+                alone=trusted and residual <= _EXACT,
+            )
+            start = x if search.alone or not self.settings.trust else self._damped(system, x, stage)
+            x, row["objective"], row["mismatch"] = search.run(start)
+            row["steps"] = search.steps
+            worst = row["mismatch"]
+        return dataclasses.replace(
+            walk, x=x, signal=signal_at_input(stage, signal), residual=worst, layers=(row, *walk.layers)
+        )
+
+    def _projection(self, stage: Stage) -> Callable[[Tensor], Tensor]:
+        """To the nearest valid inputs of a stage, for rows of flat inputs."""
+        number = self.chain.stages.index(stage)
+        if not self.settings.clamp or self.settings.form == "constrained" or (number == 0 and self.box is None):
+            return lambda rows: rows
+        if number > 0:
+            before = self.chain.stages[number - 1].activation
+            return lambda rows: before(before.inverse(rows, self.clip))
+        assert self.box is not None
+        low, high = self.box.bounds(torch.zeros((1, *stage.input_shape), dtype=torch.float64))
+
+        def project(rows: Tensor) -> Tensor:
+            pictures = rows.reshape(-1, *stage.input_shape)
+            return torch.minimum(torch.maximum(pictures, low), high).reshape(rows.shape)
+
+        return project
+
+    def _damped(self, system: LinearSystem, x: np.ndarray, stage: Stage) -> np.ndarray:
+        """The most probable input if the target has errors of the size that redundant equations show.
+
+        Inputs are taken for equally spread over the value range; in other layers around zero, as far as the solution.
+        """
+        balanced = system.balanced
+        gap = balanced.matrix @ x - balanced.target
+        spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+        rank = min(system.rows, system.unknowns) if spectrum is None else spectrum.rank
+        noise = float(gap @ gap) / max(1, system.rows - rank)
+        centre, variance = np.zeros_like(x), max(float(np.mean(x**2)), 1e-30)
+        if self.box is not None and stage is self.chain.stages[0]:
+            low, high = self.box.bounds(torch.zeros((1, *stage.input_shape), dtype=torch.float64))
+            centre = ((low + high) / 2).expand(1, *stage.input_shape).reshape(-1).numpy()
+            variance = float(((high - low) ** 2).mean()) / 12
+        left = balanced.target - balanced.matrix @ centre
+        move = scipy.sparse.linalg.lsmr(balanced.matrix, left, damp=math.sqrt(noise / variance), maxiter=2000)[0]
+        return np.asarray(centre + move)
+
+
+@dataclass(frozen=True, eq=False)
+class _Search:
+    """The objective of one layer's input, and its descent. ``alone``: only TV and the equations count."""
+
+    chain: Chain
+    number: int
+    system: LinearSystem
+    signal: np.ndarray
+    update: Mapping[str, Tensor]
+    settings: Hybrid
+    project: Callable[[Tensor], Tensor]
+    alone: bool
+
+    @property
+    def steps(self) -> int:
+        return self.settings.at(self.number)[0]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (1, *self.chain.stages[self.number].input_shape)
+
+    def run(self, start: np.ndarray) -> tuple[np.ndarray, tuple[float, float], float]:
+        """The best input; the objective before and after; how far its update is from the seen one, relatively."""
+        rule, steps = self.settings, self.steps
+        matching, variation, linear = rule.at(self.number)[1]
+        if rule.trust:
+            # The equations hold all that the gradients say, or they are wrong and the gradients hold it all.
+            matching, linear = (0.0, linear) if self.alone else (matching, 0.0)
+        fading = Ramp(first=1.0, last=rule.fade, steps=steps)
+        constrained = rule.form == "constrained"
+        free = _null_space(self.system) if constrained else None
+        system = self.system.balanced if rule.trust else self.system
+        origin = torch.from_numpy(start)
+        matrix, transposed = system.matrix, system.matrix.T.tocsr()
+
+        def point(row: Tensor) -> Tensor:
+            return row[0] if free is None else origin + free(row[0])
+
+        def evaluate(x: Tensor, factor: float) -> tuple[float, float, Tensor]:
+            """The objective with TV as it counts now, as it counts in the end, and the gradient of the first."""
+            picture = x.reshape(self.shape).requires_grad_()
+            tv = variation * total_variation(picture, rule.tv_variant)
+            rest = matching * self._distance(picture) if matching > 0 else torch.zeros_like(tv)
+            total = factor * tv + rest
+            gradient = torch.zeros_like(x)
+            if total.requires_grad:
+                gradient = torch.autograd.grad(total, picture)[0].flatten()
+            value, final = float(total.detach()), float((rule.fade * tv + rest).detach())
+            if linear > 0 and not constrained:
+                gap = matrix @ x.detach().numpy() - system.target
+                square = linear * float(gap @ gap)
+                value, final = value + square, final + square
+                gradient = gradient + 2 * linear * torch.from_numpy(transposed @ gap)
+            return value, final, gradient
+
+        first = torch.zeros_like(origin)[None] if constrained else self.project(origin[None])
+        state = Adam(lr=rule.lr, schedule=rule.schedule).begin(first, steps, self.project)
+        best, lowest, before = point(first), math.inf, math.nan
+        for step in range(steps + 1):
+            x = point(state.ask()).detach()
+            value, final, gradient = evaluate(x, float(fading(torch.tensor(float(step)))))
+            before = final if step == 0 else before
+            if final < lowest:
+                best, lowest = x.detach().clone(), final
+            usable = math.isfinite(value) and bool(torch.isfinite(gradient).all())
+            if not usable or step == steps:
+                break
+            moved = gradient if free is None else free(gradient)
+            state.tell(torch.tensor([value]), moved[None], torch.ones(1, dtype=torch.bool))
+        return best.numpy(), (before, lowest), self._mismatch(best)
+
+    def _candidate(self, picture: Tensor) -> dict[str, Tensor]:
+        """The update of the layers from this one on, with the derivative at the logits held."""
+        weights = {n: p for n, p in self.chain.parameters(self.number).items() if bool(self.update[n].any())}
+        held = (self.chain.run(picture, self.number) * torch.from_numpy(self.signal)).sum()
+        gradients = torch.autograd.grad(held, list(weights.values()), create_graph=picture.requires_grad)
+        return dict(zip(weights, gradients, strict=True))
+
+    def _distance(self, picture: Tensor) -> Tensor:
+        candidate = self._candidate(picture)
+        if self.settings.distance == "cosine":
+            return len(candidate) * Cosine(per="tensor")({name: self.update[name] for name in candidate}, candidate)
+        each = [RelativeSquaredL2()({name: self.update[name]}, {name: value}) for name, value in candidate.items()]
+        return torch.stack(each).sum()
+
+    def _mismatch(self, x: Tensor) -> float:
+        candidate = self._candidate(x.reshape(self.shape))
+        return math.sqrt(float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate)))
+
+
+def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:
+    """The projection onto the directions that the equations leave open, from the smaller Gram matrix.
+
+    >>> import scipy.sparse
+    >>> free = _null_space(LinearSystem(scipy.sparse.csr_array([[1.0, 1.0]]), np.array([2.0])))
+    >>> free(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist()
+    [0.5, -0.5]
+    """
+    spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+    if spectrum is None:
+        raise NotApplicable(
+            f"the constrained form decomposes systems of up to {MAX_UNKNOWNS} rows or unknowns, got {system.rows} and "
+            f"{system.unknowns}. Use form='soft'."
+        )
+    if spectrum.rank == system.unknowns:
+        return torch.zeros_like
+    matrix = system.balanced.matrix
+    wide = system.rows < system.unknowns
+    values, vectors = scipy.linalg.eigh((matrix @ matrix.T if wide else matrix.T @ matrix).toarray())
+    kept = slice(len(values) - spectrum.rank, None)
+    basis = matrix.T @ (vectors[:, kept] / np.sqrt(values[kept])) if wide else vectors[:, kept]
+    basis = torch.from_numpy(np.ascontiguousarray(basis))
+    return lambda row: row - basis @ (basis.T @ row)

@@ -1,0 +1,202 @@
+"""The map from a batch of inputs to the update it causes, and its derivatives.
+
+Pictures are flat rows in [0, 1] where the valid box is known, so that an unknown is a pixel and a step of one is the
+whole range. ``linearise`` gives products with the Jacobian without making it; ``jacobian`` makes it, without loss in
+far fewer columns than the update has entries: the gradient of a linear layer on B examples has rank B at most, so
+its changes lie in the tangent space of the matrices of that rank, and coordinates in that space are all there is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.func import jvp, vjp, vmap
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leakscope.matching.victim import Tensors, Victim
+from leakscope.observation import Observation, ValueRange
+
+#: Directions differentiated together: more do not fit the cache, fewer leave it idle.
+CHUNK = 64
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Linearisation:
+    """The map near one point: its value there, and products with the Jacobian (entries x unknowns) and its transpose.
+
+    Both products reuse the one pass that made them.
+    """
+
+    value: Tensor
+    forward: Callable[[Tensor], Tensor]
+    backward: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class GradientMap:
+    """The update as a function of the inputs; ``targets`` are the labels, ``box`` the valid range of the inputs.
+
+    ``back_signal`` (classes) takes the place of the loss: the update of <back_signal, logits>. For one example it is
+    what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
+    """
+
+    victim: Victim
+    targets: Tensor
+    shape: tuple[int, ...]
+    box: ValueRange | None = None
+    back_signal: Tensor | None = None
+
+    @classmethod
+    def of(cls, observation: Observation, targets: Tensor, **facts: Tensor | None) -> GradientMap:
+        """The map of an observation's model for a batch with these labels."""
+        shape = (len(targets), *observation.input_shape)
+        return cls(Victim.of(observation), targets, shape, observation.value_range, **facts)
+
+    @property
+    def unknowns(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.victim.known.weights)
+
+    @property
+    def entries(self) -> int:
+        return sum(value.numel() for value in self.victim.known.weights.values())
+
+    def narrow(self) -> GradientMap:
+        """The same map in float32, several times faster where digits do not matter."""
+        victim = self.victim
+        known = type(victim.known)(
+            *({name: _as_float32(value) for name, value in group.items()} for group in victim.known)
+        )
+        signal = None if self.back_signal is None else self.back_signal.float()
+        return dataclasses.replace(self, victim=dataclasses.replace(victim, known=known), back_signal=signal)
+
+    def pictures(self, flat: Tensor) -> Tensor:
+        """Inputs of the model from a flat row."""
+        unit = flat.reshape(self.shape)
+        return unit if self.box is None else self.box.from_unit(unit)
+
+    def flat(self, pictures: Tensor) -> Tensor:
+        """The flat row of inputs of the model."""
+        return (pictures if self.box is None else self.box.to_unit(pictures)).flatten()
+
+    def update(self, flat: Tensor) -> Tensors:
+        """The update by name."""
+        victim = self.victim
+        found, _ = victim.gradient(
+            victim.known.weights, victim.known.fixed, self.pictures(flat), self.targets, self.back_signal
+        )
+        return found
+
+    def __call__(self, flat: Tensor) -> Tensor:
+        """The update as one row."""
+        # The fused kernels of attention have no second derivative; the plain one has.
+        with sdpa_kernel(SDPBackend.MATH):
+            return _joined(self.update(flat))
+
+    def linearise(self, flat: Tensor) -> Linearisation:
+        with sdpa_kernel(SDPBackend.MATH):
+            value, pull = vjp(self, flat)
+            # The transpose of a transpose: two passes backward are faster on small convolutions than one forward.
+            push = vjp(lambda weights: pull(weights)[0], torch.zeros_like(value))[1]
+        return Linearisation(
+            value.detach(), lambda direction: push(direction)[0].detach(), lambda w: pull(w)[0].detach()
+        )
+
+    def jacobian(
+        self, flat: Tensor, *, exact: bool = False, columns: int | None = None, progress: Progress | None = None
+    ) -> Tensor:
+        """One row an unknown, one column a coordinate of the update; J J' is that of all entries.
+
+        ``exact`` keeps one column an entry, in the update's order, as pruning and dropout need. More coordinates than
+        ``columns`` are added up at random into that many: J J' is kept on average only, and the rank as long as there
+        are some times more columns than unknowns.
+        """
+        coordinates: list[_Coordinates] = [_Everything()] * len(self.names)
+        if not exact:
+            coordinates = [_coordinates(value.detach()) for value in self.update(flat).values()]
+
+        def observed(point: Tensor) -> Tensor:
+            found = self.update(point).values()
+            return torch.cat([place(value).flatten() for place, value in zip(coordinates, found, strict=True)])
+
+        def column(direction: Tensor) -> Tensor:
+            return jvp(observed, (flat,), (direction,))[1]
+
+        count = self.unknowns
+        with sdpa_kernel(SDPBackend.MATH):
+            width = observed(flat).numel()
+            sketch = _Sketch(width, columns, flat) if columns is not None and width > columns else None
+            # One block for all, made beforehand: thousands of pieces would leave the memory in shreds.
+            matrix = flat.new_empty(count, width if sketch is None else sketch.columns)
+            for start in range(0, count, CHUNK):
+                places = torch.arange(start, min(start + CHUNK, count), device=flat.device)
+                directions = torch.nn.functional.one_hot(places, count).to(flat)
+                block = vmap(column)(directions).detach()
+                matrix[places] = block if sketch is None else sketch(block)
+                if progress is not None:
+                    progress(int(places[-1]) + 1, count)
+        return matrix
+
+
+def _as_float32(value: Tensor) -> Tensor:
+    return value.float() if value.is_floating_point() else value
+
+
+def _joined(update: Tensors) -> Tensor:
+    return torch.cat([value.flatten() for value in update.values()])
+
+
+class _Sketch:
+    """Each column is added, with a random sign, to one of fewer columns; always the same ones."""
+
+    def __init__(self, width: int, columns: int, like: Tensor) -> None:
+        draws = torch.Generator().manual_seed(0)
+        self.columns = columns
+        self._place = torch.randint(columns, (width,), generator=draws).to(like.device)
+        self._sign = (2 * torch.randint(2, (width,), generator=draws) - 1).to(like)
+
+    def __call__(self, block: Tensor) -> Tensor:
+        return block.new_zeros(len(block), self.columns).index_add_(1, self._place, block * self._sign)
+
+
+class _Everything:
+    """A tensor as it is."""
+
+    def __call__(self, value: Tensor) -> Tensor:
+        return value
+
+
+class _Tangent:
+    """Orthonormal coordinates of the tangent space of the matrices of one rank: U'G, and (I - UU')G V."""
+
+    def __init__(self, left: Tensor, right: Tensor) -> None:
+        self._left, self._right = left, right
+
+    def __call__(self, value: Tensor) -> Tensor:
+        rows = self._left.T @ value
+        rest = value @ self._right - self._left @ (rows @ self._right)
+        return torch.cat([rows.flatten(), rest.flatten()])
+
+
+_Coordinates = _Everything | _Tangent
+
+
+def _coordinates(value: Tensor) -> _Coordinates:
+    """Tangent coordinates where they are fewer than half of the entries."""
+    if value.dim() != 2 or min(value.shape) < 4:
+        return _Everything()
+    left, sizes, right = torch.linalg.svd(value, full_matrices=False)
+    rank = int((sizes > sizes[0] * max(value.shape) * torch.finfo(value.dtype).eps).sum())
+    if 2 * rank * sum(value.shape) > value.numel():
+        return _Everything()
+    return _Tangent(left[:, :rank], right[:rank].T)

@@ -1,0 +1,267 @@
+"""Nonlinear least squares on the map from inputs to update: Levenberg-Marquardt with conjugate gradients inside.
+
+A step solves (J'J + lambda I) s = -J'r with lambda = mu mean(diag J'J). While few products with J are enough they are
+all that is used. Once a solve runs long, the Jacobian is made in float32 and the inverse of its damped Gram matrix
+becomes the preconditioner of this step and of those after it, where the Jacobian has changed but little. Its errors
+cost iterations, never accuracy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from leakscope.matching.gradient_map import GradientMap, Linearisation
+
+#: Of the mean diagonal of J'J: below it float32 cannot tell a direction from rounding.
+FLOAT32_FLOOR = 1e-7
+#: Columns of a preconditioner's sketch for each unknown: its singular values are within a factor of two of the true.
+SKETCH = 4
+#: A step shorter than this, root mean square in units of the value range, has come to rest.
+REST = 1e-10
+#: Beyond this damping a step is too short to matter.
+MAX_DAMPING = 1e10
+
+Progress = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True, eq=False)
+class Roughness:
+    """Differences between neighbouring pixels as further residuals, each times ``weight``: a Gaussian prior.
+
+    ``shape`` is (examples, channels, ...); data without spatial axes has no neighbours.
+    """
+
+    shape: tuple[int, ...]
+    weight: float
+
+    def value(self, flat: Tensor) -> float:
+        picture = flat.reshape(self.shape)
+        return self.weight**2 * sum(float(picture.diff(dim=axis).square().sum()) for axis in range(2, picture.dim()))
+
+    def gradient(self, flat: Tensor) -> Tensor:
+        """Half the derivative of :meth:`value`, a linear map of ``flat`` (several rows at once as well)."""
+        picture = flat.reshape(-1, *self.shape)
+        total = torch.zeros_like(picture)
+        for axis in range(3, picture.dim()):
+            length = picture.shape[axis]
+            step = picture.diff(dim=axis)
+            total.narrow(axis, 1, length - 1).add_(step)
+            total.narrow(axis, 0, length - 1).sub_(step)
+        return self.weight**2 * total.reshape(flat.shape)
+
+
+class Solved(NamedTuple):
+    step: Tensor
+    iterations: int
+    met: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Fit:
+    """Where the search ended: the point, ||r||^2 and r there, and what it cost.
+
+    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made.
+    """
+
+    x: Tensor
+    objective: float
+    residual: Tensor = field(repr=False)
+    steps: int
+    products: int
+    builds: int
+    at_rest: bool
+    curve: list[float] = field(repr=False)
+    linearisation: Linearisation = field(repr=False)
+    preconditioner: Preconditioner | None = field(repr=False)
+
+
+class Preconditioner:
+    """An approximate inverse of J'J + lambda I (and a prior's share) from a float32 Jacobian at one point."""
+
+    def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
+        matrix = mapping.narrow().jacobian(at.float(), columns=SKETCH * mapping.unknowns)
+        gram = (matrix @ matrix.T).double()
+        if prior is not None:
+            gram += prior.gradient(torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
+        self.mean_diagonal = float(gram.diagonal().mean())
+        shift = max(damping, FLOAT32_FLOOR * self.mean_diagonal)
+        failed = 1
+        while failed:
+            gram.diagonal().add_(shift)
+            factor, info = torch.linalg.cholesky_ex(gram)
+            failed, shift = int(info), 10 * shift
+        self._inverse = torch.cholesky_inverse(factor).float()
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        return (self._inverse @ vector.float()).to(vector)
+
+
+def solve(
+    products: Linearisation,
+    right: Tensor,
+    damping: float,
+    *,
+    tolerance: float,
+    limit: int,
+    preconditioner: Preconditioner | None = None,
+    prior: Roughness | None = None,
+) -> Solved:
+    """Conjugate gradients for (J'J + damping I) s = right.
+
+    ``tolerance`` is on the squared length of what is left of the right side, in the preconditioner's norm, relative to
+    the start.
+    """
+    point = torch.zeros_like(right)
+    rest = right
+    turned = rest if preconditioner is None else preconditioner(rest)
+    direction = turned
+    size = first = float(rest @ turned)
+    if not 0 < first < math.inf:
+        return Solved(point, 0, first == 0)
+    for count in range(1, limit + 1):
+        image = products.backward(products.forward(direction)) + damping * direction
+        if prior is not None:
+            image = image + prior.gradient(direction)
+        curvature = float(direction @ image)
+        if not 0 < curvature < math.inf:
+            return Solved(point, count, False)
+        point = point + (size / curvature) * direction
+        rest = rest - (size / curvature) * image
+        turned = rest if preconditioner is None else preconditioner(rest)
+        new = float(rest @ turned)
+        if new <= tolerance * first:
+            return Solved(point, count, True)
+        direction = turned + (new / size) * direction
+        size = new
+    return Solved(point, limit, False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LevenbergMarquardt:
+    """Settings of the search; :meth:`run` does the work.
+
+    ``damping`` is mu, divided by ten after a step that lowers the objective and multiplied by ten after one that does
+    not. ``dense`` is the largest number of unknowns for which the Jacobian is made; above it products do alone.
+    ``tolerance`` is the relative length of the residual at which the search ends.
+    """
+
+    steps: int = 30
+    damping: float = 1e-3
+    dense: int = 5000
+    tolerance: float = 1e-13
+
+    def run(
+        self,
+        mapping: GradientMap,
+        observed: Tensor,
+        start: Tensor,
+        *,
+        prior: Roughness | None = None,
+        progress: Progress | None = None,
+    ) -> Fit:
+        """Least squares of G(x) - observed from ``start``; a prior adds its residuals."""
+
+        def objective(x: Tensor) -> tuple[Tensor, float]:
+            residual = mapping(x).detach() - observed
+            return residual, float(residual @ residual) + (0.0 if prior is None else prior.value(x))
+
+        x, mu = start, self.damping
+        residual, value = objective(x)
+        first, enough = value, self.tolerance**2 * float(observed @ observed)
+        products = mapping.linearise(x)
+        diagonal = _mean_diagonal(products, start)
+        # As long as this, a solve costs as much as a Jacobian for all that follow.
+        patience = max(20, mapping.unknowns // 12)
+        helper: Preconditioner | None = None
+        curve, spent, builds, steps, at_rest = [value], 0, 0, 0, value <= enough
+        while steps < self.steps and not at_rest and math.isfinite(value) and mu < MAX_DAMPING:
+            steps += 1
+            right = -products.backward(residual)
+            if prior is not None:
+                right = right - prior.gradient(x)
+            damping = mu * diagonal
+            # Newton's error is squared at every step, so that a solve need not be more exact than that.
+            exactness = min(1e-3, max(1e-10, value / first))
+            found = solve(
+                products,
+                right,
+                damping,
+                tolerance=exactness,
+                limit=patience,
+                preconditioner=helper,
+                prior=prior,
+            )
+            spent += found.iterations
+            if not found.met and mapping.unknowns <= self.dense:
+                helper = Preconditioner(mapping, x, damping, prior)
+                builds += 1
+                diagonal = helper.mean_diagonal
+                found = solve(
+                    products,
+                    right,
+                    damping,
+                    tolerance=exactness,
+                    limit=2 * patience,
+                    preconditioner=helper,
+                    prior=prior,
+                )
+                spent += found.iterations
+            trial, trial_value = objective(x + found.step)
+            length = float(found.step.square().mean().sqrt())
+            if trial_value < value:
+                x, residual, value = x + found.step, trial, trial_value
+                mu = max(mu / 10, 1e-14)
+                at_rest = value <= enough or length < REST
+                products = mapping.linearise(x)
+            else:
+                mu *= 10
+                at_rest = length < REST
+            curve.append(value)
+            if progress is not None:
+                progress(steps, self.steps, value)
+        return Fit(x, value, residual, steps, spent, builds, at_rest, curve, products, helper)
+
+
+def _mean_diagonal(products: Linearisation, like: Tensor, probes: int = 8) -> float:
+    """The mean of diag(J'J), estimated with random signs: E ||J v||^2 = trace(J'J)."""
+    draws = torch.Generator().manual_seed(0)
+    total = 0.0
+    for _ in range(probes):
+        signs = (2 * torch.randint(2, like.shape, generator=draws) - 1).to(like)
+        total += float(products.forward(signs).square().sum())
+    return total / probes / like.numel()
+
+
+def singular_ends(
+    products: Linearisation, like: Tensor, *, preconditioner: Preconditioner | None, limit: int
+) -> tuple[float, float, bool]:
+    """The largest and the smallest singular value of J by power iterations, and whether these can be trusted.
+
+    The largest is approached from below and the smallest from above; the flag is False where the solves for the
+    smallest did not end, which happens where it is tiny.
+    """
+    draws = torch.Generator().manual_seed(1)
+    vector = torch.randn(like.shape, generator=draws).to(like)
+    for _ in range(30):
+        vector = products.backward(products.forward(vector / vector.norm()))
+    largest = math.sqrt(float(vector.norm()))
+    vector = torch.randn(like.shape, generator=draws).to(like)
+    trusted, smallest = True, math.inf
+    for _ in range(8):
+        vector = vector / vector.norm()
+        found = solve(products, vector, 1e-15 * largest**2, tolerance=1e-8, limit=limit, preconditioner=preconditioner)
+        trusted = trusted and found.met
+        if not bool(found.step.any()):
+            break
+        vector = found.step
+        unit = vector / vector.norm()
+        before, smallest = smallest, float(products.forward(unit).norm())
+        if smallest > 0.98 * before:
+            break
+    return largest, smallest, trusted

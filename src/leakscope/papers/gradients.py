@@ -1,0 +1,208 @@
+"""The tables of "What Can We Learn from Gradients?" (Qian, Hansen, 2021): counts, filters, hidden units.
+
+``gradients/counting``: proposition 2 for 1024 inputs and 10 classes, to three decimals; exact, without data or attack.
+
+``gradients/filters``: one CIFAR-100 image behind one 5x5 convolution with stride 2 and a linear layer; the L1 distance,
+summed over the image, by the number of filters. By proposition 3 twelve are enough for one image.
+
+``gradients/units``: four MNIST images of 32x32 (padded by two pixels) behind one hidden layer; PSNR by its number of
+units. The paper ran four units although its own bound gives 4.002, and shows curves, no numbers.
+
+Both are run with the paper's attack and with Gauss-Newton. Pictures are brought into the valid range before they are
+compared. Labels are not known: the paper's attack searches them, Gauss-Newton reads them off the update.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks import Attack, GaussNewton, LearnFromGradients
+from leakscope.data import Examples, load_data
+from leakscope.federation import FedSGD
+from leakscope.limits import hidden_units_bound
+from leakscope.metrics import assign, psnr
+from leakscope.models import build_model
+from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run, verdict
+
+PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
+FEATURES, CLASSES = 1024, 10
+#: Batch size and the bound to three decimals.
+BOUNDS = MappingProxyType({1: 0.99, 2: 1.992, 4: 4.002, 8: 8.045, 16: 16.226})
+#: Filters and the published L1 distance.
+DISTANCES = MappingProxyType({1: 728.0, 5: 649.0, 8: 404.0, 11: 135.0, 12: 0.57})
+BATCH = 4
+METHODS = ("What can we learn", "Gauss-Newton")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How many images or batches, of what side, which sizes of the net, and how long the paper's attack searches."""
+
+    trials: int
+    side: int
+    iterations: int
+    filters: tuple[int, ...] = tuple(DISTANCES)
+    units: tuple[int, ...] = (3, 4, 5, 8)
+
+    def words(self, what: str) -> str:
+        return f"{self.trials} {what} of {self.side}x{self.side}, up to {self.iterations} iterations"
+
+
+SCALES = MappingProxyType(
+    {
+        "smoke": Scale(1, 16, 40, filters=(1, 12), units=(3, 5)),
+        "small": Scale(1, 32, 2000),
+        "paper": Scale(10, 32, 20000),
+    }
+)
+
+
+def run_counting(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """All bounds; a bound matches if it rounds to the one given."""
+    rows = []
+    for number, (batch, published) in enumerate(BOUNDS.items(), start=1):
+        bound = hidden_units_bound(batch, FEATURES, CLASSES)
+        rows.append(
+            Row(
+                setting=f"batch {batch}, {FEATURES} inputs, {CLASSES} classes",
+                measure="least hidden units",
+                published=published,
+                measured=bound,
+                interval=(bound, bound),
+                count=1,
+                verdict=verdict(published, bound, (bound, bound), tolerance=0.0005),
+                note=f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb",
+            )
+        )
+        if progress is not None:
+            progress(number, len(BOUNDS), bound)
+    return rows
+
+
+def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """One row a number of filters and method."""
+    size, measure = SCALES[scale], "L1 distance of an image"
+    examples = _load("cifar100")
+    rows: list[Row] = []
+    for filters in size.filters:
+        # A smaller image has a smaller sum, so that the published one is none of its.
+        published = DISTANCES[filters] if size.side == 32 else None
+        for method in METHODS:
+            setting = f"{filters} filters, {method}"
+            if isinstance(examples, str):
+                rows.append(not_run(setting, measure, published, examples))
+                continue
+            values = []
+            for index in _chosen(examples, size.trials, 1, seed):
+                x = _resized(examples.subset(index), size.side)
+                net = build_model("one-layer-cnn", input_shape=x.shape[1:], num_classes=100, filters=filters, seed=seed)
+                found = _attacked(net, x, examples.y[index], method, size, seed)
+                values.append(float((found - x).abs().sum()))
+            rows.append(measured_row(setting, measure, published, values, "lower is better for the attacker"))
+            if progress is not None:
+                progress(len(rows), len(size.filters) * len(METHODS), values[-1])
+    return rows
+
+
+def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """One row a number of hidden units and method; the paper has curves only."""
+    size, measure = SCALES[scale], "PSNR of a batch of 4 (dB)"
+    examples = _load("mnist")
+    rows: list[Row] = []
+    for units in size.units:
+        bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
+        note = f"{'enough' if units >= bound else 'too few'} by proposition 2, which asks for {bound:.3f}"
+        for method in METHODS:
+            setting = f"{units} hidden units, {method}"
+            if isinstance(examples, str):
+                rows.append(not_run(setting, measure, None, examples))
+                continue
+            values = []
+            for index in _chosen(examples, size.trials, BATCH, seed):
+                x = _resized(examples.subset(index), size.side)
+                net = build_model(
+                    "mlp",
+                    input_shape=x.shape[1:],
+                    num_classes=CLASSES,
+                    hidden=(units,),
+                    activation="sigmoid",
+                    seed=seed,
+                )
+                found = _attacked(net, x, examples.y[index], method, size, seed)
+                # A cap, lest one exact image stand for a whole batch.
+                values.append(float(psnr(x, found[assign(x, found)]).clamp(max=100.0).mean()))
+            rows.append(measured_row(setting, measure, None, values, note))
+            if progress is not None:
+                progress(len(rows), len(size.units) * len(METHODS), values[-1])
+    return rows
+
+
+def _attacked(net: nn.Module, x: Tensor, y: Tensor, method: str, size: Scale, seed: int) -> Tensor:
+    """What an attack returns for one batch, in [0, 1]; in double precision, for distances here go below single."""
+    attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
+    seen = FedSGD().observe(net.double(), x, y)
+    return attack(seen, seed=seed, diagnose=False).inputs.clamp(0, 1)
+
+
+def _resized(part: Examples, side: int) -> Tensor:
+    """Images of this side: padded where they are smaller, averaged where they are larger."""
+    x = part.value_range.to_unit(part.x).double()
+    margin = (32 - x.shape[-1]) // 2
+    x = nn.functional.pad(x, (margin, margin, margin, margin))
+    return nn.functional.avg_pool2d(x, 32 // side)
+
+
+def _chosen(examples: Examples, trials: int, batch: int, seed: int) -> list[list[int]]:
+    """Batches of different labels, without an image twice."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    found: list[list[int]] = []
+    for _ in range(trials):
+        taken: dict[int, int] = {}
+        for index in order:
+            if len(taken) < batch:
+                taken.setdefault(int(examples.y[index]), index)
+        found.append(list(taken.values()))
+        order = [index for index in order if index not in taken.values()]
+    return found
+
+
+def _load(name: str) -> Examples | str:
+    """The examples, or why there are none."""
+    try:
+        return load_data(name, split="test")
+    except ValueError as error:
+        return str(error)
+
+
+_EXACT = "all five bounds, exact, at once"
+TABLES = (
+    PaperTable(
+        name="gradients/counting",
+        title="Least hidden units by batch size",
+        summary="proposition 2: how many hidden units give a batch away, by counting equations",
+        paper=PAPER,
+        scales=MappingProxyType({"smoke": _EXACT, "small": _EXACT, "paper": _EXACT}),
+        run=run_counting,
+    ),
+    PaperTable(
+        name="gradients/filters",
+        title="L1 distance of one image by the number of filters",
+        summary="proposition 3: a one-layer CNN gives an image away from twelve filters on",
+        paper=PAPER,
+        scales=MappingProxyType({name: size.words("images") for name, size in SCALES.items()}),
+        run=run_filters,
+    ),
+    PaperTable(
+        name="gradients/units",
+        title="A batch of four by the number of hidden units",
+        summary="proposition 2 in practice: about one hidden unit an example",
+        paper=PAPER,
+        scales=MappingProxyType({name: size.words("batches") for name, size in SCALES.items()}),
+        run=run_units,
+    ),
+)
