@@ -1,6 +1,8 @@
-"""What theory says before any attack: counts, published conditions, the rank of the gradient's Jacobian, and when
-the update of many local steps is as good as one gradient."""
+"""What theory says before any attack: counts, published conditions, the rank of the gradient's Jacobian, layer by layer
+too, the least error behind noise, and when the update of many local steps is as good as one gradient."""
 
+from leakscope.limits.bounds import Order, order_bounds
+from leakscope.limits.channel import Channel
 from leakscope.limits.counting import (
     Filters,
     HiddenUnits,
@@ -13,33 +15,49 @@ from leakscope.limits.counting import (
     output_side,
     single_example,
 )
-from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, JacobianRank, jacobian_rank, rank_of
+from leakscope.limits.cramer_rao import Floor, cramer_rao
+from leakscope.limits.diagnosis import Diagnosis, diagnose
+from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, JacobianRank, gradient_map_at, jacobian_rank, rank_of
 from leakscope.limits.propositions import Proposition
 from leakscope.limits.report import Limits, limits
+from leakscope.limits.security import LayerSystem, layer_systems, security_metric
+from leakscope.limits.smoothness import kinks
 from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_bound, leading_shares, parallel_beta
 
 __all__ = [
     "MAX_ENTRIES",
     "MAX_UNKNOWNS",
+    "Channel",
     "CosineProfile",
+    "Diagnosis",
     "Filters",
+    "Floor",
     "HiddenUnits",
     "JacobianRank",
+    "LayerSystem",
     "Limits",
+    "Order",
     "Proposition",
     "SingleExample",
     "cosine_profile",
+    "cramer_rao",
+    "diagnose",
     "drift_bound",
     "features_bound",
     "filters",
     "filters_bound",
+    "gradient_map_at",
     "hidden_units",
     "hidden_units_bound",
     "jacobian_rank",
+    "kinks",
+    "layer_systems",
     "leading_shares",
     "limits",
+    "order_bounds",
     "output_side",
     "parallel_beta",
     "rank_of",
+    "security_metric",
     "single_example",
 ]

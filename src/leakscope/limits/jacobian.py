@@ -11,23 +11,26 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.func import jvp, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leakscope.matching import Victim
+from leakscope.matching.gradient_map import GradientMap, Progress
 from leakscope.observation import Observation, ValueRange
 
-#: Above these the Jacobian is not made: unknowns, and entries of the matrix (half a gigabyte in float64).
-MAX_UNKNOWNS = 1024
-MAX_ENTRIES = 2**26
+#: Above these the Jacobian is never made: unknowns, and entries of the matrix (two gigabytes in float64).
+MAX_UNKNOWNS = 5000
+MAX_ENTRIES = 2**28
+#: Up to so many unknowns the Jacobian is made unasked: above, it can take minutes.
+QUICK_UNKNOWNS = 1024
+#: Up to so many unknowns its singular values are computed directly; above, from its Gram matrix.
+MAX_SINGULAR_VALUES = 1500
 
 
 @dataclass(frozen=True)
 class JacobianRank:
     """What the singular values of the Jacobian say; all None, and a reason, where it was not computed.
 
-    ``tolerance`` is the singular value below which a direction counts as lost to rounding; ``condition`` is infinite
-    where the rank is not full.
+    ``tolerance`` is the singular value below which a direction counts as lost to rounding. It is about 1e-12 of the
+    largest where ``method`` is "singular values", and about 1e-6 where it is "Gram matrix", which squares them.
+    ``condition`` is infinite where the rank is not full.
     """
 
     unknowns: int
@@ -37,10 +40,172 @@ class JacobianRank:
     condition: float | None = None
     tolerance: float | None = None
     reason: str | None = None
+    method: str | None = None
 
     @property
     def full(self) -> bool | None:
         return None if self.rank is None else self.rank == self.unknowns
+
+
+@dataclass(frozen=True, eq=False)
+class Decomposition:
+    """Singular values of a Jacobian, one an unknown, largest first, and the directions of the inputs in columns.
+
+    ``vectors`` is None where it was not asked for.
+    """
+
+    values: Tensor
+    vectors: Tensor | None
+    tolerance: float
+    method: str
+
+    @property
+    def rank(self) -> int:
+        return int((self.values > self.tolerance).sum())
+
+    @property
+    def condition(self) -> float:
+        """The largest by the smallest; infinite where the rank is not full."""
+        full = self.rank == len(self.values)
+        return float(self.values[0] / self.values[-1]) if full else math.inf
+
+    def summary(self) -> JacobianRank:
+        return JacobianRank(
+            unknowns=len(self.values),
+            rank=self.rank,
+            smallest=float(self.values[-1]),
+            largest=float(self.values[0]),
+            condition=self.condition,
+            tolerance=self.tolerance,
+            method=self.method,
+        )
+
+
+def decompose(matrix: Tensor, *, removed: Tensor | None = None, vectors: bool = False) -> Decomposition:
+    """The singular values of a matrix with one row an unknown and one column an observed entry.
+
+    ``removed`` (one number an unknown) asks for those of a matrix J with J J' = matrix matrix' - removed removed',
+    which is what a projection of the columns does; it goes through the Gram matrix.
+    """
+    unknowns, entries = matrix.shape
+    exact = torch.finfo(matrix.dtype).eps
+    matrix = matrix.double()
+    if removed is None and unknowns <= MAX_SINGULAR_VALUES:
+        # The triangle of a QR decomposition has the same singular values and is much smaller.
+        small = torch.linalg.qr(matrix.T, mode="r").R.T if entries > unknowns else matrix
+        if vectors:
+            found, values, _ = torch.linalg.svd(small, full_matrices=entries < unknowns)
+        else:
+            found, values = None, torch.linalg.svdvals(small)
+        # With fewer entries than unknowns the remaining singular values are zero.
+        values = torch.cat([values, values.new_zeros(unknowns - len(values))])
+        return Decomposition(values, found, max(unknowns, entries) * exact * float(values[0]), "singular values")
+    gram = matrix @ matrix.T
+    if removed is not None:
+        gram.addr_(removed.double(), removed.double(), alpha=-1)
+    if vectors:
+        squares, found = torch.linalg.eigh(gram)
+        found = found.flip(1)
+    else:
+        squares, found = torch.linalg.eigvalsh(gram), None
+    values = squares.flip(0).clamp(min=0).sqrt()
+    return Decomposition(values, found, math.sqrt(unknowns * exact) * float(values[0]), "Gram matrix")
+
+
+def rank_of(matrix: Tensor) -> JacobianRank:
+    """Rank and singular values of a matrix with one row an unknown and one column an observed entry.
+
+    >>> found = rank_of(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
+    >>> found.rank, found.smallest, found.largest, found.condition, found.full
+    (2, 0.5, 3.0, 6.0, True)
+    """
+    return decompose(matrix).summary()
+
+
+def too_large(unknowns: int, columns: int) -> str | None:
+    """Why a Jacobian of this size is not made; None where it is.
+
+    >>> too_large(6000, 10)
+    '6000 unknowns; the Jacobian is made up to 5000'
+    """
+    if unknowns > MAX_UNKNOWNS:
+        return f"{unknowns} unknowns; the Jacobian is made up to {MAX_UNKNOWNS}"
+    if unknowns * columns > MAX_ENTRIES:
+        return f"the Jacobian has {unknowns} x {columns} entries; it is made up to {MAX_ENTRIES} in all"
+    return None
+
+
+def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | None = None) -> Tensor | str:
+    """The Jacobian with compressed columns, or why it was not made.
+
+    The compression takes the examples behind a linear layer's gradient for linearly independent. Where they are not, as
+    with an input of nothing but zeros, it would lose something, which a product with one random direction shows: then
+    every entry gets a column of its own.
+    """
+    # The count first: the number of columns needs a pass through the model.
+    reason = too_large(mapping.unknowns, 1) or too_large(mapping.unknowns, _columns(mapping, flat))
+    if reason is not None:
+        return reason
+    try:
+        matrix = mapping.jacobian(flat, progress=progress)
+        draws = torch.Generator().manual_seed(0)
+        direction = torch.randn(len(flat), generator=draws, dtype=torch.float64).to(flat)
+        whole, seen = float(mapping.linearise(flat).forward(direction).norm()), float((direction @ matrix).norm())
+        if not math.isclose(whole, seen, rel_tol=1e3 * math.sqrt(torch.finfo(flat.dtype).eps)):
+            reason = too_large(mapping.unknowns, mapping.entries)
+            if reason is not None:
+                return reason
+            matrix = mapping.jacobian(flat, exact=True, progress=progress)
+    except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know
+        return f"the model cannot be differentiated twice in forward mode: {str(error).strip().splitlines()[0]}"
+    if not bool(torch.isfinite(matrix).all()):
+        return "the Jacobian has NaN or infinite entries at this input"
+    return matrix
+
+
+def _columns(mapping: GradientMap, flat: Tensor) -> int:
+    """How many columns ``mapping.jacobian(flat)`` has: those of linear layers are compressed."""
+    columns = 0
+    for value in mapping.update(flat).values():
+        compressed = value.numel()
+        if value.dim() == 2 and min(value.shape) >= 4:
+            compressed = int(torch.linalg.matrix_rank(value)) * sum(value.shape)
+        columns += compressed if 2 * compressed <= value.numel() else value.numel()
+    return columns
+
+
+def gradient_map_at(
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    batch: int,
+    num_classes: int,
+    *,
+    value_range: ValueRange | None = None,
+    seed: int = 0,
+    inputs: Tensor | None = None,
+    labels: Tensor | None = None,
+) -> tuple[GradientMap, Tensor]:
+    """The map of a model in float64 and a batch to look at it: ``inputs`` with ``labels``, or a random one.
+
+    A random batch lies in the box ([0, 1] without one) and has the labels 0, 1, 2, ...
+    """
+    update = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
+    # The observation copies the model, so nothing below can reach the caller's.
+    observation = Observation.from_update(
+        model,
+        update,
+        input_shape=input_shape,
+        num_classes=num_classes,
+        num_examples=batch,
+        value_range=value_range or ValueRange(),
+    ).to(device="cpu", dtype=torch.float64)
+    if labels is None:
+        labels = torch.arange(batch) % max(2, num_classes)  # one output is the logit of two classes
+    mapping = GradientMap.of(observation, labels)
+    if inputs is not None:
+        return mapping, mapping.flat(inputs.to(device="cpu", dtype=torch.float64))
+    generator = torch.Generator().manual_seed(seed)
+    return mapping, torch.rand((batch, *input_shape), generator=generator, dtype=torch.float64).flatten()
 
 
 def jacobian_rank(
@@ -51,73 +216,33 @@ def jacobian_rank(
     *,
     value_range: ValueRange | None = None,
     seed: int = 0,
+    exact: bool = False,
+    progress: Progress | None = None,
 ) -> JacobianRank:
     """The rank at a random batch in the box ([0, 1] without one) with known labels 0, 1, 2, ...; float64.
 
-    A single linear layer of three classes has 3 x 2 weights and so shows two inputs of one example:
+    ``exact`` asks for it above QUICK_UNKNOWNS unknowns too. A single linear layer of three classes has 3 x 2 weights
+    and so shows two inputs of one example:
 
     >>> jacobian_rank(nn.Linear(2, 3), (2,), batch=1, num_classes=3).rank
     2
     """
-    unknowns = batch * math.prod(input_shape)
-    entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    if unknowns > MAX_UNKNOWNS:
-        return JacobianRank(unknowns, reason=f"{unknowns} unknowns; the rank is computed up to {MAX_UNKNOWNS}")
-    if unknowns * entries > MAX_ENTRIES:
-        return JacobianRank(
-            unknowns,
-            reason=f"the Jacobian has {unknowns} x {entries} entries; it is made up to {MAX_ENTRIES} in all",
-        )
-    try:
-        matrix = _jacobian(model, input_shape, batch, num_classes, value_range or ValueRange(), seed)
-    except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know
-        reason = str(error).strip().splitlines()[0]
-        return JacobianRank(unknowns, reason=f"the model cannot be differentiated twice in forward mode: {reason}")
-    if not bool(torch.isfinite(matrix).all()):
-        return JacobianRank(unknowns, reason="the Jacobian has NaN or infinite entries at this input")
-    return rank_of(matrix)
+    mapping, flat = gradient_map_at(model, input_shape, batch, num_classes, value_range=value_range, seed=seed)
+    found = decompose_at(mapping, flat, exact=exact, progress=progress)
+    return JacobianRank(mapping.unknowns, reason=found) if isinstance(found, str) else found.summary()
 
 
-def rank_of(matrix: Tensor) -> JacobianRank:
-    """Rank and singular values of a matrix with one row an unknown and one column an observed entry.
-
-    >>> found = rank_of(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
-    >>> found.rank, found.smallest, found.largest, found.condition, found.full
-    (2, 0.5, 3.0, 6.0, True)
-    """
-    unknowns, entries = matrix.shape
-    if entries > unknowns:
-        # The triangle of a QR decomposition has the same singular values and is much smaller.
-        matrix = torch.linalg.qr(matrix.T, mode="r").R
-    values = torch.linalg.svdvals(matrix)
-    largest = float(values[0])
-    tolerance = max(unknowns, entries) * torch.finfo(matrix.dtype).eps * largest
-    rank = int((values > tolerance).sum())
-    # With fewer entries than unknowns the remaining singular values are zero.
-    smallest = float(values[-1]) if entries >= unknowns else 0.0
-    condition = largest / smallest if rank == unknowns else math.inf
-    return JacobianRank(unknowns, rank, smallest, largest, condition, tolerance)
-
-
-def _jacobian(model: nn.Module, shape: tuple[int, ...], batch: int, classes: int, box: ValueRange, seed: int) -> Tensor:
-    """One row an input value, one column an entry of the gradient."""
-    update = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
-    # The observation copies the model, so nothing below can reach the caller's.
-    observation = Observation.from_update(model, update, input_shape=shape, num_classes=classes, num_examples=batch).to(
-        device="cpu", dtype=torch.float64
-    )
-    victim = Victim.of(observation)
-    generator = torch.Generator().manual_seed(seed)
-    x = box.from_unit(torch.rand((batch, *shape), generator=generator, dtype=torch.float64))
-    labels = torch.arange(batch) % classes
-
-    def gradient(flat: Tensor) -> Tensor:
-        found, _ = victim.gradient(victim.known.weights, victim.known.fixed, flat.reshape(x.shape), labels)
-        return torch.cat([value.flatten() for value in found.values()])
-
-    def row(direction: Tensor) -> Tensor:
-        return jvp(gradient, (x.flatten(),), (direction,))[1]
-
-    # The fused kernels of attention have no second derivative; the plain one has.
-    with sdpa_kernel(SDPBackend.MATH):
-        return vmap(row, chunk_size=32)(torch.eye(x.numel(), dtype=torch.float64)).detach()
+def decompose_at(
+    mapping: GradientMap,
+    flat: Tensor,
+    *,
+    exact: bool = False,
+    vectors: bool = False,
+    progress: Progress | None = None,
+) -> Decomposition | str:
+    """The singular values of the Jacobian at ``flat``, or why they were not computed."""
+    unknowns = mapping.unknowns
+    if unknowns > QUICK_UNKNOWNS and not exact:
+        return f"{unknowns} unknowns; above {QUICK_UNKNOWNS} only if asked for (--exact)"
+    matrix = make_jacobian(mapping, flat, progress=progress)
+    return matrix if isinstance(matrix, str) else decompose(matrix, vectors=vectors)

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from leakscope.limits.jacobian import JacobianRank, jacobian_rank
+from leakscope.limits.activations import Unsupported
+from leakscope.limits.bounds import Order, order_bounds
+from leakscope.limits.channel import Channel
+from leakscope.limits.cramer_rao import PROBES, Floor, Method, cramer_rao
+from leakscope.limits.jacobian import QUICK_UNKNOWNS, Decomposition, JacobianRank, decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, propositions
-from leakscope.limits.structure import structure
+from leakscope.limits.security import LayerSystem, layer_systems, security_metric
+from leakscope.limits.structure import Structure, structure
+from leakscope.limits.tables import Table, tables
+from leakscope.matching.gradient_map import GradientMap, Progress
 from leakscope.observation import ValueRange
 
 
@@ -21,7 +30,9 @@ class Limits:
 
     ``identifiable``: whether a batch is locally determined by its gradient, labels being known; None where only the
     counts are available and they do not exclude it. ``closed_form``: the first linear layer gives one example exactly.
-    ``span_readable``: its gradient gives the span of the batch.
+    ``span_readable``: its gradient gives the span of the batch. ``layers`` is the linear system of each layer, for one
+    example; ``floor`` the least error behind ``channel``; ``orders`` published orders of it. Where one of these is
+    missing, its reason says why. ``point`` names the inputs at which rank and floor were taken.
     """
 
     input_shape: tuple[int, ...]
@@ -41,6 +52,14 @@ class Limits:
     propositions: tuple[Proposition, ...]
     jacobian: JacobianRank
     seed: int
+    point: str
+    layers: tuple[LayerSystem, ...]
+    layers_reason: str | None
+    channel: Channel | None
+    floor: Floor | None
+    floor_reason: str | None
+    orders: tuple[Order, ...]
+    orders_reason: str | None
 
     @property
     def identifiable(self) -> bool | None:
@@ -68,57 +87,26 @@ class Limits:
             )
         return "Not excluded: there are enough observed entries, which is necessary but not sufficient."
 
-    def rows(self) -> list[tuple[str, str, str]]:
-        """Name, value and meaning of each fact, for a table."""
-        found = self.jacobian
-        missing = found.reason or ""
-        rows = [
-            (
-                "first layer",
-                f"{self.first_layer}: {self.first_layer_kind} {self.first_layer_size}",
-                "the first layer with parameters that reads the input",
-            ),
-            ("observed gradient entries", str(self.gradient_entries), "equations: one a trainable weight"),
-            ("unknown input values", str(self.unknowns), "batch size times values an example"),
-            (
-                "unknowns with labels",
-                str(self.unknowns_with_labels),
-                "the same and one value a class and example, where the labels are not known",
-            ),
-            (
-                "count, labels known",
-                _met(self.count_met),
-                "at least as many equations as unknowns; necessary, not sufficient",
-            ),
-            ("count, labels unknown", _met(self.count_met_with_labels), "the same with the labels' unknowns"),
-            ("first linear layer", _yes(self.closed_form or self.span_readable), self.first_linear),
-        ]
-        rows += [(p.name, _met(p.met) if p.applies else "does not apply", p.statement) for p in self.propositions]
-        rows += [
-            (
-                "rank of the Jacobian",
-                "not computed" if found.rank is None else f"{found.rank} of {found.unknowns}",
-                missing or "directions of the inputs that show in the gradient, at a random input in the box",
-            ),
-            ("smallest singular value", _number(found.smallest), missing or "how faintly the weakest one shows"),
-            ("largest singular value", _number(found.largest), missing or "how strongly the strongest one shows"),
-            (
-                "condition number",
-                _number(found.condition),
-                missing or "the ratio of the two; where it is large, rounding or a little noise hides directions",
-            ),
-            (
-                "conclusion",
-                {True: "identifiable", False: "not identifiable", None: "open"}[self.identifiable],
-                self.conclusion,
-            ),
-        ]
-        return rows
+    @property
+    def security(self) -> float | None:
+        """c(M) of the layers; None where the model is no chain of layers that can be solved one by one."""
+        return security_metric(self.layers) if self.layers else None
+
+    def tables(self) -> tuple[Table, ...]:
+        """Everything as small tables to print."""
+        return tables(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it; an infinite number becomes None."""
         facts = dataclasses.asdict(self)
         facts["jacobian"]["full"] = self.jacobian.full
+        for layer, entry in zip(self.layers, facts["layers"], strict=True):
+            entry["deficiency"] = layer.deficiency
+        facts["security"] = self.security
+        if self.floor is not None:
+            facts["floor"]["psnr"] = self.floor.psnr
+            # JSON has no infinity: what is null for that reason is told from what was not computed.
+            facts["floor"]["infinite"] = math.isinf(self.floor.rmse)
         facts["identifiable"] = self.identifiable
         facts["conclusion"] = self.conclusion
         plain = _plain(facts)
@@ -134,12 +122,24 @@ def limits(
     *,
     value_range: ValueRange | None = None,
     seed: int = 0,
+    inputs: Tensor | None = None,
+    labels: Tensor | None = None,
+    channel: Channel | None = None,
+    exact: bool = False,
+    probes: int = PROBES,
+    progress: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
     """What a gradient of ``model`` on ``batch`` examples can tell at most; ``model`` itself is not touched.
 
     ``input_shape`` is without the batch. ``num_classes`` is checked against the model's outputs where given.
-    ``value_range`` is the box of the random input at which the rank is taken, [0, 1] without it. A batch is determined
-    only up to the order of its examples, and priors on the inputs may fill in what the gradient does not show.
+    ``value_range`` is the box of the inputs, [0, 1] without it. Rank and floor are taken at ``inputs`` with ``labels``,
+    or at a random batch in the box with the labels 0, 1, 2, ... The floor is for what ``channel`` lets through, and not
+    computed without one. Above a thousand unknowns the rank is only computed, and the floor only exact, where
+    ``exact`` asks for it; otherwise the floor is estimated with ``probes``. ``progress`` is told what is done, how much
+    of it, and of how much.
+
+    A batch is determined only up to the order of its examples, and priors on the inputs may fill in what the gradient
+    does not show.
 
     >>> import torch
     >>> found = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
@@ -152,6 +152,7 @@ def limits(
         raise ValueError(
             f"num_classes: the model has {found.outputs} outputs, got {num_classes}. Pass that number or leave it out."
         )
+    _check_examples(inputs, labels, (batch, *shape), found.outputs)
     features = math.prod(shape)
     unknowns = batch * features
     with_labels = unknowns + batch * found.outputs
@@ -162,6 +163,15 @@ def limits(
         closed = batch == 1 and found.first.has_bias
         span = batch <= layer.out_features
         sentence = _first_linear_sentence(batch, layer.out_features, found.first.has_bias)
+    mapping, flat = gradient_map_at(
+        model, shape, batch, found.outputs, value_range=value_range, seed=seed, inputs=inputs, labels=labels
+    )
+    known = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=_named(progress, "Jacobian"))
+    floor: Floor | str = "needs a channel: noise, and where wanted clipping, pruning or dropout (--noise, --clip, ...)"
+    if channel is not None:
+        floor = _floor(mapping, flat, channel, known, exact=exact, probes=probes, seed=seed, progress=progress)
+    layers, layers_reason = _layers(model, shape, value_range, seed)
+    orders = _orders(found, features, batch, channel, floor)
     return Limits(
         input_shape=shape,
         batch=batch,
@@ -178,9 +188,80 @@ def limits(
         span_readable=span,
         first_linear=sentence,
         propositions=propositions(found, shape, batch),
-        jacobian=jacobian_rank(model, shape, batch, found.outputs, value_range=value_range, seed=seed),
+        jacobian=JacobianRank(unknowns, reason=known) if isinstance(known, str) else known.summary(),
         seed=seed,
+        point="a random batch in the box" if inputs is None else "the batch that was given",
+        layers=layers,
+        layers_reason=layers_reason,
+        channel=channel,
+        floor=None if isinstance(floor, str) else floor,
+        floor_reason=floor if isinstance(floor, str) else None,
+        orders=() if isinstance(orders, str) else orders,
+        orders_reason=orders if isinstance(orders, str) else None,
     )
+
+
+def _layers(
+    model: nn.Module, shape: tuple[int, ...], value_range: ValueRange | None, seed: int
+) -> tuple[tuple[LayerSystem, ...], str | None]:
+    try:
+        return layer_systems(model, shape, value_range=value_range, seed=seed), None
+    except Unsupported as error:
+        return (), str(error)
+
+
+def _floor(
+    mapping: GradientMap,
+    flat: Tensor,
+    channel: Channel,
+    known: Decomposition | str,
+    *,
+    exact: bool,
+    probes: int,
+    seed: int,
+    progress: Callable[[str, int, int], None] | None,
+) -> Floor | str:
+    """The floor, or why there is none."""
+    # Where the rank was computed the floor can be exact too, and where it was not even asked for, it is estimated.
+    method: Method = "auto" if exact or mapping.unknowns <= QUICK_UNKNOWNS else "estimate"
+    try:
+        return cramer_rao(
+            mapping,
+            flat,
+            channel,
+            method=method,
+            probes=probes,
+            seed=seed,
+            decomposition=None if isinstance(known, str) else known,
+            progress=_named(progress, "floor"),
+        )
+    except RuntimeError as error:
+        return f"the model cannot be differentiated twice: {str(error).strip().splitlines()[0]}"
+
+
+def _orders(
+    found: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
+) -> tuple[Order, ...] | str:
+    """The published orders for a model with one hidden layer, or why they say nothing of this one."""
+    first, last = linear_first(found), found.layers[-1].module
+    if isinstance(first, str):
+        return f"left out because {first}"
+    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != first.out_features:
+        return "left out because the model is not two linear layers with an activation between them"
+    facts: dict[str, float | None] = {}
+    if channel is not None:
+        # The noise of the channel is all the noise that there is. A defence that is not in it is left open.
+        noise = channel.sigma or None
+        facts = {"sigma": noise, "noise": noise, "clip": channel.clip, "dropout": channel.dropout or None}
+        if not isinstance(floor, str):
+            facts["gradient_norm"] = floor.gradient_norm
+            if channel.prune and not channel.dropout and floor.surviving > 0:
+                facts["pruned"] = 1 - floor.surviving
+    return order_bounds(batch=batch, features=features, width=first.out_features, **facts)
+
+
+def _named(progress: Callable[[str, int, int], None] | None, name: str) -> Progress | None:
+    return None if progress is None else partial(progress, name)
 
 
 def _first_linear_sentence(batch: int, units: int, bias: bool) -> str:
@@ -205,18 +286,20 @@ def _checked(model: nn.Module, input_shape: tuple[int, ...], batch: int, num_cla
     return shape
 
 
-def _met(value: bool | None) -> str:
-    return "met" if value else "not met"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "not computed"
-    return "infinite" if math.isinf(value) else f"{value:.3g}"
+def _check_examples(inputs: Tensor | None, labels: Tensor | None, shape: tuple[int, ...], outputs: int) -> None:
+    problems = []
+    if (inputs is None) != (labels is None):
+        problems.append("inputs and labels: expected both or neither")
+    if inputs is not None and tuple(inputs.shape) != shape:
+        problems.append(f"inputs: expected shape {shape}, got {tuple(inputs.shape)}")
+    if labels is not None:
+        classes = max(2, outputs)
+        if tuple(labels.shape) != shape[:1] or labels.is_floating_point():
+            problems.append(f"labels: expected {shape[0]} class numbers, got {tuple(labels.shape)} of {labels.dtype}")
+        elif not bool(((labels >= 0) & (labels < classes)).all()):
+            problems.append(f"labels: expected classes below the model's {classes}, got {labels.tolist()}")
+    if problems:
+        raise ValueError("limits:\n  - " + "\n  - ".join(problems))
 
 
 def _plain(value: Any) -> Any:

@@ -1,0 +1,285 @@
+"""The Cramér–Rao floor: the least error that any unbiased adversary can reach from a noisy gradient.
+
+With J the Jacobian of what is seen by the inputs (one row an unknown) and Gaussian noise of standard deviation s, the
+Fisher information of the inputs is F = J J' / s^2, and every unbiased estimate has
+
+    mean squared error an unknown  >=  trace(F^-1) / n  >=  n / trace(F)                        (n unknowns)
+
+Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation", theorem D.7 and equation 28 (which
+lacks the division by the batch size), where it is loosened to the right-hand side. Here the trace itself is computed:
+exactly, or for large problems by Hutchinson's estimator and conjugate gradients on products with F alone.
+
+Clipping by C has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere. Pruned and
+dropped entries are columns that are gone. The adversary is taken to know the labels and which entries were set to zero:
+one that does not can only do worse, so the floor holds for it too.
+
+What it does not say: it speaks of unbiased estimates near the true inputs. A prior on natural pictures is a bias, and
+with one an attack may go below the floor. The order of the examples in a batch is taken for known. Where F is singular
+the floor is infinite: in some direction the inputs can change without a trace.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.limits.channel import Channel
+from leakscope.limits.jacobian import MAX_SINGULAR_VALUES, Decomposition, decompose, make_jacobian, too_large
+from leakscope.limits.trace import inverse_trace, signs
+from leakscope.matching.gradient_map import GradientMap, Linearisation, Progress
+
+Method = Literal["auto", "exact", "estimate"]
+
+#: Defaults of the estimate: how many random directions, and how many steps of conjugate gradients for each.
+PROBES = 8
+STEPS = 300
+
+
+@dataclass(frozen=True, kw_only=True)
+class Floor:
+    """The least root-mean-square error of an unbiased adversary, in units of the value range, and what it rests on.
+
+    ``rmse`` is infinite where some direction leaves no trace, and NaN where it could not be told; ``reason`` says why.
+    ``interval`` (95 %, by Student's t over the probes) and ``standard_error`` are of ``rmse`` and None where it is
+    exact. ``converged`` is the share of probes whose iteration had settled; the others stand too low, so that ``rmse``
+    is a floor all the same. ``loosened`` is the cheap bound sqrt(n / trace(F)), never above ``rmse``.
+    ``visible_rmse`` is the error along a direction that leaves a trace, in the root mean square. ``smallest`` and
+    ``condition`` are of the Jacobian of what is seen, without the noise. ``surviving`` is the share of its squared
+    length that pruning and dropout leave (1 - p_hat), ``clip_factor`` what clipping multiplied the gradient with.
+    """
+
+    rmse: float
+    method: Literal["exact", "estimate"]
+    unknowns: int
+    sigma: float
+    gradient_norm: float
+    clip_factor: float
+    surviving: float
+    loosened: float
+    visible_rmse: float | None = None
+    example_rmse: tuple[float, ...] | None = None
+    rank: int | None = None
+    smallest: float | None = None
+    condition: float | None = None
+    standard_error: float | None = None
+    interval: tuple[float, float] | None = None
+    converged: float | None = None
+    probes: int | None = None
+    reason: str | None = None
+
+    @property
+    def psnr(self) -> float:
+        """The floor in decibels, peak 1: no unbiased reconstruction has a higher PSNR on average."""
+        if self.rmse in (0.0, math.inf):
+            return math.copysign(math.inf, 0.5 - self.rmse)
+        return -20 * math.log10(self.rmse)
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """A gradient on its way through a channel, at one point: everything but the Jacobian itself."""
+
+    local: Linearisation
+    factor: float
+    unit: Tensor | None
+    kept: Tensor | None
+
+    @classmethod
+    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, seed: int) -> _Seen:
+        local = mapping.linearise(flat)
+        norm = float(local.value.norm())
+        factor = channel.clip_factor(norm)
+        sizes = [value.numel() for value in mapping.victim.known.weights.values()]
+        kept = channel.kept(local.value.split(sizes), torch.Generator().manual_seed(seed))
+        return cls(local, factor, local.value / norm if factor < 1 else None, kept)
+
+    def forward(self, direction: Tensor) -> Tensor:
+        """How what is seen changes, entries that are set to zero being still there."""
+        change = self.local.forward(direction)
+        if self.unit is not None:
+            change = change - self.unit * (self.unit @ change)
+        return self.factor * change
+
+    def backward(self, weights: Tensor) -> Tensor:
+        """The transpose of ``forward``."""
+        if self.unit is not None:
+            weights = weights - self.unit * (self.unit @ weights)
+        return self.factor * self.local.backward(weights)
+
+    def columns(self, matrix: Tensor) -> tuple[Tensor, float]:
+        """The Jacobian of what is seen from that of the gradient, one column an entry; and the share that survives."""
+        if self.unit is not None:
+            matrix.addr_(matrix @ self.unit, self.unit, alpha=-1)
+        matrix.mul_(self.factor)
+        if self.kept is None:
+            return matrix, 1.0
+        whole = float(matrix.square().sum())
+        matrix = matrix[:, self.kept]
+        return matrix, float(matrix.square().sum()) / whole if whole else 1.0
+
+
+def cramer_rao(
+    mapping: GradientMap,
+    flat: Tensor,
+    channel: Channel,
+    *,
+    method: Method = "auto",
+    probes: int = PROBES,
+    steps: int = STEPS,
+    seed: int = 0,
+    decomposition: Decomposition | None = None,
+    progress: Progress | None = None,
+) -> Floor:
+    """The floor at the true inputs ``flat`` (unit space, see ``mapping.flat``), for what ``channel`` lets through.
+
+    "exact" makes the Jacobian and raises where it is too large; "estimate" never makes it; "auto" is exact where it
+    can be. ``seed`` draws the dropout and the probes. ``decomposition``, of the undefended Jacobian with its vectors,
+    saves that work where it is at hand. Give a mapping in float64: float32 loses weak directions.
+
+    >>> from leakscope.limits.jacobian import gradient_map_at
+    >>> mapping, flat = gradient_map_at(torch.nn.Linear(2, 3), (2,), batch=1, num_classes=3)
+    >>> one, two = (cramer_rao(mapping, flat, Channel(noise=noise)).rmse for noise in (0.01, 0.02))
+    >>> round(two / one, 9)
+    2.0
+    """
+    _check(mapping, flat, method, probes, steps)
+    seen = _Seen.at(mapping, flat, channel, seed)
+    if not bool(torch.isfinite(seen.local.value).all()):
+        raise ValueError("flat: the gradient at this input has NaN or infinite entries; check model and input")
+    exact: tuple[Decomposition, float] | str = "an estimate was asked for"
+    if method != "estimate":
+        exact = _decomposed(mapping, flat, seen, decomposition, progress)
+    if not isinstance(exact, str):
+        return _exact(mapping, channel, seen, *exact)
+    if method == "exact":
+        raise ValueError(f"cramer_rao: not possible exactly: {exact}. Use method='estimate'.")
+    return _estimate(mapping, channel, seen, probes, steps, seed, progress)
+
+
+def _decomposed(
+    mapping: GradientMap, flat: Tensor, seen: _Seen, known: Decomposition | None, progress: Progress | None
+) -> tuple[Decomposition, float] | str:
+    """The singular values of the Jacobian of what is seen, and the share that survives; or why there are none."""
+    if seen.unit is None and seen.kept is None and known is not None and known.vectors is not None:
+        return known, 1.0
+    # Masks need the entries themselves. A clipped gradient needs them for all digits, its Gram matrix does not.
+    small = mapping.unknowns <= MAX_SINGULAR_VALUES
+    if seen.kept is not None or (seen.unit is not None and small):
+        reason = too_large(mapping.unknowns, mapping.entries)
+        if reason is None:
+            matrix = mapping.jacobian(flat, exact=True, progress=progress)
+            matrix, surviving = seen.columns(matrix)
+            return decompose(matrix, vectors=True), surviving
+        if seen.kept is not None:
+            return reason
+    made = make_jacobian(mapping, flat, progress=progress)
+    if isinstance(made, str):
+        return made
+    removed = None if seen.unit is None else seen.factor * seen.local.backward(seen.unit)
+    return decompose(made.mul_(seen.factor), removed=removed, vectors=True), 1.0
+
+
+def _exact(mapping: GradientMap, channel: Channel, seen: _Seen, found: Decomposition, surviving: float) -> Floor:
+    unknowns, rank, sigma = mapping.unknowns, found.rank, channel.sigma
+    assert found.vectors is not None
+    # Zero for directions without a trace: they are counted by the rank, not added up.
+    variances = torch.where(found.values > found.tolerance, (sigma / found.values).square(), 0.0)
+    visible = math.sqrt(float(variances.sum()) / rank) if rank else None
+    squares = found.vectors.square()
+    examples = (squares @ variances).reshape(mapping.shape[0], -1).mean(dim=1).sqrt()
+    if rank == unknowns:
+        rmse, reason = math.sqrt(float(variances.sum()) / unknowns), None
+    else:
+        rmse, reason = math.inf, f"in {unknowns - rank} of {unknowns} directions the inputs leave no trace"
+        lost = squares[:, found.values <= found.tolerance].sum(dim=1).reshape(mapping.shape[0], -1).sum(dim=1)
+        # An example that takes part in such a direction, beyond rounding, has an infinite error.
+        examples = torch.where(lost > 1e-9, math.inf, examples)
+    return Floor(
+        rmse=rmse,
+        method="exact",
+        **_common(mapping, channel, seen, float(found.values.square().sum()), surviving),
+        visible_rmse=visible,
+        example_rmse=tuple(examples.tolist()),
+        rank=rank,
+        smallest=float(found.values[-1]),
+        condition=found.condition,
+        reason=reason,
+    )
+
+
+def _estimate(
+    mapping: GradientMap, channel: Channel, seen: _Seen, probes: int, steps: int, seed: int, progress: Progress | None
+) -> Floor:
+    unknowns, sigma = mapping.unknowns, channel.sigma
+    mask = None if seen.kept is None else seen.kept.to(seen.local.value)
+
+    def product(direction: Tensor) -> Tensor:
+        change = seen.forward(direction)
+        return seen.backward(change if mask is None else change * mask)
+
+    directions = signs(unknowns, probes, seed).to(seen.local.value)
+    found = inverse_trace(product, directions, steps=steps, progress=progress)
+    whole = found.trace
+    if mask is not None:
+        # The same directions, so that what is left is never more than there was.
+        whole = sum(float(seen.forward(direction).square().sum()) for direction in directions) / probes
+    facts = _common(mapping, channel, seen, found.trace, found.trace / whole if whole else 1.0)
+    left = mapping.entries if seen.kept is None else int(seen.kept.sum())
+    if left < unknowns or math.isinf(found.inverse):
+        few = f"{left} entries are seen, which cannot show {unknowns} unknowns"
+        why = few if left < unknowns else "a direction was found in which the inputs leave no trace"
+        return Floor(rmse=math.inf, method="estimate", **facts, probes=probes, reason=why)
+    if sigma == 0:
+        why = "without noise the floor is zero or infinite by the rank, which an estimate does not give"
+        return Floor(rmse=math.nan, method="estimate", **facts, probes=probes, reason=why)
+    scale = sigma**2 / unknowns
+    low, high = (math.sqrt(max(0.0, scale * end)) for end in found.interval)
+    rmse = math.sqrt(scale * found.inverse)
+    open_probes = round((1 - found.converged) * probes)
+    reason = (
+        f"{open_probes} of {probes} probes stopped after {steps} steps, so that this is lower than the true floor"
+        if open_probes
+        else None
+    )
+    return Floor(
+        rmse=rmse,
+        method="estimate",
+        **facts,
+        # The derivative of the square root carries the error of the trace over.
+        standard_error=scale * found.standard_error / (2 * rmse),
+        interval=(low, high),
+        converged=found.converged,
+        probes=probes,
+        reason=reason,
+    )
+
+
+def _common(mapping: GradientMap, channel: Channel, seen: _Seen, trace: float, surviving: float) -> dict[str, Any]:
+    """Fields that both ways share; ``trace`` is that of J J'."""
+    return {
+        "unknowns": mapping.unknowns,
+        "sigma": channel.sigma,
+        "gradient_norm": float(seen.local.value.norm()),
+        "clip_factor": seen.factor,
+        "surviving": surviving,
+        "loosened": channel.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf,
+    }
+
+
+def _check(mapping: GradientMap, flat: Tensor, method: str, probes: int, steps: int) -> None:
+    problems = []
+    if flat.shape != (mapping.unknowns,):
+        problems.append(f"flat: expected one row of {mapping.unknowns} numbers, got shape {tuple(flat.shape)}")
+    elif not bool(torch.isfinite(flat).all()):
+        problems.append("flat: expected finite numbers, got NaN or infinite ones")
+    if method not in ("auto", "exact", "estimate"):
+        problems.append(f"method: expected 'auto', 'exact' or 'estimate', got {method!r}")
+    for name, value, least in (("probes", probes, 2), ("steps", steps, 1)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            problems.append(f"{name}: expected a whole number of at least {least}, got {value!r}")
+    if problems:
+        raise ValueError("cramer_rao:\n  - " + "\n  - ".join(problems))

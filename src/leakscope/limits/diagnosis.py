@@ -1,0 +1,152 @@
+"""Why a reconstruction is what it is: recovered, the optimiser failed, or the inputs are not identifiable.
+
+A poor result has two possible causes, and they are different findings. If the inputs cannot be seen in the update, no
+attack will find them; if they can, a better search would. The Jacobian J of the update at the result tells which. With
+r what is left of the observed update: J^+ r is how far the nearest explanation of the update lies, the part of the
+error that the search is to blame for; sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what
+noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. All of it is
+linear and local, and none of it knows the truth. Where the Jacobian is large, sums of its entries with random signs
+take the place of entries: sizes are then right to a factor of two or so.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.func import vjp
+
+from leakscope.matching import GradientMap
+from leakscope.matching.least_squares import SKETCH
+from leakscope.observation import Observation
+
+Outcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
+
+#: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
+RECOVERED = 10 ** (-30 / 20)
+#: Unknowns up to which the Jacobian is made without being asked for: seconds.
+QUICK_UNKNOWNS = 1024
+#: ... and at all: minutes, and a gigabyte or two.
+MAX_UNKNOWNS = 5000
+#: Above so many numbers in it the Jacobian is sketched.
+EXACT_ENTRIES = 2**25
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """The outcome and the numbers behind it; None where a number was not computed.
+
+    ``residual`` is the length of what the result leaves unexplained, relative to the update. ``hidden`` counts the
+    directions that rounding of the update hides. ``expected_rmse`` is the error of the inputs to be expected.
+    """
+
+    outcome: Outcome
+    reason: str
+    unknowns: int
+    residual: float | None = None
+    hidden: int | None = None
+    condition: float | None = None
+    expected_rmse: float | None = None
+
+
+def diagnose(observation: Observation, inputs: Tensor, labels: Tensor | None, *, thorough: bool = False) -> Diagnosis:
+    """What became of an attack that returned ``inputs`` with ``labels``; ``thorough`` allows minutes."""
+    unknowns = inputs.numel()
+    why = _cannot(observation, inputs, labels, thorough)
+    if why:
+        return Diagnosis(outcome="undecided", reason=why, unknowns=unknowns)
+    entries = sum(value.numel() for value in observation.message.update.values())
+    if entries < unknowns:
+        return Diagnosis(
+            outcome="not identifiable",
+            reason=f"{entries} observed entries cannot determine {unknowns} unknowns",
+            unknowns=unknowns,
+        )
+    assert labels is not None
+    # The precision of the update, not of this computation, decides what can be seen in it.
+    precision = torch.finfo(observation.dtype).eps
+    wide = observation.to(device="cpu", dtype=torch.float64)
+    mapping = GradientMap.of(wide, labels.cpu())
+    flat = mapping.flat(inputs.detach().cpu().double())
+    observed = torch.cat([value.flatten() for value in wide.message.update.values()])
+    try:
+        # No finer than the update itself: float32 is several times faster.
+        narrow = observation.dtype == torch.float32
+        matrix = (mapping.narrow() if narrow else mapping).jacobian(
+            flat.float() if narrow else flat,
+            columns=SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None,
+        )
+        value, pull = vjp(mapping, flat)
+        rest = observed - value.detach()
+        right = pull(rest)[0].detach()
+    except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know
+        reason = f"the model cannot be differentiated twice in forward mode: {str(error).strip().splitlines()[0]}"
+        return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
+    return explain(matrix.double(), rest, right, float(observed.norm()), precision)
+
+
+def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float) -> Diagnosis:
+    """The diagnosis from the Jacobian (one row an unknown), what is left of the update, J' times it, and its length.
+
+    >>> J, rest = torch.eye(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    >>> explain(J, rest, J @ rest, size=1.0, precision=1e-7).outcome
+    'recovered'
+    >>> far = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
+    >>> explain(J, far, J @ far, size=1.0, precision=1e-7).outcome
+    'optimiser failed'
+    >>> explain(J * torch.tensor([[1.0], [0.0]]), rest, J @ rest, size=1.0, precision=1e-7).outcome
+    'not identifiable'
+    """
+    unknowns = len(matrix)
+    values, vectors = torch.linalg.eigh(matrix @ matrix.T)
+    sizes = values.clamp(min=0).sqrt()
+    residual = float(rest.norm()) / size if size else math.inf
+    # A pattern of the whole picture, a third of the range in each pixel, that changes the update by less than its own
+    # rounding. Squaring the matrix cost half of float64's digits; its own precision may be less.
+    lost = max(1e-8, 4 * precision) * float(sizes[-1])
+    floor = max(precision * size / (0.3 * math.sqrt(unknowns)), lost)
+    seen = sizes > floor
+    hidden = unknowns - int(seen.sum())
+    condition = float(sizes[-1] / sizes[0]) if hidden == 0 else math.inf
+    parts = (vectors.T @ right)[seen] / values[seen]
+    missed = float(parts.square().sum().div(unknowns).sqrt())
+    spare = max(1, len(rest) - unknowns)
+    # What no change of the inputs explains, to first order.
+    unexplained = max(0.0, float(rest @ rest) - float(parts.square() @ values[seen]))
+    noise = math.sqrt(unexplained * float(values[seen].reciprocal().sum()) / spare / unknowns)
+    expected = math.hypot(missed, noise)
+    facts = {"unknowns": unknowns, "residual": residual, "hidden": hidden, "condition": condition}
+    if hidden:
+        reason = f"in {hidden} of {unknowns} directions the inputs leave no trace in the update beyond its rounding"
+        return Diagnosis(outcome="not identifiable", reason=reason, **facts)  # type: ignore[arg-type]
+    told = f"expected error {expected:.1g} of the value range, condition number {condition:.1e}"
+    if missed > RECOVERED:
+        reason = f"the update determines the inputs, but its nearest explanation lies further on: {told}"
+        outcome: Outcome = "optimiser failed"
+    elif noise > RECOVERED:
+        reason = f"what the update has besides the inputs, noise or a defence, hides them: {told}"
+        outcome = "not identifiable"
+    else:
+        reason, outcome = f"the inputs explain the update and nothing near them does: {told}", "recovered"
+    return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)  # type: ignore[arg-type]
+
+
+def _cannot(observation: Observation, inputs: Tensor, labels: Tensor | None, thorough: bool) -> str | None:
+    """Why no diagnosis can be made, or None."""
+    entries = sum(value.numel() for value in observation.message.update.values())
+    limit = MAX_UNKNOWNS if thorough else QUICK_UNKNOWNS
+    if observation.message.kind != "gradient":
+        return "the message is a weight update, and the Jacobian is that of one gradient"
+    if observation.num_examples != len(inputs):
+        return "the number of examples is not known"
+    if entries < inputs.numel():
+        return None  # the count alone decides
+    if labels is None:
+        return "the attack gives no labels, which the Jacobian needs"
+    if inputs.numel() > limit:
+        more = "diagnose=True allows more" if not thorough and inputs.numel() <= MAX_UNKNOWNS else "too many"
+        return f"the Jacobian of {inputs.numel()} unknowns was not computed; {more}"
+    return None

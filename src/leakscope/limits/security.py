@@ -1,0 +1,151 @@
+"""How many directions of each layer's input a gradient leaves open, and the security metric that sums them up.
+
+Chen and Campbell, "Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching", BMVC
+2022, equation 12: with d convolutions, i = 0 .. d - 1 from the input, rank_i the rank of the layer's linear system and
+n_i the number of its unknowns,
+
+    c(M) = sum_i (d - i) / d * (rank_i - n_i)
+
+Zero means that each layer is determined by what is behind it, so that one example is recovered exactly; the more
+negative, the safer. Linear layers are always determined and count nothing. It depends on the sizes of the layers, and
+neither on data nor on training.
+
+Ranks are computed here; the formula min(n, |z| + |w| - filters^2) stands beside them. They differ where a stride leaves
+the last rows and columns out: the second convolution of ``cnn4-c3`` at 32 x 32 misses 330 of its 4704 inputs, so that
+the metric is -220 where the formula says -170.67.
+
+Differences from the published code: padded pixels are no unknowns, summands are not rounded, and the rank is taken
+relative to the largest singular value of equations that were brought to one scale first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.limits.chain import Chain, read_chain
+from leakscope.limits.constraints import generic_rank, stage_system
+from leakscope.limits.linear_system import LinearSystem
+from leakscope.observation import ValueRange
+
+#: Ranks are computed where the smaller of rows and unknowns is at most this; 6000 take about ten seconds.
+MAX_UNKNOWNS = 6000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerSystem:
+    """One stage of the model: the size of its linear system, the rank found and the rank that sizes predict.
+
+    ``rank``, ``smallest`` and ``condition`` are None, with a reason, where the system was too large. ``predicted_rank``
+    is the published formula's, and None where there is none (several operations in one stage, grouped convolutions).
+    ``unseen`` unknowns are in no equation at all, such as last rows that a stride leaves over; the formula knows
+    nothing of them. ``smallest`` is the smallest singular value that is not zero, ``condition`` the largest divided by
+    it, of equations brought to one scale.
+    """
+
+    name: str
+    convolutional: bool
+    rows: int
+    unknowns: int
+    unseen: int
+    rank: int | None
+    predicted_rank: int | None
+    smallest: float | None = None
+    condition: float | None = None
+    method: str | None = None
+    reason: str | None = None
+
+    @property
+    def deficiency(self) -> int | None:
+        """Rank minus unknowns, at most 0; from the predicted rank where none was computed."""
+        rank = self.predicted_rank if self.rank is None else self.rank
+        return None if rank is None else min(0, rank - self.unknowns)
+
+
+def layer_systems(
+    model: nn.Module,
+    input_shape: tuple[int, ...],
+    *,
+    num_classes: int | None = None,
+    value_range: ValueRange | None = None,
+    seed: int = 0,
+    max_unknowns: int = MAX_UNKNOWNS,
+) -> tuple[LayerSystem, ...]:
+    """The linear system of every stage, input first, at a random input in the box ([0, 1] without one), in float64.
+
+    ``max_unknowns`` bounds the smaller of rows and unknowns of systems whose rank is computed; 0 leaves only those of
+    linear layers, which need no computation. Raises
+    :class:`~leakscope.limits.activations.Unsupported` for models that are no chain of invertible stages.
+
+    >>> net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
+    >>> [(layer.name, layer.rows, layer.unknowns, layer.rank) for layer in layer_systems(net, (1, 4, 4))]
+    [('0', 26, 16, 16), ('3', 18, 18, 18)]
+    """
+    chain = read_chain(model, input_shape)
+    outputs = math.prod(chain.stages[-1].output_shape)
+    if num_classes is not None and num_classes != outputs:
+        raise ValueError(f"num_classes: expected the model's {outputs} outputs, got {num_classes}")
+    return tuple(
+        _layer(chain, number, system, max_unknowns)
+        for number, system in enumerate(_systems(chain, input_shape, value_range or ValueRange(), seed))
+    )
+
+
+def security_metric(layers: Sequence[LayerSystem]) -> float:
+    """c(M) of equation 12; NaN where a layer's rank is neither computed nor predicted.
+
+    >>> one = dict(convolutional=True, rows=0, unseen=0, predicted_rank=None)
+    >>> layers = [LayerSystem(name="a", unknowns=10, rank=8, **one), LayerSystem(name="b", unknowns=6, rank=2, **one)]
+    >>> security_metric(layers)
+    -4.0
+    """
+    deficiencies = [layer.deficiency for layer in layers if layer.convolutional]
+    depth = len(deficiencies)
+    return sum(
+        math.nan if value is None else (depth - place) / depth * value for place, value in enumerate(deficiencies)
+    )
+
+
+def _systems(chain: Chain, input_shape: tuple[int, ...], box: ValueRange, seed: int) -> list[LinearSystem]:
+    """The true systems at one random input: outputs and back-signals come from the model itself."""
+    generator = torch.Generator().manual_seed(seed)
+    x = box.from_unit(torch.rand((1, *input_shape), generator=generator, dtype=torch.float64))
+    received: list[Tensor] = []
+    for stage in chain.stages:
+        received.append(stage.linear(x).requires_grad_())
+        x = stage.activation(received[-1])
+    # One output is a logit of two classes; the label does not matter for ranks.
+    logits = x if x.shape[1] > 1 else torch.cat([x, torch.zeros_like(x)], dim=1)
+    loss = nn.functional.cross_entropy(logits, torch.zeros(1, dtype=torch.long))
+    parameters = chain.parameters()
+    found = torch.autograd.grad(loss, [*received, *parameters.values()])
+    signals, gradients = found[: len(received)], found[len(received) :]
+    update = dict(zip(parameters, gradients, strict=True))
+    return [
+        stage_system(stage, outputs, signal, update)
+        for stage, outputs, signal in zip(chain.stages, received, signals, strict=True)
+    ]
+
+
+def _layer(chain: Chain, number: int, system: LinearSystem, max_unknowns: int) -> LayerSystem:
+    stage = chain.stages[number]
+    side = min(system.rows, system.unknowns)
+    spectrum = system.spectrum_up_to(max_unknowns)
+    reason = f"{side} rows or unknowns; the rank is computed up to {max_unknowns}" if spectrum is None else None
+    return LayerSystem(
+        name=stage.name,
+        convolutional=stage.convolutional,
+        rows=system.rows,
+        unknowns=system.unknowns,
+        unseen=system.unseen,
+        rank=None if spectrum is None else spectrum.rank,
+        predicted_rank=generic_rank(stage),
+        smallest=None if spectrum is None else spectrum.smallest,
+        condition=None if spectrum is None else spectrum.condition,
+        method=None if spectrum is None else spectrum.method,
+        reason=reason,
+    )

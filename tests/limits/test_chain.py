@@ -1,0 +1,161 @@
+"""Reading a model as a chain of stages: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from leakscope.limits.activations import INVERTIBLE, Activation, Unsupported
+from leakscope.limits.chain import read_chain
+
+
+class Written(nn.Module):
+    """A chain in plain forward code, with functions where Sequential has layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(2, 3, 3, padding=1)
+        self.second = nn.Conv2d(3, 4, 3, stride=2)
+        self.unused = nn.ReLU()
+        self.head = nn.Linear(4 * 2 * 2, 5)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = functional.leaky_relu(self.first(x), 0.3)
+        x = functional.avg_pool2d(torch.tanh(self.second(x)), 2, ceil_mode=True)
+        x = self.drop(x)
+        x = x.view(x.size(0), -1)
+        return self.head(functional.dropout(x, training=False))
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(x + self.body(x)))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x) if x.sum() > 0 else self.head(-x)
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x * self.scale)
+
+
+def test_plain_forward_code_is_read_like_layers_in_a_row() -> None:
+    model = Written()
+    before = copy.deepcopy(model.state_dict())
+    chain = read_chain(model, (2, 9, 9))
+    assert [(s.name, s.activation) for s in chain.stages] == [
+        ("first", Activation("leaky-relu", 0.3)),
+        ("second", Activation("tanh")),
+        ("avg_pool2d + head", Activation("identity")),
+    ]
+    assert [s.input_shape for s in chain.stages] == [(2, 9, 9), (3, 9, 9), (4, 4, 4)]
+    assert [s.convolutional for s in chain.stages] == [True, True, False]
+    x = torch.rand(3, 2, 9, 9, dtype=torch.float64)
+    expected = copy.deepcopy(model).double().eval()(x)
+    assert torch.allclose(chain.run(x), expected)
+    hidden = chain.stages[0](x)
+    assert torch.allclose(chain.run(hidden.flatten(1), start=1), expected)
+    assert list(chain.parameters(1)) == ["second.weight", "second.bias", "head.weight", "head.bias"]
+    # The model itself stays as it was: precision, mode, weights.
+    assert model.training
+    assert model.head.weight.dtype == torch.float32
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_frozen_weights_are_no_parameters() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model[0].requires_grad_(False)
+    assert list(read_chain(model, (4,)).parameters()) == ["2.weight", "2.bias"]
+
+
+def test_identity_joins_two_layers_into_one_stage() -> None:
+    chain = read_chain(nn.Sequential(nn.Linear(4, 3), nn.Identity(), nn.Linear(3, 2), nn.Sigmoid()), (4,))
+    assert [(s.name, s.activation.name) for s in chain.stages] == [("0 + 2", "sigmoid")]
+
+
+SHARED = nn.Linear(4, 4)
+
+
+@pytest.mark.parametrize(
+    "model, words",
+    [
+        (nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)), ["'1' (ReLU)", "inverted", "leaky-relu"]),
+        (nn.Sequential(nn.Linear(4, 3), nn.Softmax(1)), ["'1' (Softmax)"]),
+        (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2)), ["'1' (BatchNorm1d)"]),
+        (nn.Sequential(nn.Linear(4, 3), nn.LeakyReLU(0.0)), ["LeakyReLU of slope 0.0"]),
+        (nn.Sequential(nn.Tanh(), nn.Linear(4, 2)), ["'0' (Tanh)", "follows no linear layer"]),
+        (nn.Sequential(nn.Unflatten(1, (1, 4)), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(2, 2)), ["Unflatten"]),
+        (nn.Sequential(SHARED, nn.Tanh(), SHARED), ["0.weight", "used twice"]),
+        (Residual(), ["'add' (add)", "residual"]),
+        (Branching(), ["cannot be traced"]),
+        (Weighted(), ["'scale'", "outside of a layer"]),
+        (nn.Sequential(nn.Flatten()), ["no layer with weights"]),
+        (nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))), ["not supported because"]),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
+)
+def test_what_is_no_chain_is_refused_by_name(model: nn.Module, words: list[str]) -> None:
+    with pytest.raises(Unsupported, match="not supported because") as caught:
+        read_chain(model, (4,))
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_hooks_that_change_the_result_are_noticed() -> None:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    model.register_forward_hook(lambda module, inputs, output: 2 * output)
+    with pytest.raises(Unsupported, match="not supported because"):
+        read_chain(model, (4,))
+
+
+def test_a_wrong_shape_is_a_plain_error() -> None:
+    with pytest.raises(ValueError, match=r"does not run on inputs of shape \(5,\)"):
+        read_chain(nn.Sequential(nn.Linear(4, 3)), (5,))
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_inverse_and_derivative(name: str) -> None:
+    activation = Activation(name, 0.7)
+    z = torch.linspace(-4, 4, 81, dtype=torch.float64, requires_grad=True)
+    y = activation(z)
+    assert torch.allclose(activation.inverse(y), z, atol=1e-10)
+    (slope,) = torch.autograd.grad(y.sum(), z)
+    away = z.detach().abs() > 1e-9  # the LeakyReLU has no derivative at zero
+    assert torch.allclose(activation.derivative(z)[away], slope[away], atol=1e-15)
+    assert activation.derivative(z).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", INVERTIBLE)
+def test_outputs_that_cannot_be_become_finite(name: str) -> None:
+    y = torch.tensor([-1e300, -1.0, 0.0, 1.0, 1e300], dtype=torch.float64)
+    assert torch.isfinite(Activation(name, 0.5).inverse(y, clip=0.9999)).all()
+    assert float(Activation("tanh").inverse(y, clip=0.9999).max()) == pytest.approx(4.9517, abs=1e-3)
+
+
+def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(ValueError, match="expected one of identity"):
+        Activation("relu")
+    with pytest.raises(ValueError, match="positive"):
+        Activation("leaky-relu", -1.0)

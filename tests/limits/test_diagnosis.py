@@ -1,0 +1,113 @@
+"""A failed search and inputs that cannot be seen are told apart, without the truth."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from leakscope.attacks import DLG, GaussNewton, InvertingGradients
+from leakscope.defenses import GradientNoise, GradientPruning
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.limits.diagnosis import diagnose
+from leakscope.limits.smoothness import kinks
+from leakscope.models import build_model
+from leakscope.observation import Knowledge
+
+SHAPE = (1, 8, 8)
+
+
+@pytest.fixture
+def example(generator) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.rand(1, *SHAPE, generator=generator), torch.tensor([3])
+
+
+def lenet() -> nn.Module:
+    return build_model("dlg-lenet", input_shape=SHAPE, num_classes=6)
+
+
+def test_the_truth_is_recovered_and_noise_is_a_failed_search(example, generator) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    assert diagnose(seen, x, y).outcome == "recovered"
+    wrong = diagnose(seen, torch.rand(x.shape, generator=generator), y)
+    assert wrong.outcome == "optimiser failed"
+    assert wrong.expected_rmse is not None
+    assert wrong.expected_rmse > 0.05
+
+
+@pytest.mark.parametrize("error", [1e-4, 1e-3, 1e-2])
+def test_the_expected_error_is_the_real_one(example, generator, error) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    near = x + error * torch.randn(x.shape, generator=generator)
+    found = diagnose(seen, near, y)
+    assert found.expected_rmse == pytest.approx(error, rel=0.15)
+    assert found.outcome == "recovered"
+
+
+def test_too_few_weights_are_not_identifiable(example) -> None:
+    x, y = example
+    few = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4, 4))
+    assert diagnose(FedSGD().observe(few, x, y), x, y).outcome == "not identifiable"
+
+
+def test_directions_without_a_trace_are_counted(example) -> None:
+    x, y = example
+    blind = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
+    found = diagnose(FedSGD().observe(blind, x, y), x, y)
+    assert found.outcome == "not identifiable"
+    assert found.hidden == 64 - 16
+
+
+def test_noise_hides_what_was_identifiable(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y, GradientNoise(sigma=1.0), Knowledge.full)
+    found = GaussNewton(noise=1.0, steps=40, restarts=1)(seen, seed=0)
+    assert found.diagnosis is not None
+    assert found.diagnosis.outcome != "recovered"
+
+
+def test_every_attack_says_which_it_was(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    short = DLG(iterations=3)(seen, seed=0)
+    assert short.diagnosis is not None
+    assert short.diagnosis.outcome == "optimiser failed"
+    assert InvertingGradients(iterations=2)(seen, seed=0, diagnose=False).diagnosis is None
+    many = FedAvg(epochs=2, batch_size=1, lr=0.1).observe(lenet(), x, y)
+    later = DLG(iterations=2)(many, seed=0).diagnosis
+    assert later is not None
+    assert later.outcome == "undecided"
+    assert "weight update" in later.reason
+
+
+def test_large_inputs_wait_to_be_asked(generator) -> None:
+    x, y = torch.rand(1, 3, 20, 20, generator=generator), torch.tensor([1])
+    model = build_model("mlp", input_shape=(3, 20, 20), num_classes=4, hidden=(5,), activation="tanh")
+    seen = FedSGD().observe(model, x, y)
+    assert "diagnose=True" in diagnose(seen, x, y).reason
+    assert diagnose(seen, x, y, thorough=True).outcome == "recovered"
+
+
+def test_pruning_changes_what_is_left(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y, GradientPruning(fraction=0.99))
+    found = diagnose(seen, x, y)
+    assert found.outcome != "recovered"
+
+
+def test_kinks_are_seen_in_functions_too() -> None:
+    class Functional(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(4, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(self.fc(x)) + x[:, :3].abs()
+
+    assert kinks(Functional(), (4,)) == ("Abs", "Relu")
+    assert kinks(build_model("dlg-lenet", input_shape=SHAPE), SHAPE) == ()
+    assert kinks(build_model("cnn6", input_shape=(3, 16, 16)), (3, 16, 16)) == ("LeakyRelu",)
+    pooled = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2), nn.ELU(), nn.Hardtanh())
+    assert kinks(pooled, SHAPE) == ("Hardtanh", "MaxPool2D")
