@@ -89,8 +89,8 @@ def newton(images: int, data: Examples, first: int) -> None:
 
 def time_to(decibels: float, seen: Observation, x: Tensor, seed: int) -> tuple[float, int]:
     """Seconds of the shortest DLG run, on a grid of lengths, that reaches so many dB; infinite where none does."""
-    steps = 100
-    while steps <= 6000:
+    steps = 300
+    while steps <= 2000:
         inputs, spent, _, _ = timed(DLG(iterations=steps, compile="never"), seen, seed)
         if -10 * math.log10(float((inputs - x).square().mean())) >= decibels:
             return spent, steps

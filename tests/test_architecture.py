@@ -29,16 +29,8 @@ ALLOWED = {
     "attacks": {"observation", "loss", "labels", "matching", "limits"},
     "metrics": {"observation"},
     "audit": {
-        "observation",
-        "loss",
-        "data",
-        "models",
-        "federation",
-        "defenses",
-        "attacks",
-        "metrics",
-        "labels",
-        "limits",
+        *("observation", "loss", "data", "models", "federation", "defenses"),
+        *("labels", "matching", "limits", "attacks", "metrics"),
     },
     "report": {"observation", "attacks", "metrics", "audit"},
     "papers": {

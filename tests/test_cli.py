@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from leakscope.cli import app
 from leakscope.federation import FedSGD
 from leakscope.models import build_model
 from leakscope.observation import Knowledge
@@ -153,10 +155,45 @@ def test_other_commands(finished) -> None:
     assert leakscope("report", "nowhere", cwd=finished).returncode == 4
     done = leakscope("limits", "--model", "mlp", "--input", "1x8x8", "--batch", "2", "--json", cwd=finished)
     assert json.loads(done.stdout)["batch"] == 2
-    assert leakscope("limits", "--model", "mlp", "--input", "abc", cwd=finished).returncode == 4
+    assert json.loads(done.stdout)["floor"] is None
     assert leakscope("reproduce", "gradients/counting", cwd=finished).returncode == 0
     assert leakscope("reproduce", "no/such", cwd=finished).returncode == 4
     assert leakscope("--version", cwd=finished).stdout.startswith("leakscope ")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--input", "abc"], "3x32x32"),
+        ([], "--input"),
+        (["--input", "1x8x8", "--prune", "1"], "prune:"),
+        (["--input", "1x8x8", "--noise", "1", "--noise-scale", "times-clip"], "needs clip"),
+        (["--input", "1x8x8", "--noise", "1", "--probes", "1", "--data", "tiles"], "has shape 3x32x32"),
+        (["--data", "no-such-data"], "unknown data"),
+        (["--data", "tiles", "--index", "-1"], "--index"),
+        (["--data", "tiles", "--index", "100000"], "between 0 and"),
+    ],
+)
+def test_mistakes_in_limits_are_named(arguments, words) -> None:
+    done = CliRunner().invoke(app, ["limits", "--model", "mlp", *arguments])
+    assert isinstance(done.exception, ValueError), done.output  # main turns these into code 4
+    assert words in str(done.exception)
+
+
+def test_limits_with_a_channel_and_with_real_examples(tmp_path) -> None:
+    options = ["--model", "mlp", "--batch", "2", "--noise", "0.1", "--clip", "0.5", "--dropout", "0.1", "--seed", "3"]
+    done = leakscope("limits", *options, "--input", "1x4x4", cwd=tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    for words in ("What is observed", "Identifiability", "least RMSE", "clip factor", "DP-SGD", "Conclusion:"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    real = ["--data", "tiles", "--index", "1", "--probes", "2", "--json"]
+    done = CliRunner().invoke(app, ["limits", "--model", "logistic", "--noise", "0.1", *real])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["point"] == "the batch that was given"
+    assert facts["floor"]["method"] == "estimate"
+    assert facts["num_classes"] == 9
 
 
 @pytest.mark.parametrize("executor", ["serial", "processes"])

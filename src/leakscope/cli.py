@@ -203,14 +203,16 @@ def attack(
     model: Annotated[str | None, typer.Option(help="Name or package.module:factory; default the one stored.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose", help="Say why it is what it is even where that takes minutes.")
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
 ) -> None:
     """Attack a captured update and write what was recovered: pictures, tensors and the attack's own opinion."""
-    from leakscope.audit.job import plain
     from leakscope.audit.parts import attack_part
     from leakscope.models import MODELS, build_model
     from leakscope.observation import Observation
-    from leakscope.observation_files import atomic_write, read_observation_files
+    from leakscope.observation_files import read_observation_files
 
     _, facts = read_observation_files(observation)
     name = model or facts["model_name"]
@@ -220,66 +222,94 @@ def attack(
     net = build_model(name, input_shape=tuple(facts["input_shape"]), num_classes=facts["num_classes"])
     seen = Observation.load(observation, net)
     recover = attack_part((_parts([attack]) or [attack])[0]).instance
-    from leakscope.console import step_progress
+    from leakscope.console import step_progress, write_reconstruction
 
     with step_progress() as progress:
-        result = recover(seen, seed=seed, device=device, progress=progress)
-    out.mkdir(parents=True, exist_ok=True)
-    _write_reconstruction(result, seen, out)
-    summary = {
-        "attack": repr(recover),
-        "seed": seed,
-        "labels": None if result.labels is None else result.labels.tolist(),
-        "scores": result.scores.tolist(),
-        "flags": list(result.flags),
-        "notes": list(result.notes),
-        "info": dict(result.info),
-    }
-    atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
+        result = recover(seen, seed=seed, device=device, progress=progress, diagnose=True if diagnose else None)
+    write_reconstruction(result, seen, {"attack": repr(recover), "seed": seed}, out)
     for line in (*result.flags, *result.notes):
         print(f"note: {line}")
-    print(f"recovered {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
+    if result.diagnosis is not None:
+        print(f"{result.diagnosis.outcome}: {result.diagnosis.reason}")
+    print(f"returned {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
 
 
-def _write_reconstruction(result: Any, seen: Any, out: Path) -> None:
-    from safetensors.torch import save
+class NoiseScale(StrEnum):
+    absolute = "absolute"
+    times_clip = "times-clip"
 
-    from leakscope.observation import ValueRange
-    from leakscope.observation_files import atomic_write
-    from leakscope.report.pictures import png
 
-    tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
-    atomic_write(out / "reconstruction.safetensors", save(tensors))
-    if result.inputs.dim() == 4:
-        unit = (seen.value_range or ValueRange()).to_unit(result.inputs.cpu()).clamp(0, 1)
-        for number, picture in enumerate(unit):
-            atomic_write(out / f"reconstruction-{number}.png", png(picture))
+class PruneScope(StrEnum):
+    tensor = "tensor"
+    whole = "global"
 
 
 @app.command()
 def limits(
     model: Annotated[str, typer.Option(help="Name or package.module:factory.")],
-    input: Annotated[str, typer.Option(help="Shape of one example, such as 3x32x32.")],
+    input: Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")] = None,
     batch: Annotated[int, typer.Option(help="Examples in the batch.")] = 1,
     classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    data: Annotated[str | None, typer.Option(help="Look at real examples of this data, not at random ones.")] = None,
+    index: Annotated[int, typer.Option(help="Number of the first of these examples.")] = 0,
+    noise: Annotated[float | None, typer.Option(help="Noise on the gradient, for the least error.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip the gradient to this length first.")] = None,
+    noise_scale: Annotated[NoiseScale, typer.Option(help="Unit of --noise.")] = NoiseScale.absolute,
+    prune: Annotated[float | None, typer.Option(help="Share of smallest entries set to zero.")] = None,
+    prune_scope: Annotated[PruneScope, typer.Option(help="Share of what.")] = PruneScope.tensor,
+    dropout: Annotated[float | None, typer.Option(help="Share of entries set to zero at random.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Rank and least error exactly, even if it takes long.")
+    ] = False,
+    probes: Annotated[int, typer.Option(help="Random directions of an estimate.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of inputs, dropout and probes.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """What theory says can be recovered, before any attack."""
+    from leakscope.limits import Channel
     from leakscope.limits import limits as compute
     from leakscope.models import build_model
 
-    try:
-        shape = tuple(int(size) for size in input.lower().split("x"))
-    except ValueError as error:
-        raise ValueError(f"--input: expected sizes such as 3x32x32, got {input!r}") from error
+    chosen = {"noise": noise, "clip": clip, "prune": prune, "dropout": dropout}
+    settings: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    channel = Channel(**settings, noise_scale=noise_scale.value, prune_scope=prune_scope.value) if settings else None
+    shape, facts = _examples(data, index, batch, input)
+    if classes is None:
+        classes = facts.pop("num_classes", None)
     options = {} if classes is None else {"num_classes": classes}
-    result = compute(build_model(model, input_shape=shape, **options), shape, batch)
-    if as_json:
-        print(json.dumps(result.as_dict(), indent=1))
-        return
-    from leakscope.console import print_table
+    net = build_model(model, input_shape=shape, **options)
+    from leakscope.console import named_progress, print_limits
 
-    print_table(f"{model}, {batch} x {input}", ("what", "value", "meaning"), result.rows())
+    with named_progress() as progress:
+        found = compute(
+            net, shape, batch, **facts, channel=channel, exact=exact, probes=probes, seed=seed, progress=progress
+        )
+    if as_json:
+        print(json.dumps(found.as_dict(), indent=1))
+    else:
+        print_limits(f"{model}, {batch} x {'x'.join(map(str, shape))}", found)
+
+
+def _examples(name: str | None, index: int, batch: int, shape: str | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The shape of an example, and real examples with what is known of them where data is named."""
+    try:
+        wanted = None if shape is None else tuple(int(size) for size in shape.lower().split("x"))
+    except ValueError as error:
+        raise ValueError(f"--input: expected sizes such as 3x32x32, got {shape!r}") from error
+    if name is None:
+        if wanted is None:
+            raise ValueError("--input: expected the shape of one example, such as 3x32x32, or --data")
+        return wanted, {}
+    if index < 0 or batch < 1:
+        raise ValueError(f"--index and --batch: expected at least 0 and 1, got {index} and {batch}")
+    from leakscope.data import DATA, load_data
+
+    options = {"split": "test"} if name in DATA and "split" in DATA[name].options() else {}
+    found = load_data(name, limit=index + batch, **options).subset(range(index, index + batch))
+    if wanted not in (None, found.shape):
+        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, found.shape))}, got {shape}")
+    box = {"value_range": found.value_range} if found.range_known else {}
+    return found.shape, {"inputs": found.x, "labels": found.y, "num_classes": found.num_classes, **box}
 
 
 @app.command()
@@ -288,28 +318,12 @@ def reproduce(
     scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
 ) -> None:
     """Run a published table and put published and measured numbers side by side."""
-    from leakscope.console import plain, print_table, step_progress
+    from leakscope.console import print_reproduction, step_progress
     from leakscope.papers import reproduce as run
 
     with step_progress() as progress:
         result = run(table, scale=scale.value, progress=progress)
-    print_table(
-        f"{table} ({scale.value})",
-        ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
-        (
-            (
-                row.setting,
-                row.measure,
-                plain(row.published),
-                plain(row.measured),
-                "-" if row.interval is None else f"{plain(row.interval[0])} to {plain(row.interval[1])}",
-                row.count,
-                row.verdict,
-                row.note,
-            )
-            for row in result.rows
-        ),
-    )
+    print_reproduction(f"{table} ({scale.value})", result)
 
 
 @app.command(name="list")
@@ -363,24 +377,10 @@ def compare(
     to: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
 ) -> None:
     """Compare two audits setting by setting."""
-    from leakscope.console import decibels, print_table
+    from leakscope.console import print_comparison
     from leakscope.report import compare_tables, write_comparison
 
-    print_table(
-        f"{first} against {second}",
-        ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"),
-        (
-            (
-                row.setting,
-                row.attack,
-                decibels(row.psnr_a),
-                decibels(row.psnr_b),
-                decibels(row.difference),
-                {True: "yes", False: "no", None: "-"}[row.overlap],
-            )
-            for row in compare_tables(first, second)
-        ),
-    )
+    print_comparison(f"{first} against {second}", compare_tables(first, second))
     if to is not None:
         print(write_comparison(first, second, to))
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -61,6 +64,52 @@ def step_progress() -> Iterator[Callable[[int, int, float], None]]:
         yield tell
 
 
+@contextmanager
+def named_progress() -> Iterator[Callable[[str, int, int], None]]:
+    """Yields a callback for long work in parts: a bar on a terminal, elsewhere a line every quarter of a minute."""
+    console = Console(stderr=True)
+    with Progress(console=console, disable=not console.is_terminal, transient=True) as view:
+        task = view.add_task("", total=None)
+        spoken = time.monotonic()
+
+        def tell(name: str, done: int, total: int) -> None:
+            nonlocal spoken
+            view.update(task, completed=done, total=total, description=name)
+            if not console.is_terminal and time.monotonic() - spoken > 15:
+                console.print(f"[{done}/{total}] {name}", markup=False, highlight=False)
+                spoken = time.monotonic()
+
+        yield tell
+
+
+def write_reconstruction(result: Any, seen: Any, facts: dict[str, Any], out: Path) -> None:
+    """What an attack recovered: tensors, pictures, and the attack's own opinion beside ``facts``."""
+    from safetensors.torch import save
+
+    from leakscope.audit.job import plain as as_json
+    from leakscope.observation import ValueRange
+    from leakscope.observation_files import atomic_write
+    from leakscope.report.pictures import png
+
+    out.mkdir(parents=True, exist_ok=True)
+    tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
+    atomic_write(out / "reconstruction.safetensors", save(tensors))
+    if result.inputs.dim() == 4:
+        unit = (seen.value_range or ValueRange()).to_unit(result.inputs.cpu()).clamp(0, 1)
+        for number, picture in enumerate(unit):
+            atomic_write(out / f"reconstruction-{number}.png", png(picture))
+    summary = {
+        **facts,
+        "labels": None if result.labels is None else result.labels.tolist(),
+        "scores": result.scores.tolist(),
+        "flags": list(result.flags),
+        "notes": list(result.notes),
+        "diagnosis": None if result.diagnosis is None else dataclasses.asdict(result.diagnosis),
+        "info": dict(result.info),
+    }
+    atomic_write(out / "reconstruction.json", json.dumps(as_json(summary), indent=1, allow_nan=False).encode())
+
+
 def print_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
     table = Table(title=title)
     for column in columns:
@@ -75,6 +124,60 @@ def print_listing(lines: Iterable[tuple[str, str]]) -> None:
     for line in lines:
         table.add_row(*line)
     Console(highlight=False).print(table)
+
+
+def print_limits(title: str, found: Any) -> None:
+    """What theory says, in small tables, each with its remark below."""
+    console = Console(highlight=False)
+    console.print(title, style="bold", markup=False)
+    for table in found.tables():
+        if table.rows:
+            print_table(table.title, table.columns, table.rows)
+        else:
+            console.print(f"{table.title}:", markup=False, style="italic")
+        if table.note:
+            console.print(f"  {table.note}", markup=False)
+    console.print(f"Conclusion: {found.conclusion}", style="bold", markup=False)
+
+
+def print_reproduction(title: str, result: Any) -> None:
+    """Published and measured numbers side by side."""
+    print_table(
+        title,
+        ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
+        (
+            (
+                row.setting,
+                row.measure,
+                plain(row.published),
+                plain(row.measured),
+                "-" if row.interval is None else f"{plain(row.interval[0])} to {plain(row.interval[1])}",
+                row.count,
+                row.verdict,
+                row.note,
+            )
+            for row in result.rows
+        ),
+    )
+
+
+def print_comparison(title: str, rows: Iterable[Any]) -> None:
+    """Two audits, setting by setting."""
+    print_table(
+        title,
+        ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"),
+        (
+            (
+                row.setting,
+                row.attack,
+                decibels(row.psnr_a),
+                decibels(row.psnr_b),
+                decibels(row.difference),
+                {True: "yes", False: "no", None: "-"}[row.overlap],
+            )
+            for row in rows
+        ),
+    )
 
 
 def print_verdict(result: Any, page: Path) -> None:

@@ -72,7 +72,7 @@ def test_equals_rgap_where_every_layer_is_determined(options) -> None:
         assert found.labels.tolist() == [1]
 
 
-def search_at(seen: Observation, truth: Tensor, number: int, settings: Hybrid) -> _Search:
+def search_at(seen: Observation, truth: Tensor, number: int, settings: Hybrid, alone: bool = False) -> _Search:
     """The search of one layer with the true system of its input."""
     chain = read_chain(seen.model, SHAPE)
     values = [truth]
@@ -84,7 +84,7 @@ def search_at(seen: Observation, truth: Tensor, number: int, settings: Hybrid) -
     logits = chain.run(chain.stages[number].activation(z), number + 1)
     back = torch.autograd.grad((logits * signal).sum(), z)[0]
     system = stage_system(chain.stages[number], z, back, update)
-    return _Search(chain, number, system, signal.numpy(), update, settings, lambda rows: rows, alone=False)
+    return _Search(chain, number, system, signal.numpy(), update, settings, lambda rows: rows, alone=alone)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -102,7 +102,7 @@ def test_at_the_truth_only_total_variation_is_left(number, distance) -> None:
 
 @pytest.mark.parametrize("filters", [(1,), (3, 1)], ids=str)
 def test_improves_on_rgap_where_a_layer_leaves_something_open(filters) -> None:
-    seen, x = look(net(*filters, stride=2 if len(filters) == 1 else 1))
+    seen, x = look(net(*filters))
     quick = Hybrid(iterations=400)
     assert error(quick, seen, x) < 0.5 * error(RGAP(), seen, x)
     found = quick(seen)
@@ -114,15 +114,9 @@ def test_improves_on_rgap_where_a_layer_leaves_something_open(filters) -> None:
     assert float(found.scores[0]) < 0.1
 
 
-def test_the_published_settings_improve_on_rgap_too() -> None:
-    seen, x = look(net(1, stride=2))
-    short = Hybrid.preset("paper", iterations=400, lr=0.01)
-    assert error(short, seen, x) < 0.8 * error(RGAP(), seen, x)
-
-
 def test_the_constrained_form_keeps_the_equations() -> None:
-    seen, x = look(net(1, stride=2))
-    search = search_at(seen, x, 0, Hybrid(form="constrained", iterations=50))
+    seen, x = look(net(1))
+    search = search_at(seen, x, 0, Hybrid(form="constrained", iterations=50), alone=True)
     start = search.system.solve().x
     found, (before, after), mismatch = search.run(start)
     assert after < before
@@ -209,7 +203,7 @@ def test_values_stay_in_the_range_unless_told_otherwise() -> None:
 
 
 def test_every_wrong_setting_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match="(?s)form.*distance.*tv_variant.*iterations.*weights.*fade.*clip"):
+    with pytest.raises(ValueError, match=r"(?s)form.*distance.*tv_variant.*iterations.*weights.*fade.*clip"):
         Hybrid(form="a", distance="b", tv_variant="c", iterations=0, weights=((1.0, 2.0),), fade=0, clip=1)
     with pytest.raises(ValueError, match="lr"):
         Hybrid(lr=0)

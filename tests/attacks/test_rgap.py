@@ -254,6 +254,95 @@ def test_nonsense_is_survived_and_seen(model: str, classes: int, control: str) -
         assert any("no single input explains the update" in note for note in result.notes)
 
 
+class Block(nn.Module):
+    def __init__(self, *body: nn.Module, shortcut: nn.Module | None = None) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*body)
+        self.shortcut = shortcut or nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shortcut(x) + self.body(x)
+
+
+TANH, LEAKY = nn.Tanh(), nn.LeakyReLU(0.2)
+
+
+def conv(inputs: int, outputs: int, stride: int = 1, **options: Any) -> nn.Conv2d:
+    return nn.Conv2d(inputs, outputs, 3, stride, padding=1, **options)
+
+
+def residual_nets() -> dict[str, nn.Sequential]:
+    torch.manual_seed(2)
+    plain = Block(conv(10, 8), TANH, conv(8, 10))
+    wider = Block(conv(10, 6), TANH, conv(6, 12), shortcut=nn.Conv2d(10, 12, 1))
+    strided = Block(conv(10, 12, 2), TANH, conv(12, 16), shortcut=nn.Conv2d(10, 16, 1, 2))
+    normed = Block(conv(10, 8), nn.BatchNorm2d(8), TANH, conv(8, 10), nn.BatchNorm2d(10))
+    dense = Block(nn.Linear(30, 20), TANH, nn.Linear(20, 30))
+    shrinking = Block(nn.Linear(30, 40), TANH, nn.Linear(40, 10), shortcut=nn.Linear(30, 10))
+    blind = Block(nn.Linear(30, 20, bias=False), TANH, nn.Linear(20, 30, bias=False))
+    nets = {
+        "identity": [conv(3, 10), TANH, plain, TANH],
+        "no activation behind": [conv(3, 10), TANH, plain],
+        "no activation before": [conv(3, 10), plain, LEAKY],
+        "at the input": [Block(conv(3, 8), LEAKY, conv(8, 12), shortcut=conv(3, 12))],
+        "layer as shortcut": [conv(3, 10), TANH, wider, TANH],
+        "strided shortcut": [conv(3, 10), TANH, strided, TANH],
+        "two in a row": [conv(3, 10), TANH, plain, TANH, wider],
+        "batch norm": [conv(3, 10, bias=False), nn.BatchNorm2d(10), TANH, normed, TANH],
+        "dense": [nn.Flatten(), nn.Linear(192, 30), TANH, dense, nn.Sigmoid(), shrinking],
+        "dense without biases": [nn.Flatten(), nn.Linear(192, 30), TANH, blind, nn.Sigmoid()],
+    }
+    nn.Sequential(*nets["batch norm"])(picture((3, 8, 8), examples=4).float())  # statistics that are not 0 and 1
+    return {name: nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(5)).eval() for name, layers in nets.items()}
+
+
+@pytest.mark.parametrize("name", residual_nets())
+def test_residual_blocks_are_exact_in_double_precision(name: str) -> None:
+    x, y = picture((3, 8, 8)), torch.tensor([2])
+    result = solved(RGAP(), seen(residual_nets()[name], x, y))
+    assert error(result, x) < 1e-8
+    assert (result.flags, result.notes) == ((), ())
+    assert float(result.scores) < 1e-10
+    assert all(row["rank"] == row["unknowns"] for row in result.info["layers"])
+    if name == "identity":
+        sizes = [(row["layer"], row["unknowns"]) for row in result.info["layers"]]
+        assert sizes == [("0", 192), ("2.body", 640), ("2.body (inner)", 512), ("5", 640)]
+
+
+def test_a_block_that_leaves_its_inside_open_is_said() -> None:
+    """Six filters have 54 equations for the 64 pixels of each of six channels; the block itself has full rank."""
+    torch.manual_seed(2)
+    net = nn.Sequential(conv(3, 6), TANH, Block(conv(6, 6), TANH, conv(6, 6)), nn.Flatten(), nn.Linear(384, 5))
+    x = picture((3, 8, 8))
+    result = solved(RGAP(), seen(net, x, torch.tensor([2])))
+    assert "layer '2.body (inner)' leaves 60 of 384 directions of its input open" in result.notes
+    block, inner = result.info["layers"][1:3]
+    assert (block["rank"], inner["rank"], inner["unknowns"]) == (384, 324, 384)
+    assert inner["residual"] < 1e-10 < 0.01 < block["residual"]  # the block's equations show that it is not the truth
+    assert 0.01 < error(result, x) < 10
+
+
+def test_homogeneous_blocks_have_two_answers_too() -> None:
+    torch.manual_seed(2)
+    block = Block(conv(3, 8, bias=False), LEAKY, conv(8, 12, bias=False), shortcut=conv(3, 12, bias=False))
+    net = nn.Sequential(block, LEAKY, nn.Flatten(), nn.Linear(768, 1, bias=False)).double()
+    x = picture((3, 8, 8))
+    result = solved(RGAP(), seen(net, x, (net(x)[0] > 0).long(), labels=True))
+    assert "2 inputs explain the update equally well" in result.notes[0]
+    assert float((result.inputs / x).std()) < 1e-8
+
+
+def test_residual_nets_it_cannot_solve_are_named() -> None:
+    x, y = picture((3, 8, 8)), torch.tensor([0])
+    with pytest.raises(NotApplicable, match=r"'relu' \(relu\)"):
+        solved(RGAP(), seen(build_model("resnet8", input_shape=(3, 8, 8), num_classes=4).eval(), x, y))
+    with pytest.raises(NotApplicable, match=r"'1' \(BatchNorm2d\).*running statistics"):
+        solved(RGAP(), seen(residual_nets()["batch norm"], x, y, batchnorm="train"))
+    ends = nn.Sequential(nn.Flatten(), nn.Linear(192, 5), TANH, Block(nn.Linear(5, 8), TANH, nn.Linear(8, 5)))
+    with pytest.raises(NotApplicable, match=r"'3.body' \(a residual block\) is none"):
+        solved(RGAP(), seen(ends, x, y))
+
+
 def test_models_it_cannot_read_are_named() -> None:
     net = build_model("convnet", input_shape=(3, 8, 8))
     with pytest.raises(NotApplicable, match=r"'activation1' \(ReLU\)"):

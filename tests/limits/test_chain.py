@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from leakscope.limits.activations import INVERTIBLE, Activation, Unsupported
-from leakscope.limits.chain import read_chain
+from leakscope.limits.chain import ResidualStage, read_chain
 
 
 class Written(nn.Module):
@@ -40,6 +41,24 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(torch.tanh(x + self.body(x)))
+
+
+class Joined(nn.Module):
+    """Layers ``first`` .. of one's choice, joined by a function of one's choice."""
+
+    def __init__(self, join: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self.join = join
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.join(self, x))
+
+
+def body(activation: nn.Module | None = None) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4), activation or nn.Tanh(), nn.Linear(4, 4))
 
 
 class Branching(nn.Module):
@@ -121,6 +140,132 @@ def test_what_is_no_chain_is_refused_by_name(model: nn.Module, words: list[str])
         read_chain(model, (4,))
     for word in words:
         assert word in str(caught.value)
+
+
+def in_place(m: nn.Module, x: Tensor) -> Tensor:
+    y = m.body(x)
+    y += x
+    return y
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda m, x: x + m.body(x),
+        lambda m, x: m.body(x) + x,
+        lambda m, x: torch.add(x, m.body(x)),
+        lambda m, x: x.add(m.body(x)),
+        lambda m, x: m.body(x).add_(x),
+        in_place,
+    ],
+)
+def test_every_way_to_add_is_read_as_a_block(join: Callable[..., Tensor]) -> None:
+    model = Joined(join, body=body())
+    with pytest.raises(Unsupported, match=r"'add_?' \(i?add_?\) joins two paths \(a residual connection\)"):
+        read_chain(model, (4,))
+    block, head = read_chain(model, (4,), residual=True).stages
+    assert isinstance(block, ResidualStage)
+    assert (block.name, block.inner.name, block.outer.name, block.shortcut) == ("body", "body.0", "body.2", None)
+    assert head.name == "head"
+
+
+def test_blocks_in_a_row_with_all_their_parts() -> None:
+    def blocks(m: nn.Module, x: Tensor) -> Tensor:
+        x = m.stem(x)
+        x = torch.tanh((m.one(x) + m.short(x)).flatten(1))
+        return x + m.two(x)
+
+    model = Joined(blocks, stem=nn.Linear(3, 5), one=nn.Sequential(nn.Linear(5, 6), nn.Sigmoid(), nn.Linear(6, 4)))
+    model.short, model.two = nn.Linear(5, 4, bias=False), body(nn.LeakyReLU(0.1))
+    chain = read_chain(model, (3,), residual=True)
+    assert [(s.name, s.activation.name, s.unknowns) for s in chain.stages] == [
+        ("stem", "identity", 3),
+        ("one.0 + one.2 + short", "tanh", 5),
+        ("two", "identity", 4),
+        ("head", "identity", 4),
+    ]
+    one = chain.stages[1]
+    assert isinstance(one, ResidualStage)
+    assert one.shortcut is not None
+    assert (one.inner.activation.name, one.shortcut.name, one.output_shape) == ("sigmoid", "short", (4,))
+    assert list(chain.parameters(2)) == [*(f"two.{n}.{p}" for n in (0, 2) for p in ("weight", "bias")), *HEAD]
+    assert set(chain.parameters()) == {name for name, _ in model.named_parameters()}
+
+
+HEAD = ["head.weight", "head.bias"]
+FORMS = {
+    "relu inside": (lambda m, x: x + m.a(x), {"a": body(nn.ReLU())}, ["'a.1' (ReLU)", "inverted"]),
+    "three in a row": (
+        lambda m, x: x + m.a(x) + m.b(x),
+        {"a": body(), "b": body()},
+        ["'add_1' (add)", "more than two paths", "'add' (add)"],
+    ),
+    "three in brackets": (
+        lambda m, x: x + (m.a(x) + m.b(x)),
+        {"a": body(), "b": body()},
+        ["'add_1' (add)", "more than two paths"],
+    ),
+    "block in a block": (
+        lambda m, x: x + m.b(torch.tanh(x + m.a(x))),
+        {"a": body(), "b": nn.Linear(4, 4)},
+        ["'add_1' (add)", "'add' (add) is on one"],
+    ),
+    "active shortcut": (
+        lambda m, x: m.a(x) + m.s(x),
+        {"a": body(), "s": nn.Sequential(nn.Linear(4, 4), nn.Sigmoid())},
+        ["'add' (add)", "both paths", "'a.1' (Tanh)", "'s.1' (Sigmoid)"],
+    ),
+    "bare activation as shortcut": (lambda m, x: m.a(x) + torch.tanh(x), {"a": body()}, ["'tanh' (tanh)"]),
+    "one layer": (lambda m, x: x + m.a(x), {"a": nn.Linear(4, 4)}, ["'add' (add)", "one activation", "'a' (Linear)"]),
+    "activation last": (
+        lambda m, x: x + torch.tanh(m.a(x)),
+        {"a": nn.Linear(4, 4)},
+        ["'add' (add)", "one activation", "'tanh' (tanh)"],
+    ),
+    "two activations": (
+        lambda m, x: x + m.a(x),
+        {"a": nn.Sequential(*body(), nn.Sigmoid(), nn.Linear(4, 4))},
+        ["'add' (add)", "one activation", "'a.3' (Sigmoid)"],
+    ),
+    "activation first": (
+        lambda m, x: x + m.a(x),
+        {"a": nn.Sequential(nn.Tanh(), nn.Linear(4, 4))},
+        ["'a.0' (Tanh)", "follows no linear layer"],
+    ),
+    "two activations behind": (lambda m, x: torch.sigmoid(torch.tanh(x + m.a(x))), {"a": body()}, ["'sigmoid'"]),
+    "weighted": (lambda m, x: torch.add(x, m.a(x), alpha=2), {"a": body()}, ["'add' (add)", "no plain sum"]),
+    "broadcast": (
+        lambda m, x: x + m.a(x),
+        {"a": nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))},
+        ["'add' (add)", "no plain sum"],
+    ),
+    "itself": (lambda m, x: x + x, {}, ["'add' (add)"]),
+    "product": (lambda m, x: x * m.a(x), {"a": body()}, ["'mul' (mul)", "does not read the layer before it alone"]),
+    "unused": (lambda m, x: (m.a(x), m.b(x))[1], {"a": body(), "b": body()}, ["'a.0' (Linear)", "not on the way"]),
+    "shared": (lambda m, x: m.a[2](torch.tanh(m.a[0](x))) + m.a[0](x), {"a": body()}, ["a.0.weight", "used twice"]),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_blocks_without_equations_are_refused_by_name(name: str) -> None:
+    join, layers, words = FORMS[name]
+    with pytest.raises(Unsupported, match="not supported because") as caught:
+        read_chain(Joined(join, **layers), (4,), residual=True)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_batch_norm_is_affine_with_running_statistics_only() -> None:
+    model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh())
+    model.append(nn.Flatten()).append(nn.Linear(12, 2))
+    with pytest.raises(Unsupported, match=r"'0' \(BatchNorm2d\).*running statistics"):
+        read_chain(model, (2, 4, 4))
+    chain = read_chain(model, (2, 4, 4), batch_norm=True)
+    assert [(s.name, s.convolutional) for s in chain.stages] == [("0 + 1 + 2", True), ("5", False)]
+    assert list(chain.parameters()) == [name for name, _ in model.named_parameters()]
+    without = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
+    with pytest.raises(Unsupported, match=r"'1' \(BatchNorm1d\).*running statistics"):
+        read_chain(without, (4,), batch_norm=True)
 
 
 def test_hooks_that_change_the_result_are_noticed() -> None:

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
-from leakscope.defenses import GradientPruning
-from leakscope.limits import Channel, Floor, cramer_rao, gradient_map_at
+from leakscope.limits import Channel, Floor, affordable_steps, cramer_rao, gradient_map_at
 from leakscope.limits import jacobian as jacobian_module
 from leakscope.limits.jacobian import decompose, decompose_at, make_jacobian
-from leakscope.limits.trace import inverse_trace, signs
 from leakscope.matching.gradient_map import GradientMap
 from leakscope.models import build_model
 from leakscope.observation import ValueRange
@@ -152,16 +150,6 @@ def test_the_estimate_agrees_within_its_own_error(channel: Channel) -> None:
     )
 
 
-def test_estimates_are_unbiased_and_their_intervals_cover() -> None:
-    torch.manual_seed(0)
-    root = torch.randn(12, 30, dtype=torch.float64)
-    matrix = root @ root.T
-    exact = float(torch.linalg.inv(matrix).trace())
-    found = [inverse_trace(lambda v: matrix @ v, signs(12, 8, seed=seed), steps=30) for seed in range(100)]
-    assert sum(one.inverse for one in found) / 100 == pytest.approx(exact, rel=0.05)
-    assert sum(one.interval[0] <= exact <= one.interval[1] for one in found) >= 85
-
-
 def test_a_stopped_probe_is_lower_and_says_so() -> None:
     mapping, flat = at(batch=3, features=10, hidden=16)
     floors = [
@@ -173,6 +161,13 @@ def test_a_stopped_probe_is_lower_and_says_so() -> None:
     assert "lower than the true floor" in (floors[0].reason or "")
     assert floors[0].rmse >= floors[0].loosened * (1 - 1e-12)
     assert floors[-1].converged == 1.0
+
+
+def test_large_models_get_fewer_steps() -> None:
+    small, _ = at(batch=1)
+    wide, _ = gradient_map_at(nn.Linear(3000, 1000), (3000,), 4, 1000)
+    assert affordable_steps(small) == 300
+    assert 2 <= affordable_steps(wide) < 10
 
 
 def rmses(mapping: GradientMap, flat: Tensor, channels: list[Channel]) -> list[float]:
@@ -323,56 +318,6 @@ def test_an_input_of_zeros_is_not_lost_by_compression() -> None:
     assert torch.allclose(made @ made.T, whole @ whole.T, rtol=1e-9, atol=1e-15)
     direct = decompose(whole, vectors=True)
     assert cramer_rao(mapping, flat, Channel(noise=0.1)).rank == direct.rank == 48
-
-
-def test_pruning_keeps_what_the_defence_keeps() -> None:
-    torch.manual_seed(0)
-    update = {"a": torch.randn(4, 7), "b": torch.randn(5), "c": torch.randn(1)}
-    for scope, share in itertools.product(("tensor", "global"), (0.2, 0.5, 0.9)):
-        protected = GradientPruning(fraction=share, scope=scope).protect_message(update, torch.Generator())  # type: ignore[arg-type]
-        wanted = torch.cat([value.flatten() for value in protected.values()]) != 0
-        kept = Channel(prune=share, prune_scope=scope).kept(list(update.values()), torch.Generator())  # type: ignore[arg-type]
-        assert kept is not None
-        assert torch.equal(kept, wanted)
-
-
-def test_dropout_is_seeded_nested_and_of_the_right_size() -> None:
-    update = [torch.ones(100_000)]
-
-    def kept(share: float, seed: int = 0) -> Tensor:
-        found = Channel(dropout=share).kept(update, torch.Generator().manual_seed(seed))
-        assert found is not None
-        return found
-
-    assert torch.equal(kept(0.3), kept(0.3))
-    assert not torch.equal(kept(0.3), kept(0.3, seed=1))
-    assert not bool((kept(0.6) & ~kept(0.3)).any())
-    assert float(kept(0.3).double().mean()) == pytest.approx(0.7, abs=0.01)
-
-
-def test_the_trace_of_an_inverse_of_a_known_matrix() -> None:
-    torch.manual_seed(0)
-    basis = torch.linalg.qr(torch.randn(60, 60, dtype=torch.float64)).Q
-    matrix = basis @ torch.diag(torch.logspace(-2, 1, 60, dtype=torch.float64)) @ basis.T
-    wanted = float(torch.logspace(-2, 1, 60, dtype=torch.float64).reciprocal().sum())
-    found = inverse_trace(lambda v: matrix @ v, signs(60, 200, seed=0), steps=300)
-    assert abs(found.inverse - wanted) < 3 * found.standard_error
-    assert found.converged == 1.0
-    diagonal = torch.linspace(1, 2, 30, dtype=torch.float64)
-    exact = inverse_trace(lambda v: diagonal * v, signs(30, 3, seed=0), steps=60)
-    assert exact.inverse == pytest.approx(float(diagonal.reciprocal().sum()), rel=2e-3)
-    assert exact.inverse <= float(diagonal.reciprocal().sum()) * (1 + 1e-12)
-    singular = inverse_trace(lambda v: torch.cat([v[:5], 0 * v[5:]]), signs(8, 2, seed=0), steps=30)
-    assert singular.inverse == math.inf
-
-
-def test_wrong_channels_are_told_all_at_once() -> None:
-    with pytest.raises(ValueError, match="not a valid channel") as caught:
-        Channel(noise=math.nan, clip=0.0, prune=1.0, dropout=-0.1, prune_scope="row", noise_scale="big")  # type: ignore[arg-type]
-    for word in ("noise:", "clip:", "prune:", "dropout:", "prune_scope:", "noise_scale:"):
-        assert word in str(caught.value)
-    with pytest.raises(ValueError, match="needs clip"):
-        Channel(noise=1.0, noise_scale="times-clip")
 
 
 def test_wrong_calls_are_told_all_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

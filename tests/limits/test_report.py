@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
 
-from leakscope.limits import jacobian_rank, limits
+from leakscope.limits import (
+    Channel,
+    Limits,
+    cramer_rao,
+    gradient_map_at,
+    jacobian_rank,
+    layer_systems,
+    limits,
+    security_metric,
+)
+from leakscope.limits import jacobian as jacobian_module
 from leakscope.models import build_model
 from leakscope.observation import ValueRange
 
@@ -130,22 +141,145 @@ def test_frozen_first_layer_gives_no_closed_form() -> None:
 def test_large_problems_say_why_there_is_no_rank() -> None:
     found = limits(build_model("mlp", input_shape=(3, 32, 32), num_classes=10, hidden=1), (3, 32, 32), 2)
     assert found.jacobian.rank is None
-    assert "1024" in (found.jacobian.reason or "")
+    assert "--exact" in (found.jacobian.reason or "")
     assert found.identifiable is False  # by the count
-    wide = limits(build_model("mlp", input_shape=(3, 32, 32), num_classes=10, hidden=64), (3, 32, 32), 2)
+    wide = limits(build_model("mlp", input_shape=(3, 32, 32), num_classes=10, hidden=64), (3, 32, 32), 2, exact=True)
+    assert "5000" in (wide.jacobian.reason or "")
     assert wide.identifiable is None
     assert wide.conclusion.startswith("Not excluded")
 
 
-def test_rows_and_dict_are_for_tables_and_files() -> None:
+def test_exact_raises_the_limit_and_the_gram_matrix_agrees(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jacobian_module, "QUICK_UNKNOWNS", 8)
+    assert limits(net(), (8,), 2).jacobian.rank is None
+    direct = limits(net(), (8,), 2, exact=True).jacobian
+    assert (direct.rank, direct.method) == (16, "singular values")
+    monkeypatch.setattr(jacobian_module, "MAX_SINGULAR_VALUES", 8)
+    squared = limits(net(), (8,), 2, exact=True).jacobian
+    assert (squared.rank, squared.method) == (16, "Gram matrix")
+    assert squared.smallest == pytest.approx(direct.smallest, rel=1e-6)
+    assert squared.largest == pytest.approx(direct.largest, rel=1e-9)
+    assert squared.tolerance is not None
+    assert direct.tolerance is not None
+    assert squared.tolerance > 1e3 * direct.tolerance
+    monkeypatch.setattr(jacobian_module, "MAX_ENTRIES", 100)
+    assert "made up to 100" in (limits(net(), (8,), 2, exact=True).jacobian.reason or "")
+
+
+def every_cell(found: Limits) -> dict[str, str]:
+    """First cell of each row -> the second."""
+    return {row[0]: row[1] for table in found.tables() for row in table.rows}
+
+
+def test_tables_and_dict_are_for_people_and_files() -> None:
     found = limits(net(hidden=1), (8,), 3, value_range=ValueRange((-1.0,), (2.0,)))
-    rows = found.rows()
-    assert all(len(row) == 3 and all(isinstance(cell, str) for cell in row) for row in rows)
-    assert {"first layer", "rank of the Jacobian", "Proposition 2", "conclusion"} <= {row[0] for row in rows}
+    for table in found.tables():
+        assert table.title
+        assert table.rows or table.note
+        assert all(len(row) == len(table.columns) and all(isinstance(c, str) for c in row) for row in table.rows)
+    assert {"first layer", "rank of the Jacobian", "Proposition 2", "conclusion"} <= every_cell(found).keys()
     facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert facts["jacobian"]["condition"] is None
     assert facts["identifiable"] is False
     assert facts["propositions"][1]["numbers"]["hidden"] == 1
+    assert facts["floor"] is None
+    assert "--noise" in facts["floor_reason"]
+
+
+def test_the_floor_is_that_of_the_channel_at_the_same_batch() -> None:
+    channel = Channel(noise=0.01, prune=0.2)
+    found = limits(net(), (8,), 2, channel=channel)
+    mapping, flat = gradient_map_at(net(), (8,), 2, 3)
+    assert found.floor == cramer_rao(mapping, flat, channel)
+    cells = every_cell(found)
+    assert cells["least RMSE"] == f"{found.floor.rmse:.3g}"  # type: ignore[union-attr]
+    assert cells["surviving"].endswith("%")
+    facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert facts["floor"]["psnr"] == pytest.approx(found.floor.psnr)  # type: ignore[union-attr]
+    assert facts["floor"]["infinite"] is False
+    assert facts["channel"]["prune"] == 0.2
+
+
+def test_an_infinite_floor_is_told_apart_in_json() -> None:
+    found = limits(net(hidden=1), (8,), 3, channel=Channel(noise=0.1))
+    facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
+    assert facts["floor"]["rmse"] is None
+    assert facts["floor"]["infinite"] is True
+    assert every_cell(found)["least RMSE"] == "infinite"
+
+
+def test_above_the_quick_limit_the_floor_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("leakscope.limits.report.QUICK_UNKNOWNS", 8)
+    monkeypatch.setattr(jacobian_module, "QUICK_UNKNOWNS", 8)
+    spoken: list[tuple[str, int, int]] = []
+    found = limits(net(), (8,), 2, channel=Channel(noise=0.01), probes=4, progress=lambda *told: spoken.append(told))
+    exact = limits(net(), (8,), 2, channel=Channel(noise=0.01), exact=True)
+    assert found.floor is not None
+    assert exact.floor is not None
+    assert (found.floor.method, exact.floor.method) == ("estimate", "exact")
+    assert found.floor.rmse == pytest.approx(exact.floor.rmse, rel=0.5)
+    assert " to " in every_cell(found)["least RMSE"]
+    assert {name for name, _, _ in spoken} == {"floor"}
+    assert all(0 < done <= total for _, done, total in spoken)
+
+
+def test_given_examples_take_the_place_of_random_ones() -> None:
+    _, flat = gradient_map_at(net(), (8,), 2, 3, seed=4)
+    inputs, labels = flat.reshape(2, 8).float(), torch.tensor([0, 1])
+    given = limits(net(), (8,), 2, inputs=inputs, labels=labels, channel=Channel(noise=0.01))
+    random = limits(net(), (8,), 2, seed=4, channel=Channel(noise=0.01))
+    assert given.jacobian.smallest == pytest.approx(random.jacobian.smallest, rel=1e-5)
+    assert (given.point, random.point) == ("the batch that was given", "a random batch in the box")
+    with pytest.raises(ValueError, match="both or neither"):
+        limits(net(), (8,), 2, inputs=inputs)
+    with pytest.raises(ValueError, match="expected shape") as caught:
+        limits(net(), (8,), 2, inputs=inputs[:1], labels=torch.tensor([0, 7]))
+    assert "below the model's 3" in str(caught.value)
+
+
+def test_layers_and_the_security_metric_are_in_the_report() -> None:
+    model = build_model("cnn3-c1", input_shape=(3, 12, 12), num_classes=10)
+    found = limits(model, (3, 12, 12), 1)
+    assert found.layers == layer_systems(model, (3, 12, 12))
+    assert found.security == security_metric(found.layers)
+    table = next(table for table in found.tables() if "Layer by layer" in table.title)
+    shares = [float(row[-1]) for row in table.rows]
+    assert sum(shares) == pytest.approx(found.security)
+    assert found.security is not None
+    assert found.security < 0
+    assert f"c(M) = {found.security:g}" in (table.note or "")
+    facts = found.as_dict()
+    assert facts["security"] == found.security
+    assert [entry["deficiency"] for entry in facts["layers"]] == [layer.deficiency for layer in found.layers]
+
+
+def test_a_model_that_is_no_chain_says_so() -> None:
+    found = limits(build_model("mlp", input_shape=(8,), num_classes=3, hidden=4, activation="relu"), (8,), 1)
+    assert found.layers == ()
+    assert found.security is None
+    assert (found.layers_reason or "").startswith("not supported because")
+
+
+def test_published_orders_need_one_hidden_layer() -> None:
+    found = limits(net(hidden=20), (8,), 2, channel=Channel(noise=0.1, clip=0.01, prune=0.3))
+    orders = {order.defense: order for order in found.orders}
+    assert orders["none"].upper == pytest.approx(2 * math.sqrt(8 / 20))
+    assert found.floor is not None
+    factor = found.floor.gradient_norm / 0.01
+    assert orders["clipping"].lower == pytest.approx(0.1 * factor * math.sqrt(8 / 20))
+    assert orders["pruning"].lower == pytest.approx(0.1 * math.sqrt(8 / (found.floor.surviving * 20)))
+    assert orders["dropout"].upper is None
+    assert "order" in next(table.title for table in found.tables() if "Published orders" in table.title)
+    bare = limits(net(hidden=20), (8,), 2)
+    assert [order.lower for order in bare.orders] == [None] * 7
+    deep = limits(build_model("dlg-lenet", input_shape=(1, 8, 8), num_classes=10), (1, 8, 8), 1)
+    assert deep.orders == ()
+    assert "Conv2d, not Linear" in (deep.orders_reason or "")
+
+
+def test_one_output_is_two_classes() -> None:
+    model = nn.Sequential(nn.Flatten(), nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    assert limits(model, (6,), 2).jacobian.rank == 12
 
 
 def test_the_callers_model_is_untouched_and_the_answer_repeats() -> None:

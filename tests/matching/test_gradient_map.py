@@ -63,6 +63,16 @@ def test_the_jacobian_in_tangent_coordinates_loses_nothing(generator) -> None:
     torch.testing.assert_close(whole[5], near.forward(torch.eye(24, dtype=torch.float64)[5]))
 
 
+@pytest.mark.parametrize("kind", ["zero", "twins"])
+def test_degenerate_batches_lose_nothing_either(kind, generator) -> None:
+    net = build_model("mlp", input_shape=(12,), num_classes=30, hidden=(40,), activation="tanh").double()
+    x, y = torch.rand(2, 12, generator=generator, dtype=torch.float64), torch.tensor([4, 9])
+    x[1] = 0 if kind == "zero" else x[0]
+    mapping = GradientMap.of(FedSGD().observe(net, x, y), y)
+    whole, short = mapping.jacobian(mapping.flat(x), exact=True), mapping.jacobian(mapping.flat(x))
+    torch.testing.assert_close(short @ short.T, whole @ whole.T, rtol=1e-9, atol=1e-12)
+
+
 def test_a_sketch_keeps_rank_and_sizes(generator) -> None:
     net = build_model("dlg-lenet", input_shape=(1, 6, 6), num_classes=4).double()
     x, y = torch.rand(1, 1, 6, 6, generator=generator, dtype=torch.float64), torch.tensor([2])

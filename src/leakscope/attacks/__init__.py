@@ -21,6 +21,7 @@ from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
 from leakscope.attacks.gauss_newton import GaussNewton
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.hybrid import Hybrid
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
@@ -92,6 +93,13 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
         "Zhu, Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021",
     ),
     AttackEntry(
+        "hybrid",
+        Hybrid,
+        "solve layer by layer as R-GAP, search where the equations leave something open",
+        "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching, "
+        "BMVC 2022",
+    ),
+    AttackEntry(
         "sme",
         SME,
         "match a weight update by one gradient at a searched point between both ends; needs no recipe",
@@ -144,6 +152,7 @@ __all__ = [
     "AttackEntry",
     "GaussNewton",
     "GradientMatching",
+    "Hybrid",
     "InvertingGradients",
     "LearnFromGradients",
     "LinearLayer",

@@ -13,9 +13,11 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import Tensor, nn
 
-from leakscope.limits.diagnosis import Diagnosis
+from leakscope.limits.diagnosis import RECOVERED, Diagnosis
 from leakscope.limits.diagnosis import diagnose as explain_result
 from leakscope.observation import Observation
+
+__all__ = ["FLAGS", "RECOVERED", "Attack", "MissingKnowledge", "NotApplicable", "Progress", "Reconstruction"]
 
 Progress = Callable[[int, int, float], None]
 

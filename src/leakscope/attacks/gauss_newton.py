@@ -6,7 +6,7 @@ where first-order searches take thousands. See :mod:`leakscope.matching.least_sq
 runs in float64 whatever the update's precision.
 
 One example behind a head with a bias: the bias's gradient *is* the back-signal of the logits, so it is held and the
-loss does not enter at all; no label is needed, and saturated nets stay solvable.
+loss does not enter at all: no label is needed, and a saturated softmax does not flatten the equations.
 
 ``noise`` is the standard deviation of Gaussian noise on the update as far as the adversary knows it: least squares is
 then the maximum-likelihood estimate, which no unbiased attack can beat (:mod:`leakscope.limits.cramer_rao`).

@@ -22,6 +22,7 @@ from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.store import Row
+from leakscope.audit.theory import describe_limits
 from leakscope.audit.trajectory import describe_update
 from leakscope.metrics import evaluate
 from leakscope.observation import Observation
@@ -53,12 +54,14 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     """Run one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
     started = time.perf_counter()
     memory = PeakMemory()
+    observation = None
     try:
         observation = _observe(setup, job)
         result, tensors, history = _measure(setup, job, observation, progress)
     except (MissingKnowledge, NotApplicable) as error:
         seconds = time.perf_counter() - started
-        return Outcome("refused", error=f"{type(error).__name__}: {error}", seconds=seconds)
+        told = _limits(setup, job, observation)
+        return Outcome("refused", told or None, f"{type(error).__name__}: {error}", seconds)
     except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
         seconds = time.perf_counter() - started
         return Outcome("failed", error=failure_text(error), seconds=seconds)
@@ -67,6 +70,7 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     # After time and memory are read, for it is no part of the attack.
     if not job.control and all(message.kind == "weight_delta" for message in observation.messages):
         result["update"] = _describe_update(setup, job, observation)
+    result.update(_limits(setup, job, observation))
     return Outcome("done", result, None, seconds, tensors, history)
 
 
@@ -122,6 +126,15 @@ def _describe_update(setup: Setup, job: Job, observation: Observation) -> dict[s
     return describe_update(protocol, observation.model, x, y, defense, _client(job), observation)
 
 
+def _limits(setup: Setup, job: Job, observation: Observation | None) -> dict[str, Any]:
+    """What theory says of this setting; told once, with the first job on its first client."""
+    first = (job.attack, job.batch, job.seed) == (0, 0, setup.spec.seeds[0]) and not job.control
+    if not first or observation is None or any(message.kind != "gradient" for message in observation.messages):
+        return {}
+    x, y = setup.batch(job.batch)
+    return {"limits": describe_limits(observation, x, y, _defense(setup, job).instance)}
+
+
 def _measure(
     setup: Setup, job: Job, observation: Observation, progress: Advance | None
 ) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
@@ -151,6 +164,7 @@ def _measure(
         "reasons": plain(dict(measured.reasons)),
         "flags": list(found.flags),
         "notes": list(found.notes),
+        "diagnosis": None if found.diagnosis is None else plain(dataclasses.asdict(found.diagnosis)),
         "info": plain({"device": spec.device, "threads": torch.get_num_threads(), **found.info}),
     }
     tensors = {}

@@ -15,7 +15,7 @@ from leakscope.limits.counting import (
     output_side,
     single_example,
 )
-from leakscope.limits.cramer_rao import Floor, cramer_rao
+from leakscope.limits.cramer_rao import Floor, affordable_steps, cramer_rao
 from leakscope.limits.diagnosis import Diagnosis, diagnose
 from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, JacobianRank, gradient_map_at, jacobian_rank, rank_of
 from leakscope.limits.propositions import Proposition
@@ -39,6 +39,7 @@ __all__ = [
     "Order",
     "Proposition",
     "SingleExample",
+    "affordable_steps",
     "cosine_profile",
     "cramer_rao",
     "diagnose",

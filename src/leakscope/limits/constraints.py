@@ -9,21 +9,36 @@ For a convolution z = w * x + b with back-signal k = dL/dz, both known, the inpu
 code keeps them as unknowns with rows of their own, which comes to the same. For each pair of filters
 k_f' W_g = w_g' K_f, so that the rank is at most |z| + |w| - filters^2; random weights mostly attain it, or the number
 of unknowns (see :func:`generic_rank`). For a linear layer dL/dW = k x', and its many rows are worth exactly
-|k| x = (dL/dW)' k / |k|.
+|k| x = (dL/dW)' k / |k|. The gradients of a BatchNorm in eval mode are left out: they say nothing that its outputs do
+not.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import scipy.sparse
 import torch
 from torch import Tensor, nn
 
-from leakscope.limits.chain import CONVOLUTIONS, Operation, Stage
+from leakscope.limits.chain import BATCH_NORMS, CONVOLUTIONS, Operation, ResidualStage, Stage
 from leakscope.limits.linear_system import Array, LinearSystem, Matrix
+
+#: Rows and what they are equal to.
+Block: TypeAlias = tuple[Matrix, Array]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AffineMap:
+    """A stage without its activation: outputs = ``matrix`` x + ``offset``, and one block of rows for each gradient."""
+
+    matrix: Matrix
+    offset: Array
+    gradients: tuple[Block, ...]
 
 
 def operation_matrix(operation: Operation) -> Matrix:
@@ -39,19 +54,22 @@ def operation_matrix(operation: Operation) -> Matrix:
         return scipy.sparse.csr_array(_numpy(module.weight))
     if isinstance(module, CONVOLUTIONS):
         return _convolution_matrix(operation, _numpy(module.weight).reshape(len(module.weight), -1), weights=True)
+    if isinstance(module, BATCH_NORMS):
+        scale, _ = _normalisation(module)
+        return scipy.sparse.csr_array(scipy.sparse.diags_array(_each_place(scale, operation)))
     return _pooling_matrix(operation)
 
 
 def operation_offset(operation: Operation) -> Array:
     """What the operation adds to each of its flattened outputs."""
+    if isinstance(operation.module, BATCH_NORMS):
+        _, offset = _normalisation(operation.module)
+        return _each_place(offset, operation)
     bias = getattr(operation.module, "bias", None)
-    outputs = math.prod(operation.output_shape)
-    if bias is None:
-        return np.zeros(outputs)
-    return np.repeat(_numpy(bias), outputs // len(bias))
+    return np.zeros(math.prod(operation.output_shape)) if bias is None else _each_place(_numpy(bias), operation)
 
 
-def gradient_block(operation: Operation, back_signal: Array, gradient: Array) -> tuple[Matrix, Array]:
+def gradient_block(operation: Operation, back_signal: Array, gradient: Array) -> Block:
     """The rows K x = dL/dw for the operation's own input x, from the back-signal at its flattened output.
 
     For a linear layer |k| x = (dL/dW)' k / |k| without loss, for K'K = |k|^2; no rows where the back-signal is zero.
@@ -80,26 +98,40 @@ def stage_system(
     operation whose weight is in ``update``, times the matrices before it. A first linear layer with a gradient says all
     on its own, so there the weight constraints are left out, as in R-GAP.
     """
-    signal = _flat(back_signal)
+    parts = affine_map(stage, back_signal, update)
+    first = stage.operations[0]
+    decided = isinstance(first.module, nn.Linear) and first.weight_name in update and parts.gradients[0][0].shape[0] > 0
+    return stacked(parts.gradients if decided else [(parts.matrix, _flat(outputs) - parts.offset), *parts.gradients])
+
+
+def affine_map(stage: Stage, back_signal: Array | Tensor, update: Mapping[str, Tensor]) -> AffineMap:
+    """What ``stage`` is without its activation, whose derivative of the loss is ``back_signal``.
+
+    A gradient's rows are those of :func:`gradient_block` times the matrices before its operation, offsets subtracted.
+    """
+    _refuse_blocks(stage)
     matrices = [operation_matrix(operation) for operation in stage.operations]
     # Back-signals at the output of each operation, the last one's first.
-    signals = [signal]
+    signals = [_flat(back_signal)]
     for matrix in matrices[:0:-1]:
         signals.append(np.asarray(matrix.T @ signals[-1]))
     signals.reverse()
     before: Matrix | None = None  # the product of the matrices so far; None is the identity
     offset = np.zeros(stage.unknowns)
-    gradients: list[tuple[Matrix, Array]] = []
+    gradients: list[Block] = []
     for operation, matrix, at_output in zip(stage.operations, matrices, signals, strict=True):
         gradient = None if operation.weight_name is None else update.get(operation.weight_name)
-        if gradient is not None:
+        if gradient is not None and not isinstance(operation.module, BATCH_NORMS):
             rows, target = gradient_block(operation, at_output, _numpy(gradient))
             gradients.append((_product(rows, before), target - rows @ offset))
         offset = matrix @ offset + operation_offset(operation)
         before = _product(matrix, before)
-    first = stage.operations[0]
-    decided = isinstance(first.module, nn.Linear) and first.weight_name in update and gradients[0][0].shape[0] > 0
-    blocks = gradients if decided else [(before, _flat(outputs) - offset), *gradients]
+    assert before is not None  # a stage has operations
+    return AffineMap(matrix=before, offset=offset, gradients=tuple(gradients))
+
+
+def stacked(blocks: Sequence[Block]) -> LinearSystem:
+    """One system of the rows of all blocks."""
     return LinearSystem(
         scipy.sparse.csr_array(scipy.sparse.vstack([rows for rows, _ in blocks])),
         np.concatenate([target for _, target in blocks]),
@@ -109,6 +141,7 @@ def stage_system(
 
 def signal_at_input(stage: Stage, back_signal: Array | Tensor) -> Array:
     """The loss's derivative by the input of ``stage``, from that by what its activation received."""
+    _refuse_blocks(stage)
     signal = _flat(back_signal)
     for operation in reversed(stage.operations):
         signal = np.asarray(operation_matrix(operation).T @ signal)
@@ -132,6 +165,28 @@ def generic_rank(stage: Stage) -> int | None:
         filters = module.out_channels
         return min(stage.unknowns, math.prod(stage.output_shape) + module.weight.numel() - filters**2)
     return None
+
+
+def _refuse_blocks(stage: Stage) -> None:
+    if isinstance(stage, ResidualStage):
+        raise TypeError(f"{stage.name!r} is a residual block, whose equations are those of ResidualSystem")
+
+
+def _normalisation(module: nn.Module) -> tuple[Array, Array]:
+    """Factor and offset of each channel of a BatchNorm that uses its running statistics."""
+    assert isinstance(module, BATCH_NORMS)
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    scale = 1 / np.sqrt(_numpy(module.running_var) + module.eps)
+    if module.affine:
+        scale = scale * _numpy(module.weight)
+    offset = -scale * _numpy(module.running_mean)
+    return scale, offset + _numpy(module.bias) if module.affine else offset
+
+
+def _each_place(channels: Array, operation: Operation) -> Array:
+    """One number a channel, repeated for all places of the output."""
+    return np.repeat(channels, math.prod(operation.output_shape) // len(channels))
 
 
 def _convolution_matrix(operation: Operation, values: Array, *, weights: bool) -> Matrix:

@@ -37,6 +37,8 @@ Method = Literal["auto", "exact", "estimate"]
 #: Defaults of the estimate: how many random directions, and how many steps of conjugate gradients for each.
 PROBES = 8
 STEPS = 300
+#: Entries times examples that a probe may go through in a minute or two of one processor, all probes together.
+_WORK = 3e7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +162,14 @@ def cramer_rao(
     return _estimate(mapping, channel, seen, probes, steps, seed, progress)
 
 
+def affordable_steps(mapping: GradientMap) -> int:
+    """Steps a probe for which an estimate takes a minute or two; by size and not by the clock, so that it repeats.
+
+    Two at least: even those give more than the loosened bound.
+    """
+    return int(min(STEPS, max(2, _WORK / (mapping.entries * mapping.shape[0]))))
+
+
 def _decomposed(
     mapping: GradientMap, flat: Tensor, seen: _Seen, known: Decomposition | None, progress: Progress | None
 ) -> tuple[Decomposition, float] | str:
@@ -222,13 +232,14 @@ def _estimate(
         return seen.backward(change if mask is None else change * mask)
 
     directions = signs(unknowns, probes, seed).to(seen.local.value)
-    found = inverse_trace(product, directions, steps=steps, progress=progress)
+    left = mapping.entries if seen.kept is None else int(seen.kept.sum())
+    # With too few entries the floor is infinite, and only the loosened one, of one step, is left to compute.
+    found = inverse_trace(product, directions, steps=steps if left >= unknowns else 1, progress=progress)
     whole = found.trace
     if mask is not None:
         # The same directions, so that what is left is never more than there was.
         whole = sum(float(seen.forward(direction).square().sum()) for direction in directions) / probes
     facts = _common(mapping, channel, seen, found.trace, found.trace / whole if whole else 1.0)
-    left = mapping.entries if seen.kept is None else int(seen.kept.sum())
     if left < unknowns or math.isinf(found.inverse):
         few = f"{left} entries are seen, which cannot show {unknowns} unknowns"
         why = few if left < unknowns else "a direction was found in which the inputs leave no trace"

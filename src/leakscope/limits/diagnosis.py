@@ -79,7 +79,7 @@ def diagnose(observation: Observation, inputs: Tensor, labels: Tensor | None, *,
             flat.float() if narrow else flat,
             columns=SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None,
         )
-        value, pull = vjp(mapping, flat)
+        value, pull = vjp(mapping, flat)[:2]
         rest = observed - value.detach()
         right = pull(rest)[0].detach()
     except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know

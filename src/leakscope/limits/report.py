@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from leakscope.limits.activations import Unsupported
 from leakscope.limits.bounds import Order, order_bounds
 from leakscope.limits.channel import Channel
-from leakscope.limits.cramer_rao import PROBES, Floor, Method, cramer_rao
+from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, affordable_steps, cramer_rao
 from leakscope.limits.jacobian import QUICK_UNKNOWNS, Decomposition, JacobianRank, decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
@@ -231,6 +231,7 @@ def _floor(
             channel,
             method=method,
             probes=probes,
+            steps=STEPS if exact else affordable_steps(mapping),
             seed=seed,
             decomposition=None if isinstance(known, str) else known,
             progress=_named(progress, "floor"),

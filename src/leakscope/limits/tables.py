@@ -193,7 +193,7 @@ def _floor_note(floor: Floor, point: str) -> str:
         words.append("In brackets the 95 % interval over the probes.")
     if floor.reason is not None:
         words.append(f"{floor.reason[0].upper()}{floor.reason[1:]}.")
-    elif floor.rmse > _GREY:
+    if _GREY < floor.rmse < math.inf:
         words.append("Above 0.5 guessing grey is better: weak directions dominate, others may be seen well.")
     return " ".join(words)
 

@@ -105,7 +105,7 @@ class GradientMap:
 
     def linearise(self, flat: Tensor) -> Linearisation:
         with sdpa_kernel(SDPBackend.MATH):
-            value, pull = vjp(self, flat)
+            value, pull = vjp(self, flat)[:2]
             # The transpose of a transpose: two passes backward are faster on small convolutions than one forward.
             push = vjp(lambda weights: pull(weights)[0], torch.zeros_like(value))[1]
         return Linearisation(
@@ -123,7 +123,11 @@ class GradientMap:
         """
         coordinates: list[_Coordinates] = [_Everything()] * len(self.names)
         if not exact:
-            coordinates = [_coordinates(value.detach()) for value in self.update(flat).values()]
+            # Examples that are zero or alike have a lower rank than their neighbours, whose changes leave its space.
+            draws = torch.Generator().manual_seed(0)
+            near = flat + 1e-2 * torch.randn(flat.shape, generator=draws).to(flat)
+            pairs = zip(self.update(flat).values(), self.update(near).values(), strict=True)
+            coordinates = [_coordinates(value.detach(), other.detach()) for value, other in pairs]
 
         def observed(point: Tensor) -> Tensor:
             found = self.update(point).values()
@@ -191,12 +195,16 @@ class _Tangent:
 _Coordinates = _Everything | _Tangent
 
 
-def _coordinates(value: Tensor) -> _Coordinates:
-    """Tangent coordinates where they are fewer than half of the entries."""
+def _coordinates(value: Tensor, near: Tensor) -> _Coordinates:
+    """Tangent coordinates where they are fewer than half of the entries and the rank is that of a neighbour too."""
     if value.dim() != 2 or min(value.shape) < 4:
         return _Everything()
     left, sizes, right = torch.linalg.svd(value, full_matrices=False)
-    rank = int((sizes > sizes[0] * max(value.shape) * torch.finfo(value.dtype).eps).sum())
-    if 2 * rank * sum(value.shape) > value.numel():
+    rank = _rank(sizes, max(value.shape))
+    if 2 * rank * sum(value.shape) > value.numel() or rank != _rank(torch.linalg.svdvals(near), max(value.shape)):
         return _Everything()
     return _Tangent(left[:, :rank], right[:rank].T)
+
+
+def _rank(sizes: Tensor, side: int) -> int:
+    return int((sizes > sizes[0] * side * torch.finfo(sizes.dtype).eps).sum())

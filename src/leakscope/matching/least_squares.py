@@ -20,10 +20,16 @@ from leakscope.matching.gradient_map import GradientMap, Linearisation
 
 #: Of the mean diagonal of J'J: below it float32 cannot tell a direction from rounding.
 FLOAT32_FLOOR = 1e-7
-#: Columns of a preconditioner's sketch for each unknown: its singular values are within a factor of two of the true.
+#: Columns of a sketch for each unknown, so that its singular values are within a factor of two of the true ones ...
 SKETCH = 4
+#: ... and of a preconditioner's, where a cruder one only costs some iterations.
+CRUDE_SKETCH = 3
+#: So many columns need no sketch.
+SMALL = 4096
 #: A step shorter than this, root mean square in units of the value range, has come to rest.
 REST = 1e-10
+#: Conjugate gradients run for one iteration in so many unknowns before the Jacobian is made.
+PATIENCE = 20
 #: Beyond this damping a step is too short to matter.
 MAX_DAMPING = 1e10
 
@@ -85,8 +91,8 @@ class Preconditioner:
     """An approximate inverse of J'J + lambda I (and a prior's share) from a float32 Jacobian at one point."""
 
     def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
-        matrix = mapping.narrow().jacobian(at.float(), columns=SKETCH * mapping.unknowns)
-        gram = (matrix @ matrix.T).double()
+        columns = max(CRUDE_SKETCH * mapping.unknowns, SMALL)
+        gram = gram_matrix(mapping.narrow().jacobian(at.float(), columns=columns)).double()
         if prior is not None:
             gram += prior.gradient(torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
         self.mean_diagonal = float(gram.diagonal().mean())
@@ -96,10 +102,25 @@ class Preconditioner:
             gram.diagonal().add_(shift)
             factor, info = torch.linalg.cholesky_ex(gram)
             failed, shift = int(info), 10 * shift
-        self._inverse = torch.cholesky_inverse(factor).float()
+        self._inverse = torch.cholesky_inverse(factor.float())
 
     def __call__(self, vector: Tensor) -> Tensor:
         return (self._inverse @ vector.float()).to(vector)
+
+
+def gram_matrix(matrix: Tensor, blocks: int = 8) -> Tensor:
+    """matrix @ matrix.T, of which little more than half is computed.
+
+    >>> gram_matrix(torch.tensor([[1.0, 2.0], [3.0, 4.0]])).tolist()
+    [[5.0, 11.0], [11.0, 25.0]]
+    """
+    gram = matrix.new_empty(len(matrix), len(matrix))
+    size = -(-len(matrix) // blocks)
+    for start in range(0, len(matrix), size):
+        part = matrix[start:] @ matrix[start : start + size].T
+        gram[start:, start : start + size] = part
+        gram[start : start + size, start:] = part.T
+    return gram
 
 
 def solve(
@@ -176,8 +197,8 @@ class LevenbergMarquardt:
         first, enough = value, self.tolerance**2 * float(observed @ observed)
         products = mapping.linearise(x)
         diagonal = _mean_diagonal(products, start)
-        # As long as this, a solve costs as much as a Jacobian for all that follow.
-        patience = max(20, mapping.unknowns // 12)
+        # Longer than this, a solve is better served by a Jacobian, which all that follow share.
+        patience = max(20, mapping.unknowns // PATIENCE)
         helper: Preconditioner | None = None
         curve, spent, builds, steps, at_rest = [value], 0, 0, 0, value <= enough
         while steps < self.steps and not at_rest and math.isfinite(value) and mu < MAX_DAMPING:
@@ -198,20 +219,6 @@ class LevenbergMarquardt:
                 prior=prior,
             )
             spent += found.iterations
-            if not found.met and mapping.unknowns <= self.dense:
-                helper = Preconditioner(mapping, x, damping, prior)
-                builds += 1
-                diagonal = helper.mean_diagonal
-                found = solve(
-                    products,
-                    right,
-                    damping,
-                    tolerance=exactness,
-                    limit=2 * patience,
-                    preconditioner=helper,
-                    prior=prior,
-                )
-                spent += found.iterations
             trial, trial_value = objective(x + found.step)
             length = float(found.step.square().mean().sqrt())
             if trial_value < value:
@@ -222,6 +229,11 @@ class LevenbergMarquardt:
             else:
                 mu *= 10
                 at_rest = length < REST
+            if not found.met and not at_rest and mapping.unknowns <= self.dense:
+                # What was found is taken as far as it goes; from the new point on, the Jacobian helps.
+                helper = Preconditioner(mapping, x, mu * diagonal, prior)
+                diagonal = helper.mean_diagonal
+                builds += 1
             curve.append(value)
             if progress is not None:
                 progress(steps, self.steps, value)

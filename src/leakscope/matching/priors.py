@@ -80,8 +80,8 @@ def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tenso
         squares = torch.stack([(picture - picture.roll(1, axis)) ** 2 for axis in axes]).sum(0) + 1e-7
         return squares.sum() / picture.shape[0]
     if variant == "joint":
-        squares = [_ahead(picture, axis).square().sum(1) for axis in axes]
-        return (torch.sqrt(torch.stack(squares).sum(0) + 1e-8) - 1e-4).mean()
+        together = torch.stack([_ahead(picture, axis).square().sum(1) for axis in axes]).sum(0)
+        return (torch.sqrt(together + 1e-8) - 1e-4).mean()
     raise ValueError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {variant!r}")
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from leakscope.papers import gradients, idlg, sme
+from leakscope.papers import gradients, hybrid, idlg, sme
 from leakscope.papers.base import PaperTable, Progress, Reproduction, Row, sampling_tolerance, verdict
 
 __all__ = [
@@ -26,7 +26,7 @@ __all__ = [
 ]
 
 PAPERS: Mapping[str, PaperTable] = MappingProxyType(
-    {table.name: table for table in (idlg.TABLE, *gradients.TABLES, *sme.TABLES)}
+    {table.name: table for table in (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *sme.TABLES)}
 )
 
 

@@ -25,6 +25,7 @@ from leakscope.audit.verdict import Verdict, judge_store
 from leakscope.observation_files import atomic_write
 from leakscope.report import sections, words
 from leakscope.report.gallery import Gallery
+from leakscope.report.limits import limits_section
 from leakscope.report.measures import measures_section
 from leakscope.report.weight_updates import updates_section
 
@@ -117,6 +118,7 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
         "charts": sections.charts(settings, words.number(meta["policy"].get("max_psnr"))),
         "gallery": gallery.section(verdict, settings),
         "updates": updates_section(rows, settings),
+        "limits": limits_section(rows, settings),
         "curves": sections.curves_section(store, rows, settings),
         "jobs": sections.jobs_section(rows, settings, meta["data"]),
         "flags": sections.flags_section(verdict, rows),

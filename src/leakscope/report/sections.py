@@ -189,6 +189,7 @@ def _job_line(
             ("Defence", str(job.get("defense"))),
             ("Examples", ", ".join(str(i) for i in job.get("indices") or [])),
             ("Knowledge", _plain(job.get("knowledge"))),
+            ("Why", _why(result.get("diagnosis"))),
             ("Notes", "; ".join(str(note) for note in result.get("notes") or [])),
             ("Run", _plain(result.get("info"))),
             ("Not measured", "; ".join(f"{k}: {v}" for k, v in (reasons or {}).items())),
@@ -197,6 +198,13 @@ def _job_line(
         "examples": [_example_line(e, data) for e in examples[:MAX_DETAILED_EXAMPLES]],
         "left_out": max(0, len(examples) - MAX_DETAILED_EXAMPLES),
     }
+
+
+def _why(diagnosis: Any) -> str:
+    """What became of the attack, and the reason."""
+    if not isinstance(diagnosis, dict):
+        return ""
+    return f"{diagnosis.get('outcome')}: {diagnosis.get('reason')}"
 
 
 def _example_line(example: dict[str, Any], data: dict[str, Any]) -> list[str]:

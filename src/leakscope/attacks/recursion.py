@@ -1,0 +1,272 @@
+"""The walk from the logits back to the input, stage by stage, that R-GAP and Hybrid share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks.base import NotApplicable, Progress, Reconstruction
+from leakscope.attacks.gradient_matching import several_steps
+from leakscope.labels import mean_gradient_scale
+from leakscope.limits.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage
+from leakscope.limits.constraints import operation_offset, signal_at_input, stage_system
+from leakscope.limits.last_layer import LastSignal, logistic_signals, softmax_signals
+from leakscope.limits.linear_system import LinearSystem, Solution
+from leakscope.limits.residual import ResidualSystem
+from leakscope.limits.security import MAX_UNKNOWNS
+from leakscope.observation import Observation
+
+#: Possibilities at the logits that are followed to the next layer.
+_FOLLOWED = 4
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Walk:
+    """A recursion that has come to the input ``x`` of a stage, with the loss's derivative by it.
+
+    ``start`` is the derivative at the logits it began with, ``residual`` the worst of the layers so far.
+    """
+
+    x: np.ndarray = field(repr=False)
+    signal: np.ndarray = field(repr=False)
+    start: np.ndarray = field(repr=False)
+    label: int
+    residual: float
+    layers: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solver:
+    """Solves one stage after the other; ``linear``: what comes out is in proportion to what the walk began with."""
+
+    linear: ClassVar[bool] = True
+
+    chain: Chain
+    update: dict[str, Tensor]
+    clip: float
+    ranks: bool
+
+    def start(self, last: LastSignal) -> Walk:
+        """Through the last stage: its outputs follow from the input that its linear layer must have had."""
+        head = self.chain.stages[-1]
+        layer = head.operations[-1]
+        k = last.signal
+        size = float(k @ k)
+        gradient = self.update[str(layer.weight_name)].numpy()
+        features = gradient.T @ k / size if size > 0 else np.zeros(gradient.shape[1])
+        outputs = _weight(layer) @ features + operation_offset(layer)
+        began = Walk(x=features, signal=k, start=k, label=last.label, residual=last.mismatch, layers=())
+        return self._solve(began, head, outputs, k)
+
+    def step(self, walk: Walk, number: int) -> Walk:
+        """Through one more stage towards the input."""
+        stage = self.chain.stages[number]
+        if isinstance(stage, ResidualStage):
+            return self._solve_block(walk, stage, *self._behind(stage, stage.outer, walk.x, walk.signal))
+        return self._solve(walk, stage, *self._behind(stage, stage, walk.x, walk.signal))
+
+    def _behind(
+        self, stage: Stage, linear: Stage, values: np.ndarray, signal: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the activation of ``stage`` received from ``linear`` to give ``values``, and the loss's derivative."""
+        outputs = stage.activation.inverse(torch.from_numpy(values), self.clip)
+        layer = linear.operations[-1]
+        if isinstance(layer.module, nn.Linear) and layer.bias_name in self.update:
+            return outputs.numpy(), self.update[layer.bias_name].numpy()  # seen, not computed: free of earlier errors
+        return outputs.numpy(), signal * stage.activation.derivative(outputs).numpy()
+
+    def _solve(self, walk: Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+        system = stage_system(stage, outputs, signal, self.update)
+        solution = system.solve()
+        row = self._row(stage.name, system, max(solution.residual, self.misfit(stage, signal, solution.x)))
+        return _onward(walk, solution, signal_at_input(stage, signal), row)
+
+    def _solve_block(self, walk: Walk, block: ResidualStage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+        """Two systems: one for what the body's second layer receives, one for the block's input."""
+        systems = ResidualSystem(block=block, outputs=outputs, back_signal=signal, update=self.update)
+        first = systems.first.solve()
+        hidden = systems.hidden(first.x)
+        inside = {
+            "layer": f"{block.name} (inner)",
+            "rows": systems.first.rows,
+            "unknowns": block.outer.unknowns,
+            "rank": systems.hidden_rank(MAX_UNKNOWNS) if self.ranks else None,
+            "residual": max(first.residual, self.misfit(block.outer, signal, hidden)),
+        }
+        received, inner_signal = self._behind(block.inner, block.inner, hidden, systems.signal_at_hidden)
+        system = systems.second(hidden, received, inner_signal)
+        solution = system.solve()
+        misfits = [self.misfit(block.inner, inner_signal, solution.x)]
+        if block.shortcut is not None:
+            misfits.append(self.misfit(block.shortcut, signal, solution.x))
+        row = self._row(block.name, system, max(solution.residual, *misfits))
+        return _onward(walk, solution, systems.signal_at_input(inner_signal), row, inside)
+
+    def _row(self, name: str, system: LinearSystem, residual: float) -> dict[str, Any]:
+        spectrum = system.spectrum_up_to(MAX_UNKNOWNS) if self.ranks else None
+        return {
+            "layer": name,
+            "rows": system.rows,
+            "unknowns": system.unknowns,
+            "rank": None if spectrum is None else spectrum.rank,
+            "residual": residual,
+        }
+
+    def misfit(self, stage: Stage, signal: np.ndarray, x: np.ndarray) -> float:
+        """How much of a first linear layer's gradient is not k x'; its reduced equations cannot tell."""
+        layer = stage.operations[0]
+        if len(stage.operations) > 1 or not isinstance(layer.module, nn.Linear) or layer.weight_name not in self.update:
+            return 0.0
+        gradient = self.update[layer.weight_name].numpy()
+        size = float(np.linalg.norm(gradient))
+        return float(np.linalg.norm(gradient - np.outer(signal, x))) / size if size > 0 else 0.0
+
+
+def _onward(walk: Walk, solution: Solution, signal: np.ndarray, *rows: dict[str, Any]) -> Walk:
+    """The walk one stage nearer to the input, whose rows of the report stand before those so far."""
+    worst = max(walk.residual, *(row["residual"] for row in rows))
+    return dataclasses.replace(walk, x=solution.x, signal=signal, residual=worst, layers=(*rows, *walk.layers))
+
+
+def walk_back(
+    solver: Solver, observation: Observation, scaled: bool, why: str, progress: Progress | None
+) -> tuple[Walk, tuple[str, ...]]:
+    """From the last stage to the input: the walk that explains the update best, and what is to be said of it."""
+    stages = solver.chain.stages
+    # Where s times the input makes s times the logits, and no search disturbs it, one walk stands for all of a label.
+    similar = solver.linear and homogeneous(solver.chain)
+    signals = last_signals(observation, stages[-1], solver.update, None if scaled else why)
+    followed = signals
+    if similar:
+        followed = list({signal.label: signal for signal in reversed(signals)}.values())
+    walks = consistent([solver.start(signal) for signal in followed])
+    for number in reversed(range(len(stages) - 1)):
+        walks = consistent([solver.step(walk, number) for walk in walks])
+        if progress is not None:
+            progress(len(stages) - number, len(stages), walks[0].residual)
+    if similar:
+        walks = [multiple(walk, signal) for walk in walks for signal in signals if signal.label == walk.label]
+    return choose(walks, observation)
+
+
+def mean_gradient(observation: Observation) -> tuple[dict[str, Tensor], bool, str]:
+    """The update as one mean gradient in float64; whether its length is known, and if not, why."""
+    scale, notes = mean_gradient_scale(observation)
+    factor = 1.0 if scale is None else scale
+    update = {n: v.detach().to("cpu", torch.float64) / factor for n, v in observation.message.update.items()}
+    return update, scale is not None, "" if scale is not None else notes[0]
+
+
+def last_signals(
+    observation: Observation, head: Stage, update: dict[str, Tensor], no_scale: str | None
+) -> list[LastSignal]:
+    """What the loss's derivative at the logits can be."""
+    layer = head.operations[-1]
+    block = isinstance(head, ResidualStage)
+    if block or not isinstance(layer.module, nn.Linear) or layer.weight_name not in update:
+        last = f"{head.name!r} (a residual block)" if block else f"{layer.name!r} ({layer.kind})"
+        raise NotApplicable(
+            f"the recursion starts at the gradient of a linear layer that gives the logits; {last} is none, or is "
+            "frozen"
+        )
+    known = None if observation.labels is None else int(observation.labels[0])
+    if layer.bias_name in update:
+        signal = update[layer.bias_name].numpy()
+        label = int(signal[0] < 0) if len(signal) == 1 else int(signal.argmin())
+        return [LastSignal(signal=signal, label=label if known is None else known)]
+    if no_scale is not None:
+        raise NotApplicable(
+            f"the last layer {layer.name!r} has no bias, so the update's length is needed, but {no_scale}"
+        )
+    weight, gradient = _weight(layer), update[layer.weight_name].numpy()
+    if not gradient.any():
+        return [LastSignal(signal=np.zeros(len(weight)), label=known or 0)]
+    bias = None if layer.module.bias is None else layer.module.bias.detach().numpy()
+    labels = None if known is None else (known,)
+    if len(weight) == 1 and bias is None and head.activation.homogeneous:
+        return logistic_signals(weight, gradient, labels or (0, 1), head.activation)
+    found = softmax_signals(weight, bias, gradient, labels, head.activation)
+    return [signal for signal in found if signal.mismatch <= 10 * found[0].mismatch + 1e-9][:_FOLLOWED]
+
+
+def homogeneous(chain: Chain) -> bool:
+    """Whether s times the input makes s times the logits for every s > 0."""
+    inner = [stage.inner for stage in chain.stages if isinstance(stage, ResidualStage)]
+    operations = [operation for stage in chain.stages for operation in stage.operations]
+    shifts = any(o.bias_name or isinstance(o.module, BATCH_NORMS) for o in operations)
+    return all(stage.activation.homogeneous for stage in (*chain.stages, *inner)) and not shifts
+
+
+def multiple(walk: Walk, signal: LastSignal) -> Walk:
+    """The walk that would have begun with ``signal``: the input is as much longer as the derivative is shorter."""
+    length = float(np.linalg.norm(signal.signal))
+    return walk if length == 0 else dataclasses.replace(walk, x=walk.x * (float(np.linalg.norm(walk.start)) / length))
+
+
+def consistent(walks: list[Walk]) -> list[Walk]:
+    """Those that explain the equations so far about as well as the best."""
+    best = min(walk.residual for walk in walks)
+    return [walk for walk in walks if walk.residual <= 10 * best + 1e-9]
+
+
+def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str, ...]]:
+    """The one picture to return of several that explain the update; by the value range, for nothing else is left."""
+    if len(walks) == 1:
+        return walks[0], ()
+    box = observation.value_range
+    if box is None:
+        chosen = min(walks, key=lambda walk: float(np.linalg.norm(walk.x)))
+        how = "the one of least length"
+    else:
+
+        def rank(walk: Walk) -> tuple[float, float]:
+            unit = box.to_unit(torch.from_numpy(walk.x).reshape(1, *observation.input_shape))
+            outside = float((unit - unit.clamp(-0.05, 1.05)).abs().max())
+            return outside, -float(np.linalg.norm(walk.x))
+
+        chosen = min(walks, key=rank)
+        how = "the largest that fits the value range"
+    return chosen, (f"{len(walks)} inputs explain the update equally well; returned is {how}",)
+
+
+def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...]) -> Reconstruction:
+    examples = observation.num_examples or 1
+    x = torch.from_numpy(walk.x).to(device=observation.device, dtype=observation.dtype)
+    flags: list[str] = []
+    if not bool(torch.isfinite(x).all()):
+        x = torch.zeros_like(x)
+        flags.append("non-finite objective")
+    if several_steps(observation):
+        flags.append("steps not simulated")
+    if examples > 1:
+        flags.append("mixture")
+        notes += (f"one mixture of {examples} examples was solved for; it stands in every row",)
+    if walk.residual > 0.1:
+        notes += (f"no single input explains the update: the equations are off by {walk.residual:.0%}",)
+    short = [row for row in walk.layers if row["rank"] is not None and row["rank"] < row["unknowns"]]
+    for row in short:
+        left = row["unknowns"] - row["rank"]
+        notes += (f"layer {row['layer']!r} leaves {left} of {row['unknowns']} directions of its input open",)
+    labels = observation.labels
+    if labels is None and examples == 1:
+        labels = torch.tensor([walk.label], device=observation.device)
+    return Reconstruction(
+        inputs=x.reshape(1, *observation.input_shape).repeat(examples, *(1 for _ in observation.input_shape)),
+        labels=labels,
+        scores=torch.full((examples,), walk.residual if math.isfinite(walk.residual) else math.inf),
+        flags=tuple(flags),
+        notes=notes,
+        info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
+    )
+
+
+def _weight(layer: Operation) -> np.ndarray:
+    module = layer.module
+    assert isinstance(module, nn.Linear)
+    return np.asarray(module.weight.detach().numpy())

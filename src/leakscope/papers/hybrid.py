@@ -1,0 +1,200 @@
+"""Table 3 of Chen and Campbell: how well R-GAP and Hybrid recover one CIFAR-10 image from small tanh networks.
+
+"Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching", BMVC 2022. One image,
+one gradient, the label known; pixels minus 0.5 as the network reads them, the mean squared error of pixels in [0, 1]
+without clipping, so lower is better for the attacker. The paper means over two images; its PSNR takes 255 for the
+peak of pixels in [0, 1] and says nothing beyond the error, so it is left out.
+
+Weights are PyTorch's initial ones, drawn anew for each image. The pre-trained networks saw two classes; the paper's
+recipe is not known, so ours is in ``TRAINING``: airplanes and cars, one client, plain SGD. Which networks the two
+published numbers of pre-trained ones belong to is not certain either, nor which of two networks is CNN4 V2.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import nn
+
+from leakscope.attacks.base import Attack
+from leakscope.attacks.hybrid import Hybrid
+from leakscope.attacks.rgap import RGAP
+from leakscope.data import Examples, load_data
+from leakscope.federation import FedAvg, FederatedTraining, FedSGD, cached_training
+from leakscope.models import build_model
+from leakscope.observation import Knowledge, ValueRange
+from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run
+
+MEASURE = "MSE, lower is better for the attacker"
+#: Pixels minus 0.5.
+BOX = ValueRange(low=(-0.5,), high=(0.5,))
+#: The label is known.
+KNOWLEDGE = dataclasses.replace(Knowledge.honest_server, labels="yes")
+#: Half of the last printed digit.
+ROUNDING = 5e-5
+#: Classes that the pre-trained networks saw, and how.
+CLASSES = (0, 1)
+TRAINING = FederatedTraining(rounds=1, clients_per_round=1, protocol=FedAvg(epochs=5, batch_size=50, lr=0.05))
+SMOKE_TRAINING = FederatedTraining(rounds=1, clients_per_round=1, protocol=FedAvg(epochs=1, batch_size=50, lr=0.05))
+SMOKE_IMAGES = 1000
+"""Images read for the training at the smallest scale, of which those of the two classes are used."""
+SMOKE_STEPS = 3
+METHODS = ("R-GAP", "Hybrid", "Hybrid, defaults")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A network with the published errors by method; None where the number is not at hand."""
+
+    title: str
+    model: str
+    published: Mapping[str, float | None]
+    pretrained: bool = False
+    note: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.title}{', pre-trained' if self.pretrained else ''}"
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Images a network, and whether Hybrid runs with its published settings too, which takes minutes an image."""
+
+    images: int
+    published: bool
+
+    def words(self) -> str:
+        return f"{self.images} image{'s' if self.images > 1 else ''} a network" + (
+            ", published settings and defaults" if self.published else ", defaults"
+        )
+
+
+SCALES = MappingProxyType({"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)})
+_EITHER = "which of two networks is CNN4 V2 is not certain"
+_BELONGS = "which network the number belongs to is not certain"
+CELLS = (
+    Cell("CNN2 V1", "cnn2-c1", {"R-GAP": 0.0, "Hybrid": 0.0008}),
+    Cell("CNN2 V2", "cnn2-c2", {"R-GAP": 0.0346, "Hybrid": 0.0051}),
+    Cell("CNN3 V1", "cnn3-c1", {"R-GAP": 0.0531, "Hybrid": 0.0478}),
+    Cell("CNN3 V2", "cnn3-c2", {"R-GAP": None, "Hybrid": 0.0322}),
+    Cell("CNN3 V3", "cnn3-c3", {"R-GAP": 0.0, "Hybrid": 0.0020}),
+    Cell("CNN3 V4", "cnn3-c4", {"R-GAP": None, "Hybrid": 0.0417}),
+    Cell("CNN4 V1", "cnn4-c1", {"R-GAP": 0.0547, "Hybrid": 0.0610}),
+    Cell("CNN4 V2 as cnn4-c2", "cnn4-c2", {"R-GAP": None, "Hybrid": 0.0139}, note=_EITHER),
+    Cell("CNN4 V2 as cnn4-c3", "cnn4-c3", {"R-GAP": None, "Hybrid": 0.0139}, note=_EITHER),
+    Cell("CNN4 V1", "cnn4-c1", {"R-GAP": None, "Hybrid": 0.3449}, pretrained=True, note=_BELONGS),
+    Cell("CNN4 V2 as cnn4-c2", "cnn4-c2", {"R-GAP": None, "Hybrid": 0.0288}, pretrained=True, note=_BELONGS),
+)
+
+
+def attacks(scale: str) -> dict[str, Attack]:
+    """The attacks by the name of their row."""
+    cut: dict[str, Any] = {"iterations": SMOKE_STEPS} if scale == "smoke" else {}
+    table: dict[str, Attack] = {
+        "R-GAP": RGAP(ranks=False),
+        "Hybrid": Hybrid.preset("paper", **cut),
+        "Hybrid, defaults": Hybrid(**cut),
+    }
+    return {name: table[name] for name in METHODS if SCALES[scale].published or name != "Hybrid"}
+
+
+def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+    """One row a network and method; without the data every row says so."""
+    table = attacks(scale)
+    examples = _load()
+    if isinstance(examples, str):
+        return [
+            not_run(f"{cell}, {name}", MEASURE, _published(cell, name), examples) for cell in CELLS for name in table
+        ]
+    count = SCALES[scale].images
+    total, done = count * len(CELLS), 0
+    rows: list[Row] = []
+    for cell in CELLS:
+        trained = pretrained(cell.model, scale, seed) if cell.pretrained else None
+        errors: dict[str, list[float]] = {name: [] for name in table}
+        for number, index in enumerate(_order(examples, cell, seed)[:count]):
+            # Weights of different trials and different seeds are all different.
+            trial = seed * 1_000_003 + number
+            model = trained or _network(cell.model, trial)
+            for name, attack in table.items():
+                errors[name].append(error(attack, model, examples.subset([index]), trial))
+            done += 1
+            if progress is not None:
+                progress(done, total, errors["Hybrid, defaults"][-1])
+        for name, found in errors.items():
+            published = _published(cell, name)
+            rows.append(measured_row(f"{cell}, {name}", MEASURE, published, found, _note(cell, scale), ROUNDING))
+    return rows
+
+
+def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> float:
+    """The mean squared error of one image in [0, 1], not clipped."""
+    x = BOX.from_unit(example.x)
+    seen = FedSGD().observe(model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes)
+    found = BOX.to_unit(attack(seen, seed=seed).inputs)
+    return float((found - example.x).square().mean())
+
+
+def pretrained(name: str, scale: str, seed: int) -> nn.Module:
+    """The network after training on two classes of the training split."""
+    examples = load_data("cifar10", split="train", limit=SMOKE_IMAGES if scale == "smoke" else None)
+    some = examples.subset(_of_classes(examples))
+    training = SMOKE_TRAINING if scale == "smoke" else TRAINING
+    return cached_training(training, _network(name, seed), [(BOX.from_unit(some.x), some.y)], seed=seed, at=[2]).last
+
+
+def _network(name: str, seed: int) -> nn.Module:
+    return build_model(name, input_shape=(3, 32, 32), num_classes=10, seed=seed)
+
+
+def _order(examples: Examples, cell: Cell, seed: int) -> list[int]:
+    """The images in the order of trials; a pre-trained network is attacked on the classes that it knows."""
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
+    if not cell.pretrained:
+        return order
+    known = set(_of_classes(examples))
+    return [index for index in order if index in known]
+
+
+def _of_classes(examples: Examples) -> list[int]:
+    return [index for index, label in enumerate(examples.y.tolist()) if label in CLASSES]
+
+
+def _published(cell: Cell, name: str) -> float | None:
+    """The defaults stand beside the published settings' number."""
+    return cell.published[name.removesuffix(", defaults")]
+
+
+def _note(cell: Cell, scale: str) -> str:
+    words = [f"{SCALES[scale].images} images, the paper has 2"]
+    if cell.pretrained:
+        words.append("our own training on two classes")
+    if cell.note:
+        words.append(cell.note)
+    if scale == "smoke":
+        words.append("search cut short")
+    return "; ".join(words)
+
+
+def _load() -> Examples | str:
+    """The images to attack, or why there are none."""
+    try:
+        return load_data("cifar10", split="test")
+    except ValueError as error:
+        return str(error)
+
+
+TABLE = PaperTable(
+    name="hybrid/table3",
+    title="One image from small tanh networks: R-GAP and Hybrid",
+    summary="mean squared error by network, with initial and pre-trained weights",
+    paper="Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient "
+    "Matching, BMVC 2022",
+    scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
+    run=run,
+)
