@@ -19,7 +19,7 @@ def test_twelve_filters_give_an_image_away_and_one_does_not(real_data: Path, mon
     calls: list[tuple[int, int, float]] = []
     rows = {row.setting: row for row in reproduce("gradients/filters", progress=lambda *c: calls.append(c)).rows}
     assert rows["12 filters, Gauss-Newton"].measured < 1e-6
-    assert rows["1 filters, Gauss-Newton"].measured > 50
+    assert rows["1 filter, Gauss-Newton"].measured > 50
     assert all(row.verdict == "measured" for row in rows.values())  # images of 16x16 are none of the paper's
     assert [call[:2] for call in calls] == [(n, 4) for n in range(1, 5)]
 

@@ -16,12 +16,15 @@ from leakscope.attacks.gradient_matching import several_steps
 from leakscope.labels import mean_gradient_scale
 from leakscope.limits.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage
 from leakscope.limits.constraints import operation_offset, signal_at_input, stage_system
+from leakscope.limits.diagnosis import Diagnosis
 from leakscope.limits.last_layer import LastSignal, logistic_signals, softmax_signals
 from leakscope.limits.linear_system import LinearSystem, Solution
 from leakscope.limits.residual import ResidualSystem
 from leakscope.limits.security import MAX_UNKNOWNS
 from leakscope.observation import Observation
 
+#: Equations of full rank that are met to this share leave no doubt.
+CERTAIN = 1e-3
 #: Possibilities at the logits that are followed to the next layer.
 _FOLLOWED = 4
 
@@ -236,7 +239,9 @@ def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str
 
 
 def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...]) -> Reconstruction:
+    """The result of a walk, ``notes`` being what was to be said of its choice among others."""
     examples = observation.num_examples or 1
+    unique = not notes and examples == 1 and not several_steps(observation)
     x = torch.from_numpy(walk.x).to(device=observation.device, dtype=observation.dtype)
     flags: list[str] = []
     if not bool(torch.isfinite(x).all()):
@@ -263,7 +268,16 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         flags=tuple(flags),
         notes=notes,
         info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
+        diagnosis=_certificate(walk, len(x)) if unique else None,
     )
+
+
+def _certificate(walk: Walk, unknowns: int) -> Diagnosis | None:
+    """Recovered, where every layer had as many independent equations as unknowns and they agree; else None."""
+    if walk.residual > CERTAIN or any(row["rank"] != row["unknowns"] for row in walk.layers):
+        return None
+    reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
+    return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)
 
 
 def _weight(layer: Operation) -> np.ndarray:

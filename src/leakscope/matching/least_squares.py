@@ -92,16 +92,18 @@ class Preconditioner:
 
     def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
         columns = max(CRUDE_SKETCH * mapping.unknowns, SMALL)
-        gram = gram_matrix(mapping.narrow().jacobian(at.float(), columns=columns)).double()
+        gram = gram_matrix(mapping.narrow().jacobian(at.float(), columns=columns))
         if prior is not None:
             gram += prior.gradient(torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
         self.mean_diagonal = float(gram.diagonal().mean())
-        shift = max(damping, FLOAT32_FLOOR * self.mean_diagonal)
-        failed = 1
-        while failed:
-            gram.diagonal().add_(shift)
-            factor, info = torch.linalg.cholesky_ex(gram)
-            failed, shift = int(info), 10 * shift
+        gram.diagonal().add_(max(damping, FLOAT32_FLOOR * self.mean_diagonal))
+        factor, failed = torch.linalg.cholesky_ex(gram)
+        if int(failed):
+            # Half of the digits may not be enough to see that it is positive; then all of them, and more damping.
+            gram = gram.double()
+        while int(failed):
+            gram.diagonal().add_(FLOAT32_FLOOR * self.mean_diagonal)
+            factor, failed = torch.linalg.cholesky_ex(gram)
         self._inverse = torch.cholesky_inverse(factor.float())
 
     def __call__(self, vector: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list
         # A smaller image has a smaller sum, so that the published one is none of its.
         published = DISTANCES[filters] if size.side == 32 else None
         for method in METHODS:
-            setting = f"{filters} filters, {method}"
+            setting = f"{filters} {'filter' if filters == 1 else 'filters'}, {method}"
             if isinstance(examples, str):
                 rows.append(not_run(setting, measure, published, examples))
                 continue

@@ -1,0 +1,36 @@
+"""The certificate of a solved chain: given where every layer is determined, and withheld everywhere else."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from leakscope.attacks import RGAP, Reconstruction
+from leakscope.federation import FedSGD
+from leakscope.models import build_model
+
+
+def solved(model: nn.Module, shape: tuple[int, ...], examples: int = 1) -> Reconstruction:
+    draws = torch.Generator().manual_seed(4)
+    x = torch.rand(examples, *shape, generator=draws, dtype=torch.float64)
+    y = torch.arange(examples) + 1
+    return RGAP()(FedSGD().observe(model.double(), x, y), diagnose=False)
+
+
+def test_full_rank_is_a_certificate() -> None:
+    found = solved(build_model("cnn3-c3", input_shape=(3, 10, 10)), (3, 10, 10))
+    assert found.diagnosis is not None
+    assert found.diagnosis.outcome == "recovered"
+    assert "full rank" in found.diagnosis.reason
+
+
+def test_open_directions_mixtures_and_contradictions_have_none() -> None:
+    assert solved(build_model("cnn2-c2", input_shape=(3, 14, 14)), (3, 14, 14)).diagnosis is None
+    net = build_model("cnn3-c3", input_shape=(3, 10, 10))
+    assert solved(net, (3, 10, 10), examples=3).diagnosis is None
+    draws = torch.Generator().manual_seed(4)
+    seen = FedSGD().observe(net.double(), torch.rand(1, 3, 10, 10, generator=draws).double(), torch.tensor([1]))
+    noisy = {n: v + 0.1 * v.norm() * torch.randn(v.shape, generator=draws) for n, v in seen.message.update.items()}
+    assert RGAP()(dataclasses.replace(seen.with_update(noisy)), diagnose=False).diagnosis is None
