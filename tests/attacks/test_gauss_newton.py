@@ -88,6 +88,49 @@ def test_no_label_is_needed_where_the_back_signal_is_seen(generator) -> None:
         assert float((found.inputs - x).square().mean()) < 1e-18
 
 
+@pytest.mark.parametrize("end", [torch.nn.Softmax(dim=1), torch.nn.Tanh()])
+def test_a_head_that_is_not_the_end_is_not_held(end, generator) -> None:
+    x, y = pictures(1, generator), torch.tensor([3])
+    model = torch.nn.Sequential(*net(), end)
+    found = GaussNewton()(FedSGD().observe(model, x, y, knowledge=Knowledge.full), seed=0)
+    assert found.info["back_signal_held"] is False
+    assert float((found.inputs - x).square().mean()) < 1e-15
+
+
+def test_untold_noise_is_no_fault_of_the_search(generator) -> None:
+    x, y = pictures(1, generator), torch.tensor([3])
+    seen = FedSGD().observe(net(), x, y, GradientNoise(sigma=1e-3), Knowledge.full)
+    found = GaussNewton()(seen, seed=0)
+    assert found.flags == ()
+    assert found.info["restarts"] == 2
+    assert float((found.inputs - x).square().mean()) < 1e-3
+
+
+def test_an_update_of_zeros_is_flagged(generator) -> None:
+    x, y = pictures(1, generator), torch.tensor([3])
+    seen = FedSGD().observe(net(), x, y, knowledge=Knowledge.full)
+    nothing = seen.with_update({name: torch.zeros_like(value) for name, value in seen.message.update.items()})
+    assert GaussNewton(restarts=1, steps=3)(nothing, seed=0).flags
+
+
+def test_gradients_that_all_but_vanish_do_not_hang(generator) -> None:
+    x, y = pictures(1, generator), torch.tensor([3])
+    model = net()
+    with torch.no_grad():
+        model.fc.bias[3] += 60
+    found = GaussNewton(restarts=1, steps=5)(FedSGD().observe(model, x, y), seed=0)
+    assert torch.isfinite(found.inputs).all()
+
+
+def test_large_models_are_declined(generator) -> None:
+    big = torch.nn.Sequential(
+        torch.nn.Flatten(), torch.nn.Linear(64, 60_000), torch.nn.Tanh(), torch.nn.Linear(60_000, 4)
+    )
+    seen = FedSGD().observe(big, pictures(1, generator).float(), torch.tensor([1]))
+    with pytest.raises(NotApplicable, match="too large"):
+        GaussNewton()(seen)
+
+
 def test_kinks_are_declined_or_told(generator) -> None:
     x, y = pictures(1, generator), torch.tensor([3])
     seen = FedSGD().observe(net("relu", "default"), x, y)

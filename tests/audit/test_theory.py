@@ -69,3 +69,10 @@ def test_a_defence_without_noise_leaves_rounding() -> None:
     assert channel_of(GradientPruning(fraction=0.9, scope="global"), 1e-8).prune_scope == "global"
     assert channel_of(Defense(), 1e-8).noise == 1e-8
     assert math.isclose(channel_of(GradientNoise(sigma=0.0), 1e-8).noise, 1e-8)
+
+
+def test_rounding_is_in_proportion_to_each_layer(generator) -> None:
+    """Gradients of early layers are far smaller, and so is their rounding: depth alone hides nothing."""
+    model = build_model("mlp", input_shape=(1, 6, 6), num_classes=4, hidden=(40,) * 8, activation="sigmoid")
+    x, y = torch.rand(1, 1, 6, 6, generator=generator), torch.tensor([1])
+    assert describe_limits(FedSGD().observe(model, x, y), x, y, None)["psnr"] > 100

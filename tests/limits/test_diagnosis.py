@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,32 @@ def test_noise_hides_what_was_identifiable(example) -> None:
     found = GaussNewton(noise=1.0, steps=40, restarts=1)(seen, seed=0)
     assert found.diagnosis is not None
     assert found.diagnosis.outcome != "recovered"
+
+
+def test_a_false_minimum_is_not_called_recovered(generator) -> None:
+    """At rest with a wrong label nothing nearby is better, yet nothing is explained."""
+    model = build_model("mlp", input_shape=(3, 6, 6), num_classes=9, hidden=(512,), activation="tanh")
+    x, y = torch.rand(1, 3, 6, 6, generator=generator), torch.tensor([3])
+    seen = FedSGD().observe(model, x, y, knowledge=Knowledge.full)
+    misled = dataclasses.replace(seen, labels=torch.tensor([5]))
+    found = GaussNewton(hold_back_signal=False, restarts=1)(misled, seed=0)
+    assert float((found.inputs - x).square().mean().sqrt()) > 0.1
+    assert found.diagnosis is not None
+    assert found.diagnosis.outcome in ("undecided", "optimiser failed")
+
+
+def test_a_result_far_off_says_nothing_of_identifiability(example) -> None:
+    x, y = example
+    found = diagnose(FedSGD().observe(lenet(), x, y), 1e3 * (x - 0.5), y)
+    assert found.outcome in ("undecided", "optimiser failed")
+
+
+def test_without_a_range_that_of_the_inputs_counts(generator) -> None:
+    x, y = 0.01 * torch.randn(1, *SHAPE, generator=generator), torch.tensor([3])
+    seen = FedSGD().observe(lenet(), x, y)
+    assert seen.value_range is None
+    assert diagnose(seen, x, y).outcome == "recovered"
+    assert diagnose(seen, x + 0.01 * torch.randn(x.shape, generator=generator), y).outcome == "optimiser failed"
 
 
 def test_every_attack_says_which_it_was(example) -> None:

@@ -60,12 +60,15 @@ def test_outcomes_are_counted_and_the_undecided_are_decided_by_the_floor() -> No
         row(0, mse=1e-2, diagnosis=undecided, limits=floor(60.0)),
         row(1, mse=1e-6, diagnosis=undecided),
         row(2, mse=1e-6, diagnosis={"outcome": "recovered", "reason": ""}),
+        row(4, mse=1e-2, diagnosis={"outcome": "recovered", "reason": ""}),  # the truth knows better
+        row(5, mse=1e-2, batch=1, diagnosis=undecided),  # another client has another floor
         row(3, mse=1e-1, diagnosis={"outcome": "not identifiable", "reason": ""}),
     )
     assert found["lines"][0]["outcomes"] == [
         {"name": "recovered", "jobs": 2},
-        {"name": "optimiser failed", "jobs": 1},
+        {"name": "optimiser failed", "jobs": 2},
         {"name": "not identifiable", "jobs": 1},
+        {"name": "undecided", "jobs": 1},
     ]
     (line,) = section(row(0, mse=1e-2, diagnosis=undecided, limits={"infinite": True, "unknowns": 4}))["lines"]
     assert line["outcomes"] == [{"name": "not identifiable", "jobs": 1}]

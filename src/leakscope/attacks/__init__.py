@@ -114,7 +114,7 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
 )
 
 #: What ``attacks="standard"`` runs: the strongest of each kind; those that do not apply to a model say so.
-STANDARD: tuple[str, ...] = ("gauss-newton", "inverting-gradients", "idlg", "linear-layer", "rgap")
+STANDARD: tuple[str, ...] = ("gauss-newton", "inverting-gradients", "idlg", "linear-layer")
 #: ... and besides where clients send weight updates of local training.
 STANDARD_WEIGHT_UPDATES: tuple[str, ...] = ("sme",)
 

@@ -14,10 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.limits.diagnosis import RECOVERED, Diagnosis
-from leakscope.limits.diagnosis import diagnose as explain_result
+from leakscope.limits.diagnosis import diagnose as diagnose_result
 from leakscope.observation import Observation
 
-__all__ = ["FLAGS", "RECOVERED", "Attack", "MissingKnowledge", "NotApplicable", "Progress", "Reconstruction"]
+__all__ = [
+    "FLAGS",
+    "RECOVERED",
+    "Attack",
+    "MissingKnowledge",
+    "NotApplicable",
+    "Progress",
+    "Reconstruction",
+    "with_diagnosis",
+]
 
 Progress = Callable[[int, int, float], None]
 
@@ -31,8 +40,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
         "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than plain "
         "gradient descent); the update was taken for one gradient.",
-        "ill-conditioned": "Newton's search stalled before it explained the update: the gradient is not smooth or its "
-        "equations are badly conditioned there. That is a limit of this search, not a sign of safety.",
+        "ill-conditioned": "The attack ended without explaining the update: the gradient is not smooth, its equations "
+        "are badly conditioned, or the update was altered. That is a limit of this attack, not a sign of safety.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
     }
 )
@@ -155,7 +164,19 @@ class Attack(ABC):
             raise RuntimeError(
                 f"{type(self).__name__} returned inputs of shape {tuple(result.inputs.shape[1:])}, expected {expected}"
             )
-        if diagnose is not False and result.diagnosis is None:
-            found = explain_result(observation, result.inputs, result.labels, thorough=bool(diagnose))
-            result = dataclasses.replace(result, diagnosis=found)
-        return dataclasses.replace(result, info=info)
+        result = dataclasses.replace(result, info=info)
+        if diagnose is False:
+            return dataclasses.replace(result, diagnosis=None)
+        return with_diagnosis(observation, result, thorough=bool(diagnose))
+
+
+def with_diagnosis(observation: Observation, result: Reconstruction, *, thorough: bool = False) -> Reconstruction:
+    """The result and why it is what it is, unless it says so itself."""
+    if result.diagnosis is not None:
+        return result
+    if "mixture" in result.flags:
+        reason = "a mixture of examples is no candidate for any of them"
+        found = Diagnosis(outcome="undecided", reason=reason, unknowns=result.inputs.numel())
+    else:
+        found = diagnose_result(observation, result.inputs, result.labels, thorough=thorough)
+    return dataclasses.replace(result, diagnosis=found)

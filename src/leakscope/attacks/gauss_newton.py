@@ -20,6 +20,7 @@ it about safety.
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -28,18 +29,25 @@ from torch import Tensor
 
 from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
-from leakscope.labels import find_head
+from leakscope.labels import Head, find_head
+from leakscope.limits.cramer_rao import affordable_steps
 from leakscope.limits.smoothness import kinks
 from leakscope.matching import Fit, GradientMap, LevenbergMarquardt, Roughness
 from leakscope.observation import Observation
+
+#: Starts that end this near to each other, root mean square, have found the same inputs.
+SAME = 1e-3
+#: So many products with the Jacobian must be affordable, by the size of the model.
+LEAST_STEPS = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaussNewton(Attack):
     """Levenberg-Marquardt on the difference of gradients, for nets without kinks.
 
-    ``restarts`` are further tries from other starts, made only while none has reached its objective. ``dense`` is the
-    largest number of unknowns (examples x input size) for which the Jacobian is made. ``smooth_only`` declines models
+    ``restarts`` are tries from different starts: one that explains the update ends them, or two that come to rest at
+    the same inputs; what they leave is then noise. ``dense`` is the largest number of unknowns (examples x input size)
+    for which the Jacobian is made. ``smooth_only`` declines models
     with ReLU and the like; without it they are tried.
     """
 
@@ -85,16 +93,22 @@ class GaussNewton(Attack):
         targets, flags, notes, method = find_targets(wide, generator)
         if targets is None:
             if signal is None:
-                raise NotApplicable("the labels are not known and cannot be read off the update: " + notes[0])
+                raise NotApplicable("the labels are not known and cannot be read off the update; grant or give them")
             # The held back-signal stands for the loss, so any label will do.
             targets = torch.zeros(1, dtype=torch.int64, device=wide.device)
         mapping = GradientMap.of(wide, targets, back_signal=signal)
-        fits = self._search(mapping, observed, generator, progress)
+        if affordable_steps(mapping) < LEAST_STEPS:
+            raise NotApplicable(
+                f"too large for second-order steps: an update of {mapping.entries} entries from {len(targets)} examples"
+            )
+        enough = max(self.reached, 4 * torch.finfo(observation.dtype).eps)
+        fits, agreed = self._search(mapping, observed, enough, generator, progress)
         best = min(fits, key=lambda fit: fit.objective if math.isfinite(fit.objective) else math.inf)
         size = float(observed.norm())
         relative = float(best.residual.norm()) / size if size else math.inf
-        if not self._succeeded(best, observed):
-            flags = (*flags, "ill-conditioned")
+        if not agreed:
+            rests = sum(fit.at_rest for fit in fits)
+            flags = (*flags, "restarts disagree" if rests > 1 else "ill-conditioned")
         if not bool(torch.isfinite(best.x).all()):
             flags = (*flags, "non-finite objective")
         if several_steps(observation):
@@ -120,23 +134,34 @@ class GaussNewton(Attack):
         )
 
     def _search(
-        self, mapping: GradientMap, observed: Tensor, generator: torch.Generator, progress: Progress | None
-    ) -> list[Fit]:
+        self,
+        mapping: GradientMap,
+        observed: Tensor,
+        enough: float,
+        generator: torch.Generator,
+        progress: Progress | None,
+    ) -> tuple[list[Fit], bool]:
+        """The fits, and whether the best can be trusted: it explains the update, or another start ended there too."""
         search = LevenbergMarquardt(steps=self.steps, damping=self.damping, dense=self.dense)
         prior = Roughness(mapping.shape, self.noise / self.smoothness) if self.smoothness else None
         fits: list[Fit] = []
         for _ in range(self.restarts):
             start = torch.rand(mapping.unknowns, generator=generator, dtype=torch.float64).to(observed)
-            fits.append(search.run(mapping, observed, start, prior=prior, progress=progress))
-            if self._succeeded(fits[-1], observed):
-                break
-        return fits
+            fit = search.run(mapping, observed, start, prior=prior, progress=progress)
+            fits.append(fit)
+            if self._explains(fit, observed, enough):
+                return fits, bool(observed.any())
+            for other in fits[:-1]:
+                # What is left is then noise, or a defence's doing, and no fault of the search.
+                if fit.at_rest and other.at_rest and float((fit.x - other.x).square().mean().sqrt()) < SAME:
+                    return fits, True
+        return fits, False
 
-    def _succeeded(self, fit: Fit, observed: Tensor) -> bool:
+    def _explains(self, fit: Fit, observed: Tensor, enough: float) -> bool:
         """Whether what is left of the residual is rounding, or the noise that is known to be there."""
         residual = float(fit.residual.norm())
         if not self.noise:
-            return residual <= self.reached * float(observed.norm())
+            return residual <= enough * float(observed.norm())
         # Of as many draws as there are entries, the length is within a few per cent of this.
         return fit.at_rest and residual <= 1.2 * self.noise * math.sqrt(len(observed))
 
@@ -148,4 +173,18 @@ class GaussNewton(Attack):
             head = find_head(observation.model, observation.input_shape, observation.num_classes)
         except ValueError:
             return None
-        return None if head.bias_name is None else as_gradient(observation).get(head.bias_name)
+        if head.bias_name is None or not _is_last(observation, head):
+            return None
+        return as_gradient(observation).get(head.bias_name)
+
+
+def _is_last(observation: Observation, head: Head) -> bool:
+    """Whether the head's outputs are the model's, with no softmax or activation behind them."""
+    twin = copy.deepcopy(observation.model).eval()
+    seen: list[Tensor] = []
+    twin.get_submodule(head.module_name).register_forward_hook(lambda module, args, output: seen.append(output))
+    draws = torch.Generator().manual_seed(0)
+    like = next(twin.parameters())
+    with torch.no_grad():
+        output = twin(torch.randn((8, *observation.input_shape), generator=draws).to(like))
+    return torch.equal(seen[-1], output)

@@ -16,15 +16,13 @@ from leakscope.attacks.gradient_matching import several_steps
 from leakscope.labels import mean_gradient_scale
 from leakscope.limits.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage
 from leakscope.limits.constraints import operation_offset, signal_at_input, stage_system
-from leakscope.limits.diagnosis import Diagnosis
+from leakscope.limits.diagnosis import RECOVERED, Diagnosis
 from leakscope.limits.last_layer import LastSignal, logistic_signals, softmax_signals
 from leakscope.limits.linear_system import LinearSystem, Solution
 from leakscope.limits.residual import ResidualSystem
 from leakscope.limits.security import MAX_UNKNOWNS
 from leakscope.observation import Observation
 
-#: Equations of full rank that are met to this share leave no doubt.
-CERTAIN = 1e-3
 #: Possibilities at the logits that are followed to the next layer.
 _FOLLOWED = 4
 
@@ -100,6 +98,7 @@ class Solver:
             "rows": systems.first.rows,
             "unknowns": block.outer.unknowns,
             "rank": systems.hidden_rank(MAX_UNKNOWNS) if self.ranks else None,
+            "condition": 1.0,  # that of the block's own system counts
             "residual": max(first.residual, self.misfit(block.outer, signal, hidden)),
         }
         received, inner_signal = self._behind(block.inner, block.inner, hidden, systems.signal_at_hidden)
@@ -118,6 +117,7 @@ class Solver:
             "rows": system.rows,
             "unknowns": system.unknowns,
             "rank": None if spectrum is None else spectrum.rank,
+            "condition": None if spectrum is None else spectrum.condition,
             "residual": residual,
         }
 
@@ -252,6 +252,8 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
     if examples > 1:
         flags.append("mixture")
         notes += (f"one mixture of {examples} examples was solved for; it stands in every row",)
+    if walk.residual > 0.1 or not any(bool(value.any()) for value in observation.message.update.values()):
+        flags.append("ill-conditioned")
     if walk.residual > 0.1:
         notes += (f"no single input explains the update: the equations are off by {walk.residual:.0%}",)
     short = [row for row in walk.layers if row["rank"] is not None and row["rank"] < row["unknowns"]]
@@ -274,7 +276,9 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
 
 def _certificate(walk: Walk, unknowns: int) -> Diagnosis | None:
     """Recovered, where every layer had as many independent equations as unknowns and they agree; else None."""
-    if walk.residual > CERTAIN or any(row["rank"] != row["unknowns"] for row in walk.layers):
+    conditions = [math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers]
+    full = all(row["rank"] == row["unknowns"] for row in walk.layers)
+    if not full or not walk.residual * max(conditions) <= RECOVERED:
         return None
     reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
     return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)

@@ -17,7 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks import MissingKnowledge, NotApplicable
+from leakscope.attacks import MissingKnowledge, NotApplicable, Reconstruction
+from leakscope.attacks.base import with_diagnosis
 from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
@@ -57,7 +58,7 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     observation = None
     try:
         observation = _observe(setup, job)
-        result, tensors, history = _measure(setup, job, observation, progress)
+        found, result, tensors, history = _measure(setup, job, observation, progress)
     except (MissingKnowledge, NotApplicable) as error:
         seconds = time.perf_counter() - started
         told = _limits(setup, job, observation)
@@ -70,6 +71,9 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     # After time and memory are read, for it is no part of the attack.
     if not job.control and all(message.kind == "weight_delta" for message in observation.messages):
         result["update"] = _describe_update(setup, job, observation)
+    if not job.control:
+        why = with_diagnosis(observation, found).diagnosis
+        result["diagnosis"] = None if why is None else plain(dataclasses.asdict(why))
     result.update(_limits(setup, job, observation))
     return Outcome("done", result, None, seconds, tensors, history)
 
@@ -137,7 +141,7 @@ def _limits(setup: Setup, job: Job, observation: Observation | None) -> dict[str
 
 def _measure(
     setup: Setup, job: Job, observation: Observation, progress: Advance | None
-) -> tuple[dict[str, Any], dict[str, Tensor], dict[str, Any]]:
+) -> tuple[Reconstruction, dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     spec = setup.spec
     attack = spec.attacks[job.attack].instance
     x, y = setup.batch(job.batch)
@@ -149,6 +153,7 @@ def _measure(
         device=spec.device,
         dtype=None if spec.dtype is None else getattr(torch, spec.dtype),
         progress=progress,
+        diagnose=False,
     )
     guesses = box.to_unit(found.inputs.detach().cpu().to(x.dtype)).float()
     labels = None if found.labels is None else found.labels.detach().cpu()
@@ -164,7 +169,6 @@ def _measure(
         "reasons": plain(dict(measured.reasons)),
         "flags": list(found.flags),
         "notes": list(found.notes),
-        "diagnosis": None if found.diagnosis is None else plain(dataclasses.asdict(found.diagnosis)),
         "info": plain({"device": spec.device, "threads": torch.get_num_threads(), **found.info}),
     }
     tensors = {}
@@ -172,7 +176,7 @@ def _measure(
         # Where nothing was reconstructed there is still a place in the file, and it is black.
         shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
         tensors = {"originals": originals, "reconstructions": shown}
-    return result, tensors, plain(dict(found.history))
+    return found, result, tensors, plain(dict(found.history))
 
 
 def _prepared(setup: Setup, attack: Any) -> Setup:

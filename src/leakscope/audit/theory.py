@@ -6,6 +6,7 @@ client of each setting, for it takes longer than many an attack.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -26,8 +27,8 @@ STEPS = 200
 def describe_limits(observation: Observation, x: Tensor, y: Tensor, defense: Defense | None) -> dict[str, Any]:
     """The Cramér-Rao floor of one observed gradient; plain JSON values, or only a ``reason``.
 
-    Where the defence adds no noise, the update's own rounding is the noise: a floor of 110 dB says that in principle
-    everything is there.
+    Where the defence adds no noise, the update's own rounding is the noise, taken to be in proportion to the size of
+    each tensor: a floor of 110 dB says that in principle everything is there.
     """
     try:
         return _describe(observation, x, y, defense)
@@ -56,12 +57,18 @@ def _describe(observation: Observation, x: Tensor, y: Tensor, defense: Defense |
     wide = observation.to(device="cpu", dtype=torch.float64)
     mapping = GradientMap.of(wide, y)
     flat = mapping.flat(x.double())
-    gradient = mapping(flat)
-    # Rounding to the nearest: an error up to eps / 2 of an entry's size, all of them equally likely.
-    rounding = torch.finfo(observation.dtype).eps * float(gradient.square().mean().sqrt()) / math.sqrt(12)
+    # Rounding to the nearest: an error up to eps / 2 of an entry's size, all of them equally likely. Sizes differ much
+    # from layer to layer, less within one.
+    rounding = torch.finfo(observation.dtype).eps / math.sqrt(12)
+    sizes = {name: float(value.square().mean().sqrt()) or 1.0 for name, value in mapping.update(flat).items()}
+    if isinstance(defense, GradientNoise) and defense.sigma > rounding * min(sizes.values()):
+        sizes = dict.fromkeys(sizes, 1.0)
+    elif isinstance(defense, GradientPruning) and defense.scope == "global":
+        sizes = dict.fromkeys(sizes, min(sizes.values()))  # one scale for all, lest another set be pruned
     channel = channel_of(defense, rounding)
     if isinstance(channel, str):
         return {"reason": channel}
+    mapping = dataclasses.replace(mapping, scales=sizes)
     exact = mapping.unknowns <= EXACT_UNKNOWNS
     steps = min(STEPS, affordable_steps(mapping))
     floor = cramer_rao(mapping, flat, channel, method="auto" if exact else "estimate", probes=PROBES, steps=steps)
@@ -77,7 +84,7 @@ def _describe(observation: Observation, x: Tensor, y: Tensor, defense: Defense |
         "method": floor.method,
         "converged": floor.converged,
         "sigma": floor.sigma,
-        "rounding_only": channel.noise == rounding,
+        "rounding_only": not isinstance(defense, GradientNoise) or channel.noise == rounding,
         "surviving": floor.surviving,
         "note": floor.reason,
     }

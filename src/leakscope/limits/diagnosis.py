@@ -4,9 +4,10 @@ A poor result has two possible causes, and they are different findings. If the i
 attack will find them; if they can, a better search would. The Jacobian J of the update at the result tells which. With
 r what is left of the observed update: J^+ r is how far the nearest explanation of the update lies, the part of the
 error that the search is to blame for; sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what
-noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. All of it is
-linear and local, and none of it knows the truth. Where the Jacobian is large, sums of its entries with random signs
-take the place of entries: sizes are then right to a factor of two or so.
+noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. The last two
+mean something only where most of the update is explained. All of it is linear and local, and none of it knows the
+truth. Where the Jacobian is large, sums of its entries with random signs take the place of entries: sizes are then
+right to a factor of two or so.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ Outcome = Literal["recovered", "optimiser failed", "not identifiable", "undecide
 
 #: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
 RECOVERED = 10 ** (-30 / 20)
+#: A result that leaves more of the update than this says nothing of the place where the inputs lie.
+EXPLAINED = 0.1
 #: Unknowns up to which the Jacobian is made without being asked for: seconds.
 QUICK_UNKNOWNS = 1024
-#: ... and at all: minutes, and a gigabyte or two.
+QUICK_WORK = 2**27
+#: ... and at all: minutes, and a gigabyte or two. Work is unknowns times entries of the update.
 MAX_UNKNOWNS = 5000
+MAX_WORK = 2**32
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
 
@@ -85,7 +90,9 @@ def diagnose(observation: Observation, inputs: Tensor, labels: Tensor | None, *,
     except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know
         reason = f"the model cannot be differentiated twice in forward mode: {str(error).strip().splitlines()[0]}"
         return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
-    return explain(matrix.double(), rest, right, float(observed.norm()), precision)
+    # Without a known range that of the result has to do.
+    span = 1.0 if wide.value_range is not None else float(flat.max() - flat.min()) or 1.0
+    return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision)
 
 
 def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float) -> Diagnosis:
@@ -119,13 +126,18 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     noise = math.sqrt(unexplained * float(values[seen].reciprocal().sum()) / spare / unknowns)
     expected = math.hypot(missed, noise)
     facts = {"unknowns": unknowns, "residual": residual, "hidden": hidden, "condition": condition}
+    unclear = f"{residual:.0%} of the update stays unexplained: a false minimum, or noise or a defence altered it"
+    if hidden and residual > EXPLAINED:
+        return Diagnosis(outcome="undecided", reason=unclear, **facts)  # type: ignore[arg-type]
     if hidden:
         reason = f"in {hidden} of {unknowns} directions the inputs leave no trace in the update beyond its rounding"
         return Diagnosis(outcome="not identifiable", reason=reason, **facts)  # type: ignore[arg-type]
-    told = f"expected error {expected:.1g} of the value range, condition number {condition:.1e}"
+    told = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"
     if missed > RECOVERED:
         reason = f"the update determines the inputs, but its nearest explanation lies further on: {told}"
         outcome: Outcome = "optimiser failed"
+    elif residual > EXPLAINED:
+        reason, outcome = unclear, "undecided"
     elif noise > RECOVERED:
         reason = f"what the update has besides the inputs, noise or a defence, hides them: {told}"
         outcome = "not identifiable"
@@ -137,7 +149,7 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
 def _cannot(observation: Observation, inputs: Tensor, labels: Tensor | None, thorough: bool) -> str | None:
     """Why no diagnosis can be made, or None."""
     entries = sum(value.numel() for value in observation.message.update.values())
-    limit = MAX_UNKNOWNS if thorough else QUICK_UNKNOWNS
+    limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
     if observation.message.kind != "gradient":
         return "the message is a weight update, and the Jacobian is that of one gradient"
     if observation.num_examples != len(inputs):
@@ -146,7 +158,7 @@ def _cannot(observation: Observation, inputs: Tensor, labels: Tensor | None, tho
         return None  # the count alone decides
     if labels is None:
         return "the attack gives no labels, which the Jacobian needs"
-    if inputs.numel() > limit:
-        more = "diagnose=True allows more" if not thorough and inputs.numel() <= MAX_UNKNOWNS else "too many"
-        return f"the Jacobian of {inputs.numel()} unknowns was not computed; {more}"
+    if inputs.numel() > limit or inputs.numel() * entries > work:
+        more = "too many" if thorough else "diagnose=True allows more"
+        return f"the Jacobian of {inputs.numel()} unknowns and {entries} entries was not computed; {more}"
     return None

@@ -13,7 +13,7 @@ from leakscope.matching.distances import (
     as_distance,
 )
 from leakscope.matching.gradient_map import GradientMap, Linearisation
-from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness, singular_ends
+from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness
 from leakscope.matching.loop import Match, Matcher, Progress, Ramp
 from leakscope.matching.optimisers import LBFGS, Adam, Optimiser
 from leakscope.matching.priors import (
@@ -68,7 +68,6 @@ __all__ = [
     "UnrolledSteps",
     "Victim",
     "as_distance",
-    "singular_ends",
     "steps_in_order",
     "total_variation",
 ]

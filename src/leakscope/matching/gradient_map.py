@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,8 @@ from leakscope.observation import Observation, ValueRange
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
 CHUNK = 64
+#: ... and so many entries of the update at most, for the memory.
+CHUNK_ENTRIES = 2**24
 
 Progress = Callable[[int, int], None]
 
@@ -44,7 +46,8 @@ class GradientMap:
     """The update as a function of the inputs; ``targets`` are the labels, ``box`` the valid range of the inputs.
 
     ``back_signal`` (classes) takes the place of the loss: the update of <back_signal, logits>. For one example it is
-    what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
+    what the head's bias gradient shows, and with it held the update depends on the inputs far more simply. ``scales``
+    are what each tensor of the update is divided by, for noise that differs from tensor to tensor.
     """
 
     victim: Victim
@@ -52,12 +55,13 @@ class GradientMap:
     shape: tuple[int, ...]
     box: ValueRange | None = None
     back_signal: Tensor | None = None
+    scales: Mapping[str, float] | None = None
 
     @classmethod
-    def of(cls, observation: Observation, targets: Tensor, **facts: Tensor | None) -> GradientMap:
+    def of(cls, observation: Observation, targets: Tensor, back_signal: Tensor | None = None) -> GradientMap:
         """The map of an observation's model for a batch with these labels."""
         shape = (len(targets), *observation.input_shape)
-        return cls(Victim.of(observation), targets, shape, observation.value_range, **facts)
+        return cls(Victim.of(observation), targets, shape, observation.value_range, back_signal)
 
     @property
     def unknowns(self) -> int:
@@ -95,7 +99,9 @@ class GradientMap:
         found, _ = victim.gradient(
             victim.known.weights, victim.known.fixed, self.pictures(flat), self.targets, self.back_signal
         )
-        return found
+        if self.scales is None:
+            return found
+        return {name: value / self.scales[name] for name, value in found.items()}
 
     def __call__(self, flat: Tensor) -> Tensor:
         """The update as one row."""
@@ -142,8 +148,9 @@ class GradientMap:
             sketch = _Sketch(width, columns, flat) if columns is not None and width > columns else None
             # One block for all, made beforehand: thousands of pieces would leave the memory in shreds.
             matrix = flat.new_empty(count, width if sketch is None else sketch.columns)
-            for start in range(0, count, CHUNK):
-                places = torch.arange(start, min(start + CHUNK, count), device=flat.device)
+            chunk = max(1, min(CHUNK, CHUNK_ENTRIES // self.entries))
+            for start in range(0, count, chunk):
+                places = torch.arange(start, min(start + chunk, count), device=flat.device)
                 directions = torch.nn.functional.one_hot(places, count).to(flat)
                 block = vmap(column)(directions).detach()
                 matrix[places] = block if sketch is None else sketch(block)

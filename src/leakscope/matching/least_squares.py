@@ -30,6 +30,9 @@ SMALL = 4096
 REST = 1e-10
 #: Conjugate gradients run for one iteration in so many unknowns before the Jacobian is made.
 PATIENCE = 20
+MAX_PATIENCE = 500
+#: Unknowns times entries of the update above which the Jacobian is never made.
+MAX_WORK = 2**31
 #: Beyond this damping a step is too short to matter.
 MAX_DAMPING = 1e10
 
@@ -83,8 +86,6 @@ class Fit:
     builds: int
     at_rest: bool
     curve: list[float] = field(repr=False)
-    linearisation: Linearisation = field(repr=False)
-    preconditioner: Preconditioner | None = field(repr=False)
 
 
 class Preconditioner:
@@ -92,22 +93,33 @@ class Preconditioner:
 
     def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
         columns = max(CRUDE_SKETCH * mapping.unknowns, SMALL)
-        gram = gram_matrix(mapping.narrow().jacobian(at.float(), columns=columns))
+        matrix = mapping.narrow().jacobian(at.float(), columns=columns)
+        # Tiny gradients must not underflow when they are squared.
+        self._scale = float(matrix.abs().max())
+        usable = 0 < self._scale < math.inf
+        gram = gram_matrix(matrix / self._scale) if usable else torch.eye(len(matrix))
         if prior is not None:
-            gram += prior.gradient(torch.eye(len(gram), dtype=gram.dtype, device=gram.device))
-        self.mean_diagonal = float(gram.diagonal().mean())
-        gram.diagonal().add_(max(damping, FLOAT32_FLOOR * self.mean_diagonal))
+            share = prior.gradient(torch.eye(len(gram), dtype=torch.float64, device=gram.device))
+            gram += (share / self._scale**2).to(gram) if usable else 0.0
+        mean = float(gram.diagonal().mean())
+        self.mean_diagonal = mean * self._scale**2 if usable else 0.0
+        gram.diagonal().add_(max(damping / self._scale**2 if usable else 0.0, FLOAT32_FLOOR * mean))
         factor, failed = torch.linalg.cholesky_ex(gram)
-        if int(failed):
+        tries = 0
+        while int(failed) and tries < 10:
             # Half of the digits may not be enough to see that it is positive; then all of them, and more damping.
+            tries += 1
             gram = gram.double()
-        while int(failed):
-            gram.diagonal().add_(FLOAT32_FLOOR * self.mean_diagonal)
+            gram.diagonal().add_(FLOAT32_FLOOR * mean * 4**tries)
             factor, failed = torch.linalg.cholesky_ex(gram)
-        self._inverse = torch.cholesky_inverse(factor.float())
+        usable = usable and not int(failed)
+        self._inverse = torch.cholesky_inverse(factor.float()) if usable else None
 
     def __call__(self, vector: Tensor) -> Tensor:
-        return (self._inverse @ vector.float()).to(vector)
+        if self._inverse is None:
+            return vector
+        size = vector.norm().clamp_min(1e-300)
+        return (self._inverse @ (vector / size).float()).to(vector) * (size / self._scale**2)
 
 
 def gram_matrix(matrix: Tensor, blocks: int = 8) -> Tensor:
@@ -200,7 +212,7 @@ class LevenbergMarquardt:
         products = mapping.linearise(x)
         diagonal = _mean_diagonal(products, start)
         # Longer than this, a solve is better served by a Jacobian, which all that follow share.
-        patience = max(20, mapping.unknowns // PATIENCE)
+        patience = max(20, min(MAX_PATIENCE, mapping.unknowns // PATIENCE))
         helper: Preconditioner | None = None
         curve, spent, builds, steps, at_rest = [value], 0, 0, 0, value <= enough
         while steps < self.steps and not at_rest and math.isfinite(value) and mu < MAX_DAMPING:
@@ -231,15 +243,16 @@ class LevenbergMarquardt:
             else:
                 mu *= 10
                 at_rest = length < REST
-            if not found.met and not at_rest and mapping.unknowns <= self.dense:
+            small = mapping.unknowns <= self.dense and mapping.unknowns * mapping.entries <= MAX_WORK
+            if not found.met and not at_rest and small:
                 # What was found is taken as far as it goes; from the new point on, the Jacobian helps.
                 helper = Preconditioner(mapping, x, mu * diagonal, prior)
-                diagonal = helper.mean_diagonal
+                diagonal = helper.mean_diagonal or diagonal
                 builds += 1
             curve.append(value)
             if progress is not None:
                 progress(steps, self.steps, value)
-        return Fit(x, value, residual, steps, spent, builds, at_rest, curve, products, helper)
+        return Fit(x, value, residual, steps, spent, builds, at_rest, curve)
 
 
 def _mean_diagonal(products: Linearisation, like: Tensor, probes: int = 8) -> float:
@@ -250,32 +263,3 @@ def _mean_diagonal(products: Linearisation, like: Tensor, probes: int = 8) -> fl
         signs = (2 * torch.randint(2, like.shape, generator=draws) - 1).to(like)
         total += float(products.forward(signs).square().sum())
     return total / probes / like.numel()
-
-
-def singular_ends(
-    products: Linearisation, like: Tensor, *, preconditioner: Preconditioner | None, limit: int
-) -> tuple[float, float, bool]:
-    """The largest and the smallest singular value of J by power iterations, and whether these can be trusted.
-
-    The largest is approached from below and the smallest from above; the flag is False where the solves for the
-    smallest did not end, which happens where it is tiny.
-    """
-    draws = torch.Generator().manual_seed(1)
-    vector = torch.randn(like.shape, generator=draws).to(like)
-    for _ in range(30):
-        vector = products.backward(products.forward(vector / vector.norm()))
-    largest = math.sqrt(float(vector.norm()))
-    vector = torch.randn(like.shape, generator=draws).to(like)
-    trusted, smallest = True, math.inf
-    for _ in range(8):
-        vector = vector / vector.norm()
-        found = solve(products, vector, 1e-15 * largest**2, tolerance=1e-8, limit=limit, preconditioner=preconditioner)
-        trusted = trusted and found.met
-        if not bool(found.step.any()):
-            break
-        vector = found.step
-        unit = vector / vector.norm()
-        before, smallest = smallest, float(products.forward(unit).norm())
-        if smallest > 0.98 * before:
-            break
-    return largest, smallest, trusted

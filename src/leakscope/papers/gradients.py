@@ -50,7 +50,8 @@ class Scale:
     units: tuple[int, ...] = (3, 4, 5, 8)
 
     def words(self, what: str) -> str:
-        return f"{self.trials} {what} of {self.side}x{self.side}, up to {self.iterations} iterations"
+        many = what if self.trials == 1 else {"image": "images", "batch": "batches"}[what]
+        return f"{self.trials} {many} of {self.side}x{self.side}, up to {self.iterations} iterations"
 
 
 SCALES = MappingProxyType(
@@ -194,7 +195,7 @@ TABLES = (
         title="L1 distance of one image by the number of filters",
         summary="proposition 3: a one-layer CNN gives an image away from twelve filters on",
         paper=PAPER,
-        scales=MappingProxyType({name: size.words("images") for name, size in SCALES.items()}),
+        scales=MappingProxyType({name: size.words("image") for name, size in SCALES.items()}),
         run=run_filters,
     ),
     PaperTable(
@@ -202,7 +203,7 @@ TABLES = (
         title="A batch of four by the number of hidden units",
         summary="proposition 2 in practice: about one hidden unit an example",
         paper=PAPER,
-        scales=MappingProxyType({name: size.words("batches") for name, size in SCALES.items()}),
+        scales=MappingProxyType({name: size.words("batch") for name, size in SCALES.items()}),
         run=run_units,
     ),
 )

@@ -22,7 +22,7 @@ def limits_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> d
         own = [row for row in rows if not row.job.get("control") and _place(row) == _place_of(setting)]
         told = next((row for row in own if _limits(row)), None)
         found = {} if told is None else _limits(told)
-        counts = _outcomes(own, found)
+        counts = _outcomes(own, told)
         if not found and not counts:
             continue
         best = _best_psnr(own, told)
@@ -68,10 +68,10 @@ def _sentence(found: dict[str, Any], best: float) -> str:
     """What floor and best attack say together."""
     if found.get("reason"):
         return f"Not computed: {found['reason']}."
-    if found.get("infinite"):
+    if found.get("infinite") and not best >= _RECOVERED_PSNR:
         return "In some directions the inputs leave no trace: without prior knowledge they cannot all be recovered."
     floor = number(found.get("psnr"))
-    if math.isnan(floor) or math.isnan(best):
+    if (math.isnan(floor) and not found.get("infinite")) or math.isnan(best):
         return ""
     if best >= _RECOVERED_PSNR:
         said = "The inputs were recovered; between the best attack and the floor are digits only."
@@ -111,27 +111,32 @@ def _psnr(row: Row) -> float:
     return -10 * math.log10(max(sum(errors) / len(errors), 1e-30))
 
 
-def _outcomes(rows: Sequence[Row], floor: dict[str, Any]) -> dict[str, int]:
+def _outcomes(rows: Sequence[Row], told: Row | None) -> dict[str, int]:
     counts: dict[str, int] = {}
     for row in rows:
         outcome = ((row.result or {}).get("diagnosis") or {}).get("outcome")
-        if outcome == "undecided":
-            outcome = _by_floor(_psnr(row), floor)
         if row.status == "done" and outcome in OUTCOMES:
+            known = told is not None and row.job.get("batch") == told.job.get("batch")
+            outcome = _settled(outcome, _psnr(row), _limits(told) if known and told is not None else {})
             counts[outcome] = counts.get(outcome, 0) + 1
     return counts
 
 
-def _by_floor(psnr: float, floor: dict[str, Any]) -> str:
-    """Where the attack's own Jacobian was not made: the truth says whether it recovered, the floor whether it could."""
+def _settled(outcome: str, psnr: float, floor: dict[str, Any]) -> str:
+    """The attack's own opinion where the truth agrees; else truth tells if it recovered, and the floor if it could."""
     if psnr >= _RECOVERED_PSNR:
         return "recovered"
+    if outcome not in ("recovered", "undecided"):
+        return outcome
     if floor.get("infinite"):
         return "not identifiable"
     allowed = number(floor.get("psnr"))
     if math.isnan(psnr) or math.isnan(allowed) or _unsettled(floor):
         return "undecided"
-    return "optimiser failed" if allowed >= _RECOVERED_PSNR else "not identifiable"
+    if allowed >= _RECOVERED_PSNR:
+        return "optimiser failed"
+    # The noise of rounding is known to its order only.
+    return "undecided" if floor.get("rounding_only") else "not identifiable"
 
 
 def _unsettled(floor: dict[str, Any]) -> bool:
