@@ -207,6 +207,8 @@ def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> N
         stdout=subprocess.DEVNULL,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell that starts the tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert run.stderr is not None
     for line in run.stderr:
