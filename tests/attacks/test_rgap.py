@@ -122,7 +122,7 @@ def test_biases_pooling_and_several_linear_layers() -> None:
     assert error(result, x) < 1e-7
     assert [row["layer"] for row in result.info["layers"]] == ["0", "2 + 3", "6", "9", "11"]
     assert result.info["steps"] == 5
-    assert set(result.info["layers"][0]) == {"layer", "rows", "rank", "unknowns", "residual"}
+    assert set(result.info["layers"][0]) == {"layer", "rows", "rank", "condition", "unknowns", "residual"}
 
 
 def test_signals_are_solved_too() -> None:

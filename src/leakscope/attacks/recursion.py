@@ -252,7 +252,8 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
     if examples > 1:
         flags.append("mixture")
         notes += (f"one mixture of {examples} examples was solved for; it stands in every row",)
-    if walk.residual > 0.1 or not any(bool(value.any()) for value in observation.message.update.values()):
+    empty = not any(bool(value.any()) for value in observation.message.update.values())
+    if examples == 1 and (walk.residual > 0.1 or empty):  # a mixture never fits, and has its own flag
         flags.append("ill-conditioned")
     if walk.residual > 0.1:
         notes += (f"no single input explains the update: the equations are off by {walk.residual:.0%}",)
