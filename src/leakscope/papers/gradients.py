@@ -15,8 +15,10 @@ compared. Labels are not known: the paper's attack searches them, Gauss-Newton r
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,59 +89,78 @@ def run_counting(scale: str, seed: int, progress: Progress | None = None) -> lis
 
 def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a number of filters and method."""
-    size, measure = SCALES[scale], "L1 distance of an image"
-    examples = _load("cifar100")
-    rows: list[Row] = []
+    size = SCALES[scale]
+    settings = []
     for filters in size.filters:
         # A smaller image has a smaller sum, so that the published one is none of its.
         published = DISTANCES[filters] if size.side == 32 else None
-        for method in METHODS:
-            setting = f"{filters} {'filter' if filters == 1 else 'filters'}, {method}"
-            if isinstance(examples, str):
-                rows.append(not_run(setting, measure, published, examples))
-                continue
-            values = []
-            for index in _chosen(examples, size.trials, 1, seed):
-                x = _resized(examples.subset(index), size.side)
-                net = build_model("one-layer-cnn", input_shape=x.shape[1:], num_classes=100, filters=filters, seed=seed)
-                found = _attacked(net, x, examples.y[index], method, size, seed)
-                values.append(float((found - x).abs().sum()))
-            rows.append(measured_row(setting, measure, published, values, "lower is better for the attacker"))
-            if progress is not None:
-                progress(len(rows), len(size.filters) * len(METHODS), values[-1])
-    return rows
+        options = {"num_classes": 100, "filters": filters}
+        name = f"{filters} {'filter' if filters == 1 else 'filters'}"
+        settings.append(_Setting(name, options, published, "lower is better for the attacker"))
+
+    def distance(x: Tensor, found: Tensor) -> float:
+        return float((found - x).abs().sum())
+
+    table = _Table("cifar100", "one-layer-cnn", 1, "L1 distance of an image", distance, tuple(settings))
+    return _measured(table, size, seed, progress)
 
 
 def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a number of hidden units and method; the paper has curves only."""
-    size, measure = SCALES[scale], "PSNR of a batch of 4 (dB)"
-    examples = _load("mnist")
-    rows: list[Row] = []
+    size = SCALES[scale]
+    bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
+    settings = []
     for units in size.units:
-        bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
         note = f"{'enough' if units >= bound else 'too few'} by proposition 2, which asks for {bound:.3f}"
+        options = {"num_classes": CLASSES, "hidden": (units,), "activation": "sigmoid"}
+        settings.append(_Setting(f"{units} hidden units", options, None, note))
+
+    def quality(x: Tensor, found: Tensor) -> float:
+        # A cap, lest one exact image stand for a whole batch.
+        return float(psnr(x, found[assign(x, found)]).clamp(max=100.0).mean())
+
+    table = _Table("mnist", "mlp", BATCH, "PSNR of a batch of 4 (dB)", quality, tuple(settings))
+    return _measured(table, size, seed, progress)
+
+
+@dataclass(frozen=True)
+class _Setting:
+    name: str
+    options: dict[str, Any]
+    published: float | None
+    note: str
+
+
+@dataclass(frozen=True)
+class _Table:
+    """What both measured tables have in common: data, model, batch, and how a batch is judged."""
+
+    data: str
+    model: str
+    batch: int
+    measure: str
+    judge: Callable[[Tensor, Tensor], float]
+    settings: tuple[_Setting, ...]
+
+
+def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) -> list[Row]:
+    """Every setting with every method."""
+    examples = _load(table.data)
+    rows: list[Row] = []
+    for setting in table.settings:
         for method in METHODS:
-            setting = f"{units} hidden units, {method}"
+            name = f"{setting.name}, {method}"
             if isinstance(examples, str):
-                rows.append(not_run(setting, measure, None, examples))
+                rows.append(not_run(name, table.measure, setting.published, examples))
                 continue
             values = []
-            for index in _chosen(examples, size.trials, BATCH, seed):
+            for index in _chosen(examples, size.trials, table.batch, seed):
                 x = _resized(examples.subset(index), size.side)
-                net = build_model(
-                    "mlp",
-                    input_shape=x.shape[1:],
-                    num_classes=CLASSES,
-                    hidden=(units,),
-                    activation="sigmoid",
-                    seed=seed,
-                )
-                found = _attacked(net, x, examples.y[index], method, size, seed)
-                # A cap, lest one exact image stand for a whole batch.
-                values.append(float(psnr(x, found[assign(x, found)]).clamp(max=100.0).mean()))
-            rows.append(measured_row(setting, measure, None, values, note))
+                net = build_model(table.model, input_shape=x.shape[1:], seed=seed, **setting.options)
+                values.append(table.judge(x, _attacked(net, x, examples.y[index], method, size, seed)))
+            rows.append(measured_row(name, table.measure, setting.published, values, setting.note))
             if progress is not None:
-                progress(len(rows), len(size.units) * len(METHODS), values[-1])
+                progress(len(rows), len(table.settings) * len(METHODS), values[-1])
     return rows
 
 
