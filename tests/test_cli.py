@@ -196,6 +196,74 @@ def test_limits_with_a_channel_and_with_real_examples(tmp_path) -> None:
     assert facts["num_classes"] == 9
 
 
+VERTICAL = """
+model: {name: vertical-mlp, options: {workers: 2, hidden: 6, middle: 4, slices: strips}}
+data: {name: tiles, limit: 12}
+examples: 12
+batch: 12
+protocols: [{vertical: {batch_size: 3, rounds: 5}}]
+attacks: [inverting-gradients]
+executor: serial
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "vertical-mlp", "--input", "16"], "--samples: 'vertical-mlp' is a vertical model"),
+        (["--model", "mlp", "--input", "16", "--samples", "4"], "for a vertical model only, and 'mlp' is none"),
+        (["--model", "mlp", "--input", "16", "--rounds", "4"], "for a vertical model only"),
+        (["--model", "vertical-mlp", "--input", "16", "--samples", "4", "--batch", "5"], "at most the 4 samples"),
+        (["--model", "vertical-mlp", "--input", "16", "--samples", "4", "--noise", "1"], "leave them out"),
+        (["--model", "vertical-mlp", "--data", "tiles", "--samples", "0"], "--samples"),
+        ([], "expected a spec (leakscope limits SPEC.yaml) or --model"),
+        (["spec.yaml", "--batch", "3", "--data", "tiles"], "--batch, --data: expected without a spec"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_mistakes_in_limits_of_vertical_models_are_named(arguments, words) -> None:
+    done = CliRunner().invoke(app, ["limits", *arguments])
+    assert isinstance(done.exception, ValueError), done.output
+    assert words in str(done.exception)
+
+
+def test_limits_of_a_vertical_model(tmp_path) -> None:
+    options = ["--model", "vertical-mlp", "--input", "16", "--classes", "3", "--samples", "20", "--batch", "4"]
+    done = leakscope("limits", *options, "--rounds", "30", cwd=tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    for words in ("vertical-mlp, 20 x 16, 30 rounds of 4", "Announced batches", "Workers", "as printed", "Conclusion:"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    options = ["--model", "vertical-mlp", "--data", "tiles", "--index", "2", "--samples", "6", "--batch", "2"]
+    done = CliRunner().invoke(app, ["limits", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["samples"], facts["batch"], facts["point"]) == (6, 2, "the samples that were given")
+
+
+def test_limits_of_a_spec(tmp_path) -> None:
+    (tmp_path / "vertical.yaml").write_text(VERTICAL)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "vertical.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["samples"], facts["batch"], facts["rounds"], facts["sampling"]) == (12, 3, 5, "uniform")
+    assert facts["index"]["rank"] <= 5
+    assert len(facts["workers"]) == 2
+    shuffled = VERTICAL.replace("rounds: 5", "sampling: epochs").replace("]\nattacks", ", fedsgd]\nattacks")
+    (tmp_path / "two.yaml").write_text(shuffled)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "two.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.stdout)
+    assert (first["rounds"], first["sampling"]) == (20, "epochs")
+    assert (second["batch"], second["input_shape"]) == (12, [3, 32, 32])
+    (tmp_path / "plain.yaml").write_text(TINY)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "plain.yaml"), "--noise", "0.1", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["batch"], facts["point"]) == (1, "the batch that was given")
+    assert facts["floor"] is not None
+
+
 @pytest.mark.parametrize("executor", ["serial", "processes"])
 def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> None:
     slow = TINY.replace("executor: serial", f"executor: {executor}").replace("iterations: 3", "iterations: 1000000")

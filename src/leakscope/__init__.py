@@ -23,6 +23,8 @@ _NAMES = {
     "Observation": "leakscope.observation",
     "Reconstruction": "leakscope.attacks",
     "ValueRange": "leakscope.observation",
+    "Vertical": "leakscope.federation",
+    "VerticalModel": "leakscope.vertical",
     "build_model": "leakscope.models",
     "load_data": "leakscope.data",
 }

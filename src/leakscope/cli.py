@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
+
+from leakscope.cli_limits import limits
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
 CTRL_C = 130  # what typer makes of a KeyboardInterrupt
@@ -234,82 +235,7 @@ def attack(
     print(f"returned {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
 
 
-class NoiseScale(StrEnum):
-    absolute = "absolute"
-    times_clip = "times-clip"
-
-
-class PruneScope(StrEnum):
-    tensor = "tensor"
-    whole = "global"
-
-
-@app.command()
-def limits(
-    model: Annotated[str, typer.Option(help="Name or package.module:factory.")],
-    input: Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")] = None,
-    batch: Annotated[int, typer.Option(help="Examples in the batch.")] = 1,
-    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
-    data: Annotated[str | None, typer.Option(help="Look at real examples of this data, not at random ones.")] = None,
-    index: Annotated[int, typer.Option(help="Number of the first of these examples.")] = 0,
-    noise: Annotated[float | None, typer.Option(help="Noise on the gradient, for the least error.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Clip the gradient to this length first.")] = None,
-    noise_scale: Annotated[NoiseScale, typer.Option(help="Unit of --noise.")] = NoiseScale.absolute,
-    prune: Annotated[float | None, typer.Option(help="Share of smallest entries set to zero.")] = None,
-    prune_scope: Annotated[PruneScope, typer.Option(help="Share of what.")] = PruneScope.tensor,
-    dropout: Annotated[float | None, typer.Option(help="Share of entries set to zero at random.")] = None,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Rank and least error exactly, even if it takes long.")
-    ] = False,
-    probes: Annotated[int, typer.Option(help="Random directions of an estimate.")] = 8,
-    seed: Annotated[int, typer.Option(help="Seed of inputs, dropout and probes.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
-) -> None:
-    """What theory says can be recovered, before any attack."""
-    from leakscope.limits import Channel
-    from leakscope.limits import limits as compute
-    from leakscope.models import build_model
-
-    chosen = {"noise": noise, "clip": clip, "prune": prune, "dropout": dropout}
-    settings: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
-    channel = Channel(**settings, noise_scale=noise_scale.value, prune_scope=prune_scope.value) if settings else None
-    shape, facts = _examples(data, index, batch, input)
-    if classes is None:
-        classes = facts.pop("num_classes", None)
-    options = {} if classes is None else {"num_classes": classes}
-    net = build_model(model, input_shape=shape, **options)
-    from leakscope.console import named_progress, print_limits
-
-    with named_progress() as progress:
-        found = compute(
-            net, shape, batch, **facts, channel=channel, exact=exact, probes=probes, seed=seed, progress=progress
-        )
-    if as_json:
-        print(json.dumps(found.as_dict(), indent=1))
-    else:
-        print_limits(f"{model}, {batch} x {'x'.join(map(str, shape))}", found)
-
-
-def _examples(name: str | None, index: int, batch: int, shape: str | None) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """The shape of an example, and real examples with what is known of them where data is named."""
-    try:
-        wanted = None if shape is None else tuple(int(size) for size in shape.lower().split("x"))
-    except ValueError as error:
-        raise ValueError(f"--input: expected sizes such as 3x32x32, got {shape!r}") from error
-    if name is None:
-        if wanted is None:
-            raise ValueError("--input: expected the shape of one example, such as 3x32x32, or --data")
-        return wanted, {}
-    if index < 0 or batch < 1:
-        raise ValueError(f"--index and --batch: expected at least 0 and 1, got {index} and {batch}")
-    from leakscope.data import DATA, load_data
-
-    options = {"split": "test"} if name in DATA and "split" in DATA[name].options() else {}
-    found = load_data(name, limit=index + batch, **options).subset(range(index, index + batch))
-    if wanted not in (None, found.shape):
-        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, found.shape))}, got {shape}")
-    box = {"value_range": found.value_range} if found.range_known else {}
-    return found.shape, {"inputs": found.x, "labels": found.y, "num_classes": found.num_classes, **box}
+app.command()(limits)
 
 
 @app.command()

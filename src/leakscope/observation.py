@@ -47,6 +47,7 @@ class Knowledge:
 
     eavesdropper: ClassVar[Knowledge]
     honest_server: ClassVar[Knowledge]
+    vertical_server: ClassVar[Knowledge]
     malicious_server: ClassVar[Knowledge]
     full: ClassVar[Knowledge]
 
@@ -56,7 +57,7 @@ class Knowledge:
 
     @classmethod
     def preset(cls, name: str) -> Knowledge:
-        """The preset called ``name``: eavesdropper, honest_server, malicious_server or full."""
+        """The preset called ``name``, one of KNOWLEDGE_PRESETS."""
         if name not in KNOWLEDGE_PRESETS:
             raise ValueError(
                 f"unknown knowledge preset {name!r}: expected one of {', '.join(KNOWLEDGE_PRESETS)}, "
@@ -102,6 +103,8 @@ class Knowledge:
 
 Knowledge.eavesdropper = Knowledge()
 Knowledge.honest_server = Knowledge(local_epochs=True, batch_size=True, learning_rate=True, normalisation=True)
+# In vertical learning the server itself announces the batches, unless indices are shuffled securely.
+Knowledge.vertical_server = dataclasses.replace(Knowledge.honest_server, batch_indices=True)
 Knowledge.malicious_server = dataclasses.replace(Knowledge.honest_server, choose_weights=True, choose_structure=True)
 Knowledge.full = Knowledge(
     labels="yes",
@@ -120,6 +123,7 @@ KNOWLEDGE_PRESETS: Mapping[str, Knowledge] = MappingProxyType(
     {
         "eavesdropper": Knowledge.eavesdropper,
         "honest_server": Knowledge.honest_server,
+        "vertical_server": Knowledge.vertical_server,
         "malicious_server": Knowledge.malicious_server,
         "full": Knowledge.full,
     }
@@ -197,12 +201,15 @@ class Message:
     """One thing sent.
 
     ``kind`` is "gradient", or "weight_delta" = weights before minus weights after, which for gradient descent is a
-    positive combination of gradients: both kinds point the same way, and no attack has to flip a sign.
+    positive combination of gradients: both kinds point the same way, and no attack has to flip a sign. ``indices`` are
+    the numbers of the samples in the batch, where the protocol reveals them. A ``partial`` message holds some of the
+    tensors only, those that were kept of it.
     """
 
     update: Mapping[str, Tensor]
     kind: UpdateKind = "gradient"
     indices: tuple[int, ...] | None = None
+    partial: bool = False
     batchnorm_statistics: Mapping[str, Tensor] | None = None
 
     def __post_init__(self) -> None:
@@ -220,6 +227,8 @@ class Message:
     def sorted_by(self, order: Mapping[str, int]) -> Message:
         """The same message with its tensors in this order; those without a place come last."""
         names = sorted(self.update, key=lambda name: order.get(name, len(order)))
+        if names == list(self.update):
+            return self
         return dataclasses.replace(self, update={name: self.update[name] for name in names})
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
@@ -275,12 +284,17 @@ class Observation:
             problems.append(f"num_examples: expected a whole number of at least 1, got {self.num_examples}")
         parameters = dict(self.model.named_parameters())
         for message in self.messages:
-            problems += _update_problems(message.update, parameters)
+            problems += _update_problems(message, parameters)
         known = self.knowledge
         if self.labels is not None and known.labels != "yes":
             problems.append("labels are given although the knowledge denies them")
         if self.label_counts is not None and known.labels == "no":
             problems.append("label counts are given although the knowledge denies them")
+        indices = [message.indices for message in self.messages if message.indices is not None]
+        if indices and not known.batch_indices:
+            problems.append("batch indices are given although the knowledge denies them")
+        if self.num_examples is not None and any(not 0 <= i < self.num_examples for batch in indices for i in batch):
+            problems.append(f"batch indices: expected sample numbers in 0..{self.num_examples - 1}, got others")
         if self.num_examples is not None and not known.num_examples:
             problems.append("num_examples is given although the knowledge denies it")
         if problems:
@@ -320,11 +334,11 @@ class Observation:
 
     @property
     def device(self) -> torch.device:
-        return next(iter(self.message.update.values())).device
+        return next(iter(self.messages[0].update.values())).device
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(iter(self.message.update.values())).dtype
+        return next(iter(self.messages[0].update.values())).dtype
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Observation:
         """The same observation on another device or in another precision; integers keep their type."""
@@ -365,10 +379,13 @@ def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
 
 
-def _update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> list[str]:
-    problems = []
+def _update_problems(message: Message, parameters: Mapping[str, Tensor]) -> list[str]:
+    problems, update = [], message.update
     # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
-    missing = [name for name, value in parameters.items() if value.requires_grad and name not in update]
+    expected_names = [] if message.partial else [name for name, value in parameters.items() if value.requires_grad]
+    missing = [name for name in expected_names if name not in update]
+    if not update:
+        problems.append("update: expected at least one tensor, got none")
     extra = [name for name in update if name not in parameters]
     if missing:
         problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")

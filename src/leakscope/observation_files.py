@@ -51,7 +51,8 @@ def save_observation(observation: Observation, path: str | os.PathLike[str]) -> 
         "reduction": observation.reduction,
         "batchnorm": observation.batchnorm,
         "messages": [
-            {"kind": m.kind, "indices": None if m.indices is None else list(m.indices)} for m in observation.messages
+            {"kind": m.kind, "indices": None if m.indices is None else list(m.indices), "partial": m.partial}
+            for m in observation.messages
         ],
     }
     tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _named_tensors(observation)}
@@ -83,6 +84,7 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
                 update=_below(tensors, f"message/{number}/update/"),
                 kind=entry["kind"],
                 indices=None if entry["indices"] is None else tuple(entry["indices"]),
+                partial=bool(entry.get("partial", False)),
                 batchnorm_statistics=_below(tensors, f"message/{number}/batchnorm/") or None,
             )
             for number, entry in enumerate(facts["messages"])

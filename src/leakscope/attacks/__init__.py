@@ -17,6 +17,7 @@ from leakscope.attacks.base import (
     Progress,
     Reconstruction,
 )
+from leakscope.attacks.cafe import CAFE
 from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
 from leakscope.attacks.gauss_newton import GaussNewton
@@ -111,12 +112,20 @@ ATTACKS: Mapping[str, AttackEntry] = _table(
         "replay every local step of a weight update, one copy of the examples an epoch",
         "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022",
     ),
+    AttackEntry(
+        "cafe",
+        CAFE,
+        "vertical: solve each sample's part in the first dense layers from announced batches, then search the data",
+        "Jin et al., CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021",
+    ),
 )
 
 #: What ``attacks="standard"`` runs: the strongest of each kind; those that do not apply to a model say so.
 STANDARD: tuple[str, ...] = ("gauss-newton", "inverting-gradients", "idlg", "linear-layer")
 #: ... and besides where clients send weight updates of local training.
 STANDARD_WEIGHT_UPDATES: tuple[str, ...] = ("sme",)
+#: What it runs instead where workers own different features of the same samples.
+STANDARD_VERTICAL: tuple[str, ...] = ("cafe",)
 
 
 def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Attack:
@@ -139,6 +148,7 @@ def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Atta
 
 __all__ = [
     "ATTACKS",
+    "CAFE",
     "DLFA",
     "DLG",
     "FLAGS",
@@ -147,6 +157,7 @@ __all__ = [
     "SAPAG",
     "SME",
     "STANDARD",
+    "STANDARD_VERTICAL",
     "STANDARD_WEIGHT_UPDATES",
     "Attack",
     "AttackEntry",

@@ -42,6 +42,10 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "gradient descent); the update was taken for one gradient.",
         "ill-conditioned": "The attack ended without explaining the update: the gradient is not smooth, its equations "
         "are badly conditioned, or the update was altered. That is a limit of this attack, not a sign of safety.",
+        "not identifiable": "The announced batches do not determine every sample; those that they leave open are a "
+        "guess.",
+        "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
+        "gradients were altered.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
     }
 )
@@ -83,6 +87,8 @@ class Attack(ABC):
 
     #: Fields of Knowledge that must be granted.
     requires: ClassVar[tuple[str, ...]] = ("num_examples",)
+    #: Whether it reads messages of several rounds on announced batches; all others read one message.
+    reads_rounds: ClassVar[bool] = False
     #: Published settings by name, for ``preset``.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
@@ -135,6 +141,11 @@ class Attack(ABC):
                 f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds. "
                 "Grant it in the Knowledge, or choose an attack that works without."
             )
+        if not self.reads_rounds and _has_rounds(observation):
+            raise NotApplicable(
+                f"{type(self).__name__} reads one update of all examples, got {len(observation.messages)} messages on "
+                "batches of them. Use cafe, which reads rounds of a vertical model."
+            )
         for number, message in enumerate(observation.messages):
             broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]
             if broken:
@@ -166,15 +177,24 @@ class Attack(ABC):
             )
         result = dataclasses.replace(result, info=info)
         if diagnose is False:
-            return dataclasses.replace(result, diagnosis=None)
+            return result  # what an attack knows of itself costs nothing
         return with_diagnosis(observation, result, thorough=bool(diagnose))
+
+
+def _has_rounds(observation: Observation) -> bool:
+    first = observation.messages[0]
+    batch = observation.training.batch_size if first.kind == "gradient" else None
+    return len(observation.messages) > 1 or first.indices is not None or batch not in (None, observation.num_examples)
 
 
 def with_diagnosis(observation: Observation, result: Reconstruction, *, thorough: bool = False) -> Reconstruction:
     """The result and why it is what it is, unless it says so itself."""
     if result.diagnosis is not None:
         return result
-    if "mixture" in result.flags:
+    if len(observation.messages) > 1:
+        reason = "the calculation is for one update, and there are several"
+        found = Diagnosis(outcome="undecided", reason=reason, unknowns=result.inputs.numel())
+    elif "mixture" in result.flags:
         reason = "a mixture of examples is no candidate for any of them"
         found = Diagnosis(outcome="undecided", reason=reason, unknowns=result.inputs.numel())
     else:

@@ -8,8 +8,9 @@ from leakscope.federation.checkpoints import cached_training
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
 from leakscope.federation.training import FederatedTraining, TrainingRun
+from leakscope.federation.vertical import Vertical
 
-PROTOCOLS: Mapping[str, type[Protocol]] = MappingProxyType({"fedsgd": FedSGD, "fedavg": FedAvg})
+PROTOCOLS: Mapping[str, type[Protocol]] = MappingProxyType({"fedsgd": FedSGD, "fedavg": FedAvg, "vertical": Vertical})
 
 __all__ = [
     "PROTOCOLS",
@@ -19,5 +20,6 @@ __all__ = [
     "FederatedTraining",
     "Protocol",
     "TrainingRun",
+    "Vertical",
     "cached_training",
 ]

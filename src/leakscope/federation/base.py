@@ -103,19 +103,10 @@ class Protocol(ABC):
             value_range = ValueRange()
         client = client_copy(model, self.batchnorm)
         defense = defense if defense is not None else Defense()
-        with own_randomness(generator):
-            statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
-            update, recipe = self._train(client, x, y, defense, generator)
-        update = defense.protect_message(update, generator)
-        broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
-        if broken:
-            raise ValueError(
-                f"the client's update is not finite in {', '.join(broken)}: its training diverged. "
-                "Lower the learning rate or check the inputs."
-            )
+        messages, recipe = self._exchange(client, x, y, defense, knowledge, generator)
         return Observation(
             model=model,
-            messages=(Message(update=update, kind=self.kind, batchnorm_statistics=statistics),),
+            messages=messages,
             input_shape=tuple(x.shape[1:]),
             num_classes=outputs,
             knowledge=knowledge,
@@ -129,6 +120,22 @@ class Protocol(ABC):
             model_name=model_name,
         )
 
+    def _exchange(
+        self,
+        client: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense,
+        knowledge: Knowledge,
+        generator: torch.Generator,
+    ) -> tuple[tuple[Message, ...], LocalTraining]:
+        """What is sent, as far as the knowledge reveals it, and the whole recipe."""
+        with own_randomness(generator):
+            statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
+            update, recipe = self._train(client, x, y, defense, generator)
+        update = finite(defense.protect_message(update, generator))
+        return (Message(update=update, kind=self.kind, batchnorm_statistics=statistics),), recipe
+
     @abstractmethod
     def _train(
         self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator
@@ -137,6 +144,17 @@ class Protocol(ABC):
 
     def _reduction(self) -> Reduction:
         return "mean"
+
+
+def finite(update: Gradient) -> Gradient:
+    """The update itself; ValueError where it is not finite."""
+    broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise ValueError(
+            f"the client's update is not finite in {', '.join(broken)}: its training diverged. "
+            "Lower the learning rate or check the inputs."
+        )
+    return update
 
 
 def client_generator() -> torch.Generator:

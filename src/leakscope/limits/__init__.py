@@ -1,5 +1,6 @@
 """What theory says before any attack: counts, published conditions, the rank of the gradient's Jacobian, layer by layer
-too, the least error behind noise, and when the update of many local steps is as good as one gradient."""
+too, the least error behind noise, when the update of many local steps is as good as one gradient, and what batches that
+are announced by index give away of a vertical model."""
 
 from leakscope.limits.bounds import Order, order_bounds
 from leakscope.limits.channel import Channel
@@ -17,12 +18,31 @@ from leakscope.limits.counting import (
 )
 from leakscope.limits.cramer_rao import Floor, affordable_steps, cramer_rao
 from leakscope.limits.diagnosis import Diagnosis, diagnose
+from leakscope.limits.index_alignment import (
+    Identifiability,
+    RoundsNeeded,
+    determined_inputs,
+    distinct_columns,
+    identify,
+    inputs_given_signals,
+    rounds_needed,
+    separable,
+)
+from leakscope.limits.index_bounds import (
+    RecoveryBound,
+    Theorem,
+    index_spectrum,
+    recovery_bounds,
+    theorem1,
+    theorem2,
+)
 from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, JacobianRank, gradient_map_at, jacobian_rank, rank_of
 from leakscope.limits.propositions import Proposition
 from leakscope.limits.report import Limits, limits
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.limits.smoothness import kinks
 from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_bound, leading_shares, parallel_beta
+from leakscope.limits.vertical import VerticalLimits, WorkerLimits, layer_signals, vertical_limits
 
 __all__ = [
     "MAX_ENTRIES",
@@ -33,16 +53,24 @@ __all__ = [
     "Filters",
     "Floor",
     "HiddenUnits",
+    "Identifiability",
     "JacobianRank",
     "LayerSystem",
     "Limits",
     "Order",
     "Proposition",
+    "RecoveryBound",
+    "RoundsNeeded",
     "SingleExample",
+    "Theorem",
+    "VerticalLimits",
+    "WorkerLimits",
     "affordable_steps",
     "cosine_profile",
     "cramer_rao",
+    "determined_inputs",
     "diagnose",
+    "distinct_columns",
     "drift_bound",
     "features_bound",
     "filters",
@@ -50,8 +78,12 @@ __all__ = [
     "gradient_map_at",
     "hidden_units",
     "hidden_units_bound",
+    "identify",
+    "index_spectrum",
+    "inputs_given_signals",
     "jacobian_rank",
     "kinks",
+    "layer_signals",
     "layer_systems",
     "leading_shares",
     "limits",
@@ -59,6 +91,12 @@ __all__ = [
     "output_side",
     "parallel_beta",
     "rank_of",
+    "recovery_bounds",
+    "rounds_needed",
     "security_metric",
+    "separable",
     "single_example",
+    "theorem1",
+    "theorem2",
+    "vertical_limits",
 ]

@@ -109,7 +109,7 @@ class Limits:
             facts["floor"]["infinite"] = math.isinf(self.floor.rmse)
         facts["identifiable"] = self.identifiable
         facts["conclusion"] = self.conclusion
-        plain = _plain(facts)
+        plain = plain_values(facts)
         assert isinstance(plain, dict)
         return plain
 
@@ -303,9 +303,9 @@ def _check_examples(inputs: Tensor | None, labels: Tensor | None, shape: tuple[i
         raise ValueError("limits:\n  - " + "\n  - ".join(problems))
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

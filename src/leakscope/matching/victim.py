@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -41,9 +41,10 @@ class Victim:
     _tape: dict[str, Tensor] = field(repr=False)
 
     @classmethod
-    def of(cls, observation: Observation) -> Victim:
+    def of(cls, observation: Observation, record: Iterable[str] = ()) -> Victim:
+        """The victim of the first message; the inputs of the layers named in ``record`` are recorded too."""
         model = copy.deepcopy(observation.model).eval()
-        message = observation.message
+        message = observation.messages[0]
         tape: dict[str, Tensor] = {}
         targets: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in model.named_modules():
@@ -62,6 +63,8 @@ class Victim:
                 module.train()
                 module.track_running_stats = False
                 module.running_mean = module.running_var = module.num_batches_tracked = None
+        for name in record:
+            model.get_submodule(name).register_forward_pre_hook(_recorder(tape, name))
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
@@ -73,7 +76,7 @@ class Victim:
     def loss(
         self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
-        """The client's loss (``targets``: class numbers or probabilities), and the BatchNorm layers' inputs.
+        """The client's loss (``targets``: class numbers or probabilities), and the recorded layers' inputs.
 
         With ``back_signal`` it is <back_signal, logits> instead, whose derivative by the logits is known.
         """
@@ -90,7 +93,7 @@ class Victim:
     def gradient(
         self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
     ) -> tuple[Tensors, Tensors]:
-        """The gradient a client would send for this batch, and the BatchNorm layers' inputs."""
+        """The gradient a client would send for this batch, and the recorded layers' inputs."""
         return grad(self.loss, has_aux=True)(weights, fixed, x, targets, back_signal)
 
 

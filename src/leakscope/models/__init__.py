@@ -24,6 +24,7 @@ from leakscope.models.external import call_factory, find_factory
 from leakscope.models.lenet import dlg_lenet, lenet_tanh
 from leakscope.models.mlp import logistic, mlp, s3_mlp
 from leakscope.models.resnet import resnet8, resnet18
+from leakscope.models.vertical import cafe_cnn, vertical_mlp
 from leakscope.models.vit import s3_vit
 
 __all__ = ["ACTIVATIONS", "MODELS", "ModelEntry", "build_model", "parameter_count"]
@@ -70,6 +71,8 @@ _ENTRIES = (
         for name, words, net in hybrid_cnns()
     ),
     *(ModelEntry(name, f"LeakyReLU net of R-GAP: {words}", net, _CIFAR, 10) for name, words, net in rgap_cnns()),
+    ModelEntry("cafe-cnn", "vertical: workers of two convolutions and dense layers, of CAFE", cafe_cnn, _CIFAR, 10),
+    ModelEntry("vertical-mlp", "vertical: workers of dense layers, for tables", vertical_mlp, (16,), 2),
     ModelEntry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
 )
 MODELS: Mapping[str, ModelEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})

@@ -1,0 +1,155 @@
+"""Steps I and II of CAFE: what each sample sent into and got back from a dense layer, from sums over known batches.
+
+With s_t the 0/1 vector of the samples in round t, the bias gradient of a dense layer is V' s_t and its weight gradient
+V' diag(s_t) H: row n of V is the back-signal of sample n at the layer's output (the 1/K of the mean included), row n of
+H the layer's input. As long as the model stands still both are linear least squares, one after the other, and are
+solved outright; the paper approaches them batch by batch instead, which the classes below do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.limits.index_alignment import index_matrix
+from leakscope.observation import Message
+from leakscope.vertical import FirstDense
+
+#: Cut off in the eigenvalues of a system, relative to the largest: what is below was made by rounding.
+CUTOFF = 1e-11
+
+
+@dataclass(frozen=True, eq=False)
+class Solution:
+    """One row a sample, and how much of the observed gradients it leaves unexplained, relative to them."""
+
+    rows: Tensor
+    residual: float
+
+
+def solve_signals(matrix: Tensor, bias_gradients: Tensor) -> Solution:
+    """Step I: the back-signals V (samples, units) with ``matrix`` V = ``bias_gradients`` (rounds, units).
+
+    The shortest of the best ones where the batches do not determine all.
+    """
+    observed = bias_gradients.double()
+    rows = torch.linalg.pinv(matrix, rtol=CUTOFF) @ observed
+    # Once more for what rounding left.
+    rows = rows + torch.linalg.pinv(matrix, rtol=CUTOFF) @ (observed - matrix @ rows)
+    return Solution(rows, _share(observed - matrix @ rows, observed))
+
+
+def solve_inputs(messages: Sequence[Message], weight: str, signals: Tensor) -> Solution:
+    """Step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
+
+    The normal equations are (S'S o VV') H = R with R_n = sum over the rounds with n of v_n' G_t, so the gradients, by
+    far the largest part, are read one at a time. Rows of V are scaled to length one first: then the system is
+    conditioned no worse than S'S.
+    """
+    samples = len(signals)
+    sizes = torch.linalg.vector_norm(signals, dim=1).clamp_min(torch.finfo(torch.float64).tiny)
+    unit = signals / sizes[:, None]
+    matrix = index_matrix([message.indices or () for message in messages], samples)
+    system = (matrix.T @ matrix) * (unit @ unit.T)
+    values, vectors = torch.linalg.eigh(system)
+    kept = values > CUTOFF * values[-1]
+    inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
+    rows = torch.zeros((samples, messages[0].update[weight].shape[1]), dtype=torch.float64)
+    left = total = 0.0
+    for repeat in range(3):  # the first solves, the second takes back rounding, the third only looks
+        right, left, total = torch.zeros_like(rows), 0.0, 0.0
+        for message in messages:
+            batch = torch.tensor(message.indices)
+            observed = message.update[weight].detach().cpu().double()
+            rest = observed - unit[batch].T @ rows[batch] if repeat else observed
+            right[batch] += unit[batch] @ rest
+            left, total = left + float(rest.square().sum()), total + float(observed.square().sum())
+        if repeat < 2:
+            rows = rows + inverse @ right
+    return Solution(rows / sizes[:, None], (left / total) ** 0.5 if total else 0.0)
+
+
+def explained(
+    messages: Sequence[Message], layers: Sequence[FirstDense], signals: Sequence[Tensor], inputs: Sequence[Tensor]
+) -> float:
+    """The larger share of the layers' bias or weight gradients that these rows leave unexplained."""
+    shares = []
+    for layer, rows, made in zip(layers, signals, inputs, strict=True):
+        for name in (f"{layer.name}.bias", f"{layer.name}.weight"):
+            left = total = 0.0
+            for message in messages:
+                if name in message.update:
+                    batch = torch.tensor(message.indices)
+                    observed = message.update[name].detach().cpu().double()
+                    told = rows[batch].sum(0) if observed.dim() == 1 else rows[batch].T @ made[batch]
+                    left += float((observed - told).square().sum())
+                    total += float(observed.square().sum())
+            shares.append((left / total) ** 0.5 if total else 0.0)
+    return max(shares)
+
+
+def _share(rest: Tensor, whole: Tensor) -> float:
+    size = float(torch.linalg.vector_norm(whole))
+    return float(torch.linalg.vector_norm(rest)) / size if size else 0.0
+
+
+class RowAdam:
+    """Adam that moves some rows of a table at a time; each row counts its own steps, for the bias correction."""
+
+    def __init__(self, table: Tensor) -> None:
+        self.mean, self.square = torch.zeros_like(table), torch.zeros_like(table)
+        self.steps = torch.zeros(len(table), dtype=table.dtype, device=table.device)
+
+    def move(self, rows: Tensor, gradient: Tensor, lr: float) -> Tensor:
+        """How far to go from these rows; to be subtracted."""
+        first, second = 0.9, 0.999
+        shape = (-1,) + (1,) * (gradient.dim() - 1)
+        self.steps[rows] += 1
+        steps = self.steps[rows].reshape(shape)
+        self.mean[rows] = first * self.mean[rows] + (1 - first) * gradient
+        self.square[rows] = second * self.square[rows] + (1 - second) * gradient.square()
+        length = (self.square[rows] / (1 - second**steps)).sqrt() + 1e-16
+        return lr * self.mean[rows] / (1 - first**steps) / length
+
+
+Steps = Literal["projection", "descent"]
+
+
+@dataclass(eq=False)
+class RunningSteps:
+    """Steps I and II for one layer, one round at a time.
+
+    "projection" goes all the way to the nearest tables that explain the round, which needs no learning rate and, where
+    rounds agree, converges as fast as the rounds let it. "descent" is what the paper does: one step of gradient descent
+    for V, one of row-wise Adam for H.
+    """
+
+    signals: Tensor
+    inputs: Tensor
+    steps: Steps
+    signal_lr: float
+    input_lr: float
+
+    def __post_init__(self) -> None:
+        self._adam = RowAdam(self.inputs)
+
+    def see_bias(self, batch: Tensor, gradient: Tensor) -> None:
+        rest = gradient - self.signals[batch].sum(0)
+        share = 1 / len(batch) if self.steps == "projection" else 2 * self.signal_lr
+        self.signals[batch] += share * rest
+
+    def see_weight(self, batch: Tensor, gradient: Tensor) -> None:
+        signals = self.signals[batch]
+        rest = gradient - signals.T @ self.inputs[batch]
+        if self.steps == "descent":
+            self.inputs[batch] -= self._adam.move(batch, -2 * signals @ rest, self.input_lr)
+            return
+        gram = signals @ signals.T
+        # A little damping: in the first rounds the back-signals are no more than a first guess.
+        damping = 1e-6 * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
+        gram.diagonal().add_(damping)
+        self.inputs[batch] += torch.linalg.solve(gram, signals @ rest)

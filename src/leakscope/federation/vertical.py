@@ -1,0 +1,216 @@
+"""Vertical federated learning: workers own different features of the same samples, and train one model together.
+
+Jin, Chen, Hsu, Yu, Chen, "CAFE: Catastrophic Data Leakage in Vertical Federated Learning", NeurIPS 2021, section 2.
+
+In each round the server announces which samples are in the batch, so that the workers' parts belong together (index
+alignment), and sees the mean gradient of every parameter. It knows the weights: those of the first round are in the
+observation, those of later rounds follow from the gradients it has seen and the learning rate.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.federation.base import (
+    Defense,
+    Gradient,
+    Protocol,
+    batch_gradient,
+    batchnorm_statistics,
+    check_batch,
+    client_copy,
+    client_generator,
+    finite,
+    own_randomness,
+)
+from leakscope.federation.training import TrainingRun
+from leakscope.loss import client_loss
+from leakscope.observation import Knowledge, LocalTraining, Message, Observation, UpdateKind, ValueRange
+from leakscope.vertical import Sampling, VerticalModel, default_rounds, draw_batches
+
+Progress = Callable[[int, int, float], None]
+
+
+class Round(NamedTuple):
+    """One round: who was in the batch, the loss before it, and what was sent."""
+
+    indices: Tensor
+    loss: float | None
+    update: Gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class Vertical(Protocol):
+    """``rounds`` batches of ``batch_size`` samples of a :class:`~leakscope.vertical.VerticalModel`.
+
+    ``sampling``: "uniform" draws each batch anew, without replacement, as the paper has it; "epochs" shuffles the
+    samples and goes through them. ``rounds=None`` is a quarter more than an adversary needs at least. After each
+    round every weight moves by ``lr`` times the protected gradient; with 0 the model is static, which is the
+    adversary's best case. ``whole_rounds`` saves memory where the model is static: of later rounds only the gradients
+    of biases are kept.
+    """
+
+    kind: ClassVar[UpdateKind] = "gradient"
+
+    batch_size: int = 8
+    rounds: int | None = None
+    lr: float = 0.0
+    sampling: Sampling = "uniform"
+    whole_rounds: int | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        problems = []
+        for name in ("batch_size", "rounds", "whole_rounds"):
+            value = getattr(self, name)
+            missing = value is None and name != "batch_size"
+            if not missing and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
+        if not 0 <= self.lr < math.inf:
+            problems.append(f"lr: expected a finite number >= 0, got {self.lr}")
+        if self.sampling not in ("uniform", "epochs"):
+            problems.append(f"sampling: expected 'uniform' or 'epochs', got {self.sampling!r}")
+        if self.whole_rounds is not None and self.lr:
+            problems.append("whole_rounds: expected None where lr > 0, for the weights follow from whole gradients")
+        if problems:
+            raise ValueError("Vertical:\n  - " + "\n  - ".join(problems))
+
+    def observe(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense | None = None,
+        knowledge: Knowledge = Knowledge.vertical_server,
+        generator: torch.Generator | None = None,
+        *,
+        value_range: ValueRange | None = None,
+        num_classes: int | None = None,
+        model_name: str | None = None,
+    ) -> Observation:
+        """What the server sees of all rounds on the samples (x, y), one message a round.
+
+        Messages carry the indices of their batch only if the knowledge has ``batch_indices``: secure shuffling
+        hides them.
+        """
+        self._check(model, x)
+        return super().observe(
+            model,
+            x,
+            y,
+            defense,
+            knowledge,
+            generator,
+            value_range=value_range,
+            num_classes=num_classes,
+            model_name=model_name,
+        )
+
+    def train(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress | None = None,
+    ) -> TrainingRun:
+        """The training itself, for what a defence costs: the loss of each round's batch, and the model after all.
+
+        With the same generator the rounds are those that :meth:`observe` shows.
+        """
+        check_batch(model, x, y, None)
+        self._check(model, x)
+        client = client_copy(model, self.batchnorm)
+        generator = generator if generator is not None else client_generator()
+        rounds, losses = self.count_rounds(len(x)), []
+        for played in self.play(client, x, y, defense if defense is not None else Defense(), generator, losses=True):
+            losses.append(float("nan") if played.loss is None else played.loss)
+            if progress is not None:
+                progress(len(losses), rounds, losses[-1])
+        final = copy.deepcopy(model)
+        final.load_state_dict(client.state_dict())
+        return TrainingRun(MappingProxyType({rounds + 1: final}), tuple(losses))
+
+    def play(
+        self,
+        client: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense,
+        generator: torch.Generator,
+        losses: bool = False,
+    ) -> Iterator[Round]:
+        """Each round in turn; ``client`` moves on after it was taken."""
+        samples = len(x)
+        rounds = self.count_rounds(samples)
+        for indices in draw_batches(samples, self.batch_size, rounds, self.sampling, generator):
+            rows = indices.to(x.device)
+            loss = None
+            with own_randomness(generator):
+                if losses:
+                    with torch.no_grad():
+                        loss = float(client_loss(client(x[rows].clone()), y[rows]))
+                update, _ = self._train(client, x[rows], y[rows], defense, generator)
+            update = finite(defense.protect_message(update, generator))
+            yield Round(indices, loss, update)
+            if self.lr:
+                with torch.no_grad():
+                    for name, parameter in client.named_parameters():
+                        if name in update:
+                            parameter.sub_(self.lr * update[name])
+
+    def count_rounds(self, samples: int) -> int:
+        """How many rounds there are for so many samples."""
+        return default_rounds(samples, self.batch_size, self.sampling) if self.rounds is None else self.rounds
+
+    def _exchange(
+        self,
+        client: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense,
+        knowledge: Knowledge,
+        generator: torch.Generator,
+    ) -> tuple[tuple[Message, ...], LocalTraining]:
+        kept = {name for name, parameter in client.named_parameters() if parameter.dim() == 1}
+        messages = []
+        for number, played in enumerate(self.play(client, x, y, defense, generator)):
+            rows = played.indices.to(x.device)
+            partial = bool(kept) and self.whole_rounds is not None and number >= self.whole_rounds
+            messages.append(
+                Message(
+                    update={n: v for n, v in played.update.items() if n in kept} if partial else played.update,
+                    kind=self.kind,
+                    indices=tuple(played.indices.tolist()) if knowledge.batch_indices else None,
+                    partial=partial,
+                    batchnorm_statistics=batchnorm_statistics(client, x[rows])
+                    if knowledge.batchnorm_statistics
+                    else None,
+                )
+            )
+        return tuple(messages), LocalTraining(batch_size=self.batch_size, learning_rate=self.lr, optimizer="sgd")
+
+    def _train(
+        self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator
+    ) -> tuple[Gradient, LocalTraining]:
+        return batch_gradient(client, x, y, "mean", defense, generator), LocalTraining()
+
+    def _check(self, model: nn.Module, x: Tensor) -> None:
+        if not isinstance(model, VerticalModel):
+            raise ValueError(
+                f"Vertical: expected a VerticalModel, whose workers own the features, got {type(model).__name__}; "
+                "build 'cafe-cnn' or 'vertical-mlp', or put your own parts into leakscope.VerticalModel"
+            )
+        if tuple(x.shape[1:]) != model.input_shape:
+            raise ValueError(f"x: expected samples of shape {model.input_shape} as in the model, got {x.shape[1:]}")
+        if self.batch_size > len(x):
+            raise ValueError(f"batch_size: expected at most the {len(x)} samples there are, got {self.batch_size}")

@@ -1,0 +1,203 @@
+"""CAFE's theorems and recovery bounds, as printed and put right.
+
+Notation as in :mod:`leakscope.limits.index_alignment`. These say nothing of the rounds that were played, but of batches
+drawn evenly among all. With a = K(N-K)/(N(N-1)) and b = K(K-1)/(N(N-1)) such batches have M = E[ss'] = a I + b 11',
+whose smallest eigenvalue is a. The paper takes (K/N) I for it, which is right for K = 1 only.
+
+V, H are an estimate, V*, H* the truth, D = V - V* and A = H - H*. phi1 = E|D's|^2 and phi2 = E|R(s)|^2, with
+R(s) = sum_n s_n (h_n v_n' - h*_n v*_n'), are the expected losses of steps I and II at the estimate. Errors are measured
+in the Frobenius norm.
+
+- Step I: phi1 = tr(D'MD) >= a |D|^2, so |D|^2 <= phi1 / a. Printed is N/K in place of 1/a, which is smaller.
+- The sum over all samples, Delta = H'V - H*'V*: E[R(s)] = (K/N) Delta, so by Jensen |Delta|^2 <= (N/K)^2 phi2.
+  Printed is N/K.
+- Step II on the paper's way, for V and V* of rank N, with W = V^+ and W* = V*^+ their Moore-Penrose inverses:
+  H' = (H*'V* + Delta) W and H*' = H*'V* W*, hence A' = H*'V* (W - W*) + Delta W. Wedin's inequality
+  |W - W*| <= |W| |W*| |D| (spectral norms of W and W*) has no further factor here. For with P and P* the projections
+  on the row spaces of V and V*, the part of W - W* inside the latter is -W* D P W, and the part outside is
+  (I - P*) P W, where (I - P*) P is as large as (I - P) P* = (I - P) D' W*' up to sign; their squares add up to at most
+  |W|^2 |W*|^2 (|D P|^2 + |D (I - P)|^2). With lambda_V = |W|^2, lambda_* = |W*|^2 and lambda_Theta = |H*'V*|^2
+  (spectral) follows
+
+      |A|^2 <= 2 [lambda_Theta lambda_V lambda_* phi1 / a + lambda_V (N/K)^2 phi2].
+
+  Printed is N/K in place of both 1/a and (N/K)^2.
+- Step II directly, for any N: R(s) = sum_n s_n (a_n v_n' + h*_n d_n'), a_n and d_n being rows of A and D. The mean
+  square of its first part is tr(A'(M o VV')A) with M o VV' = a diag|v_n|^2 + b VV', so at least p |A|^2 with
+  p = a min|v_n|^2 + b smin(V)^2; that of the second is at most q |D|^2 with q = a max|h*_n|^2 + b |H*|^2 (spectral). So
+
+      |A|^2 <= (2/p) [phi2 + q phi1 / a]
+
+  for K < N and V without a zero row. It never exceeds the bound before, as for V of rank N p >= (K/N) / lambda_V and
+  q <= (K/N) lambda_Theta lambda_*. The same two inequalities show that the printed factor of phi2 is right although its
+  proof is not; the printed factor of phi1 is too small.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leakscope.limits.index_alignment import check_rows, check_sizes, seen_rows, smallest_value, squared_lengths
+
+
+def index_spectrum(samples: int, batch: int) -> tuple[tuple[float, int], ...]:
+    """The eigenvalues of E[ss'] for batches drawn evenly among all, each with how often it occurs.
+
+    >>> index_spectrum(5, 2)
+    ((0.3, 4), (0.8, 1))
+    """
+    check_sizes("index_spectrum", samples, batch)
+    total = (batch * batch / samples, 1)
+    return (total,) if samples == 1 else ((_moments(samples, batch)[0], samples - 1), total)
+
+
+def _moments(samples: int, batch: int) -> tuple[float, float]:
+    """a and b of E[ss'] = a I + b 11'."""
+    if samples == 1:
+        return 1.0, 0.0
+    pairs = samples * (samples - 1)
+    return batch * (samples - batch) / pairs, batch * (batch - 1) / pairs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Theorem:
+    """A condition for a step of the attack to have one solution, as printed and as it is.
+
+    ``modulus`` of strong convexity, of the expected squared loss without a factor 1/2; 0 where it is none. None where
+    the back-signals would have to be known.
+    """
+
+    number: int
+    printed: bool | None
+    corrected: bool | None
+    modulus: float | None
+    statement: str
+
+
+def theorem1(samples: int, batch: int) -> Theorem:
+    """Step I has one solution for the back-signals if and only if K < N (or there is one sample only).
+
+    >>> theorem1(5, 2).modulus, theorem1(5, 5).corrected
+    (0.6, False)
+    """
+    check_sizes("theorem1", samples, batch)
+    spread, _ = _moments(samples, batch)
+    holds = spread > 0
+    return Theorem(
+        number=1,
+        printed=holds,
+        corrected=holds,
+        modulus=2 * spread,
+        statement="step I is strongly convex if and only if the batch is smaller than the number of samples",
+    )
+
+
+def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None) -> Theorem:
+    """When step II has one solution for the inputs, V being known; ``signals`` (N, d2) where they are.
+
+    Printed is N < d2 and V of rank N. That suffices, but K < N and no zero row of V is enough: the Hessian
+    2 E[ss'] o VV' is then positive definite. For K = N it takes V of rank N. ``modulus`` is the lower bound 2 p of the
+    module's docstring, which is positive if and only if the modulus is.
+
+    >>> found = theorem2(3, 2, 2, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+    >>> found.printed, found.corrected, round(found.modulus, 4)
+    (False, True, 0.6667)
+    """
+    check_sizes("theorem2", samples, batch, units=units)
+    printed: bool | None = None if samples < units else False
+    corrected: bool | None = False if batch == samples > units else None
+    modulus = None if corrected is None else 0.0
+    if signals is not None:
+        check_rows("theorem2: signals", signals, samples, units)
+        strength = _strength(signals, batch)
+        printed = samples < units and smallest_value(signals) > 0
+        corrected = strength > 0
+        modulus = 2 * strength
+    return Theorem(
+        number=2,
+        printed=printed,
+        corrected=corrected,
+        modulus=modulus,
+        statement="step II is strongly convex if the samples are fewer than the units and V has full rank (printed); "
+        "already if the batch is smaller than the number of samples and no row of V is zero (corrected)",
+    )
+
+
+def _strength(signals: Tensor, batch: int) -> float:
+    """p of the module's docstring: at most the smallest eigenvalue of E[ss'] o VV', and 0 only where that is."""
+    spread, shared = _moments(len(signals), batch)
+    if spread and not bool(seen_rows(signals).all()):
+        return 0.0
+    return spread * float(squared_lengths(signals).min()) + shared * smallest_value(signals) ** 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecoveryBound:
+    """Bounds |V - V*|^2 <= ``signals`` phi1 and |H - H*|^2 <= ``inputs_phi1`` phi1 + ``inputs_phi2`` phi2.
+
+    phi1 and phi2 are the expected squared losses of steps I and II at the estimate; ``gradient`` phi2 bounds the
+    squared error |H'V - H*'V*|^2 of the sum over all samples. Infinite where the bound does not apply.
+    """
+
+    name: str
+    signals: float
+    gradient: float
+    inputs_phi1: float
+    inputs_phi2: float
+
+
+def recovery_bounds(
+    batch: int, signals: Tensor, inputs: Tensor, true_signals: Tensor | None = None
+) -> tuple[RecoveryBound, RecoveryBound, RecoveryBound]:
+    """The bounds as printed, corrected on the paper's way, and for any number of samples; see the module for proofs.
+
+    ``signals`` is the estimate V, ``inputs`` the true H*, ``true_signals`` V* where it is another. The first two need
+    V and V* of rank N, so N <= d2, and the first is no theorem. The last needs no zero row of V, and where both
+    apply it is at most the second.
+
+    >>> printed, corrected, general = recovery_bounds(2, torch.eye(4), torch.ones(4, 1))
+    >>> printed.signals, corrected.signals, corrected.inputs_phi2, round(general.inputs_phi2, 6)
+    (2.0, 3.0, 8.0, 4.0)
+    """
+    samples = len(signals)
+    check_sizes("recovery_bounds", samples, batch)
+    truth = signals if true_signals is None else true_signals
+    check_rows("recovery_bounds: signals", signals, samples)
+    check_rows("recovery_bounds: true_signals", truth, samples, signals.shape[1])
+    check_rows("recovery_bounds: inputs", inputs, samples)
+    spread, shared = _moments(samples, batch)
+    rate, inverse = samples / batch, 1 / spread if spread else math.inf
+    v, star = (1 / value**2 if value else math.inf for value in (smallest_value(signals), smallest_value(truth)))
+    truth, inputs = truth.detach().double(), inputs.detach().double()
+    theta = float(torch.linalg.matrix_norm(inputs.T @ truth, 2)) ** 2
+    chain = theta * v * star if theta else 0.0
+    strength = _strength(signals, batch)
+    push = spread * float(squared_lengths(inputs).max()) + shared * float(torch.linalg.matrix_norm(inputs, 2)) ** 2
+    general = 2 / strength if strength else math.inf
+    return (
+        RecoveryBound(
+            name="as printed",
+            signals=rate,
+            gradient=rate,
+            inputs_phi1=2 * rate * chain,
+            inputs_phi2=2 * rate * v,
+        ),
+        RecoveryBound(
+            name="corrected",
+            signals=inverse,
+            gradient=rate**2,
+            inputs_phi1=2 * inverse * chain if chain else 0.0,
+            inputs_phi2=2 * rate**2 * v,
+        ),
+        RecoveryBound(
+            name="for any number of samples",
+            signals=inverse,
+            gradient=rate**2,
+            inputs_phi1=general * push * inverse if push else 0.0,
+            inputs_phi2=general,
+        ),
+    )

@@ -1,0 +1,337 @@
+"""What theory says of a vertical model before any attack: which samples the announced batches give away.
+
+The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_alignment` and
+:mod:`leakscope.limits.index_bounds`. Back-signals and layer inputs are those of real or random samples at the model's
+weights, in double precision, with BatchNorm in eval mode.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.limits.index_alignment import (
+    Identifiability,
+    Indices,
+    RoundsNeeded,
+    determined_inputs,
+    distinct_columns,
+    identify,
+    rounds_needed,
+    seen_rows,
+    separable,
+)
+from leakscope.limits.index_bounds import RecoveryBound, Theorem, recovery_bounds, theorem1, theorem2
+from leakscope.limits.jacobian import rank_of
+from leakscope.limits.report import plain_values
+from leakscope.limits.tables import Table
+from leakscope.limits.vertical_tables import vertical_tables
+from leakscope.loss import client_loss, label_count
+from leakscope.vertical import (
+    FirstDense,
+    Sampling,
+    VerticalModel,
+    default_rounds,
+    dense_layer,
+    draw_batches,
+    first_dense,
+)
+
+#: Samples that go through the model at a time.
+_AT_ONCE = 100
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerLimits:
+    """What one worker gives away through its first dense layer.
+
+    ``invisible``: samples whose back-signal is zero here, in whatever round. ``determined``: samples whose layer inputs
+    follow by steps I and II. ``separable``: by the gradients of all rounds together; None where steps I and II do.
+    """
+
+    worker: int
+    share: str
+    features: int
+    layer: str
+    inputs: int
+    units: int
+    bias: bool
+    invisible: tuple[int, ...]
+    signal_rank: int
+    input_rank: int
+    input_condition: float
+    determined: int
+    separable: int | None
+    theorem: Theorem
+    bounds: tuple[RecoveryBound, ...]
+
+    @property
+    def enough_inputs(self) -> bool:
+        """Whether the layer reads at least as many numbers as the worker has features: necessary for step III."""
+        return self.inputs >= self.features
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VerticalLimits:
+    """Facts and conditions of a vertical model; :meth:`tables` to print, :attr:`conclusion` the one sentence.
+
+    ``rounds`` were drawn with ``seed`` and ``sampling``, unless ``given``. ``together``: samples that are in no round
+    or share all their rounds with another.
+    """
+
+    samples: int
+    batch: int
+    rounds: int
+    sampling: Sampling
+    given: bool
+    seed: int
+    point: str
+    index: Identifiability
+    together: int
+    needed: RoundsNeeded
+    theorem: Theorem
+    workers: tuple[WorkerLimits, ...]
+
+    @property
+    def identifiable(self) -> bool:
+        """Whether steps I and II determine what every worker reads of every sample."""
+        return all(worker.determined == self.samples for worker in self.workers)
+
+    @property
+    def conclusion(self) -> str:
+        least = min(worker.determined for worker in self.workers)
+        if self.identifiable:
+            return (
+                f"Identifiable: {self.index.reason}, so that what the first dense layer of every worker reads of each "
+                "sample follows by linear least squares."
+            )
+        if self.index.identifiable:
+            return (
+                f"Partly identifiable: {self.index.reason}, but some samples leave no back-signal with a worker; at "
+                f"least {least} of {self.samples} follow by linear least squares for every worker."
+            )
+        found = min(max(worker.determined, worker.separable or 0) for worker in self.workers)
+        if found > least:
+            return (
+                f"Identifiable in principle: {self.index.reason}, so that steps I and II alone determine {least}; but "
+                f"fewer rounds than samples are no safety, as the gradients of all rounds together determine "
+                f"{'all' if found == self.samples else found} for every worker."
+            )
+        word = "Partly identifiable" if least else "Not identifiable"
+        return (
+            f"{word} by steps I and II: {self.index.reason}. For every worker at least {least} of {self.samples} "
+            "samples follow; later layers, or knowledge of what samples look like, may tell more."
+        )
+
+    def tables(self) -> tuple[Table, ...]:
+        """Everything as small tables to print."""
+        return vertical_tables(self)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as JSON can hold it; an infinite number becomes None."""
+        facts: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "index"
+        }
+        facts |= {name: dataclasses.asdict(facts[name]) for name in ("needed", "theorem")}
+        facts["workers"] = [
+            {**dataclasses.asdict(worker), "enough_inputs": worker.enough_inputs} for worker in self.workers
+        ]
+        facts["index"] = {
+            "rank": self.index.rank,
+            "smallest": self.index.smallest,
+            "condition": self.index.condition,
+            "determined": int(self.index.determined.sum()),
+            "absent": self.index.absent,
+            "identifiable": self.index.identifiable,
+            "reason": self.index.reason,
+        }
+        plain = plain_values({**facts, "identifiable": self.identifiable, "conclusion": self.conclusion})
+        assert isinstance(plain, dict)
+        return plain
+
+
+def vertical_limits(
+    model: VerticalModel,
+    samples: int,
+    batch: int,
+    rounds: int | None = None,
+    *,
+    sampling: Sampling = "uniform",
+    inputs: Tensor | None = None,
+    labels: Tensor | None = None,
+    indices: Indices | None = None,
+    seed: int = 0,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> VerticalLimits:
+    """What ``rounds`` announced batches of ``batch`` of the ``samples`` give away; ``model`` itself is not touched.
+
+    The batches are ``indices``, or drawn; ``rounds=None`` is a quarter more than step I needs at least. The samples
+    are ``inputs`` with ``labels``, or random ones in [0, 1] with the labels 0, 1, 2, ... The model is taken to stand
+    still, and the adversary to know which samples are in each batch. ``progress`` is told what is done, how much of it,
+    and of how much.
+    """
+    outputs = _check(model, samples, batch, rounds, sampling, inputs, labels, indices)
+    needed = rounds_needed(samples, batch, sampling)
+    given = indices is not None
+    if indices is None:
+        count = rounds or default_rounds(samples, batch, sampling)
+        drawn = draw_batches(samples, batch, count, sampling, torch.Generator().manual_seed(seed))
+        indices = [numbers.tolist() for numbers in drawn]
+    found = identify(indices, samples)
+    point = "random samples in [0, 1]" if inputs is None else "the samples that were given"
+    if inputs is None or labels is None:
+        generator = torch.Generator().manual_seed(seed)
+        inputs = torch.rand((samples, *model.input_shape), generator=generator, dtype=torch.float64)
+        labels = torch.arange(samples) % label_count(outputs)
+    at_layers = layer_signals(model, inputs, labels, batch, progress)
+    workers = []
+    for dense, (signals, reads) in zip(first_dense(model), at_layers, strict=True):
+        workers.append(_worker(dense, batch, found, indices, signals, reads))
+        if progress is not None:
+            progress("workers", len(workers), len(at_layers))
+    return VerticalLimits(
+        samples=samples,
+        batch=batch,
+        rounds=found.rounds,
+        sampling=sampling,
+        given=given,
+        seed=seed,
+        point=point,
+        index=found,
+        together=samples - int(distinct_columns(indices, samples).sum()),
+        needed=needed,
+        theorem=theorem1(samples, batch),
+        workers=tuple(workers),
+    )
+
+
+def _worker(
+    dense: FirstDense, batch: int, found: Identifiability, indices: Indices, signals: Tensor, reads: Tensor
+) -> WorkerLimits:
+    determined = int(determined_inputs(found, signals).sum())
+    apart = None
+    if not found.identifiable:
+        # The gradient of a bias is that of a weight whose input is always 1.
+        with_bias = torch.cat([reads, torch.ones_like(reads[:, :1])], dim=1) if dense.bias else reads
+        apart = int(separable(indices, signals, with_bias).sum())
+    rank = rank_of(reads)
+    return WorkerLimits(
+        worker=dense.worker,
+        share=dense.share.name,
+        features=len(dense.share.places),
+        layer=dense.name,
+        inputs=dense.inputs,
+        units=dense.units,
+        bias=dense.bias,
+        invisible=tuple(torch.nonzero(~seen_rows(signals)).flatten().tolist()),
+        signal_rank=rank_of(signals).rank or 0,
+        input_rank=rank.rank or 0,
+        input_condition=math.inf if rank.condition is None else rank.condition,
+        determined=determined,
+        separable=apart,
+        theorem=theorem2(found.samples, batch, dense.units, signals),
+        bounds=recovery_bounds(batch, signals, reads),
+    )
+
+
+def layer_signals(
+    model: VerticalModel,
+    inputs: Tensor,
+    labels: Tensor,
+    batch: int,
+    progress: Callable[[str, int, int], None] | None = None,
+) -> list[tuple[Tensor, Tensor]]:
+    """V (N, d2) and H (N, d1) of each worker's first dense layer, in double precision.
+
+    V is the derivative of the mean loss of a batch of ``batch`` by the layer's output: of each sample's own loss,
+    divided by the batch size.
+    """
+    net = copy.deepcopy(model).double().eval().requires_grad_(False)
+    layers = [dense_layer(net, dense) for dense in first_dense(net)]
+    device = layers[0].weight.device
+    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in layers]
+    for start in range(0, len(inputs), _AT_ONCE):
+        part = slice(start, start + _AT_ONCE)
+        with _cut_at(layers) as seen:
+            answer = net(inputs[part].to(device=device, dtype=torch.float64))
+        loss = client_loss(answer, labels[part].to(device), reduction="sum") / batch
+        outputs = [seen[layer][1] for layer in layers]
+        gradients = torch.autograd.grad(loss, outputs, allow_unused=True)
+        for (signals, reads), layer, output, gradient in zip(found, layers, outputs, gradients, strict=True):
+            signals.append((torch.zeros_like(output) if gradient is None else gradient).detach().cpu())
+            reads.append(seen[layer][0].detach().cpu())
+        if progress is not None:
+            progress("samples", min(start + _AT_ONCE, len(inputs)), len(inputs))
+    return [(torch.cat(signals), torch.cat(reads)) for signals, reads in found]
+
+
+@contextmanager
+def _cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+    """Input and output of each layer; the output is where differentiation ends, so nothing before it is kept."""
+    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def cut(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if output.dim() != 2 or layer in seen:
+            got = "used twice" if layer in seen else f"with outputs {tuple(output.shape)}"
+            raise ValueError(f"model: expected first dense layers that read each sample once, got one {got}")
+        seen[layer] = (inputs[0], output.detach().requires_grad_())
+        return seen[layer][1]
+
+    handles = [layer.register_forward_hook(cut) for layer in layers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check(
+    model: VerticalModel,
+    samples: int,
+    batch: int,
+    rounds: int | None,
+    sampling: str,
+    inputs: Tensor | None,
+    labels: Tensor | None,
+    indices: Indices | None,
+) -> int:
+    """The number of the model's outputs; one error with all that is wrong otherwise."""
+    if not isinstance(model, VerticalModel):
+        raise TypeError(
+            f"model: expected a leakscope.VerticalModel, got {type(model).__name__}; for others there is limits()"
+        )
+    problems = []
+    for name, value in (("samples", samples), ("batch", batch), ("rounds", rounds)):
+        missing = value is None and name == "rounds"
+        if not missing and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
+    if not problems and batch > samples:
+        problems.append(f"batch: expected at most the {samples} samples, got {batch}")
+    if sampling not in ("uniform", "epochs"):
+        problems.append(f"sampling: expected 'uniform' or 'epochs', got {sampling!r}")
+    if indices is not None and rounds not in (None, len(indices)):
+        problems.append(f"rounds: expected {len(indices)}, as there are indices, or None, got {rounds}")
+    if (inputs is None) != (labels is None):
+        problems.append("inputs and labels: expected both or neither")
+    if inputs is not None and tuple(inputs.shape) != (samples, *model.input_shape):
+        problems.append(f"inputs: expected shape {(samples, *model.input_shape)}, got {tuple(inputs.shape)}")
+    like = dense_layer(model, first_dense(model)[0]).weight
+    with torch.no_grad():
+        outputs = int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])
+    if labels is not None:
+        classes = label_count(outputs)
+        if tuple(labels.shape) != (samples,) or labels.is_floating_point():
+            problems.append(f"labels: expected {samples} class numbers, got {tuple(labels.shape)} of {labels.dtype}")
+        elif not bool(((labels >= 0) & (labels < classes)).all()):
+            problems.append(f"labels: expected classes below the model's {classes}, got up to {int(labels.max())}")
+    if problems:
+        raise ValueError("vertical_limits:\n  - " + "\n  - ".join(problems))
+    return outputs

@@ -1,0 +1,252 @@
+"""A model that several workers hold together: each owns some features of every sample, a server joins what they make.
+
+In vertical federated learning worker m computes a representation of its own share of a sample, the server concatenates
+them and computes the logits. :class:`VerticalModel` is the whole as one module, so that everything that works on a
+model works on it too.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Sampling = Literal["uniform", "epochs"]
+Groups = Mapping[str, Sequence[int | str]]
+_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Share:
+    """The features of one worker: their ``places`` in a flattened sample, and the ``shape`` they have together."""
+
+    name: str
+    places: tuple[int, ...] = field(repr=False)
+    shape: tuple[int, ...]
+
+    def take(self, x: Tensor) -> Tensor:
+        """This worker's part of samples (B, ...)."""
+        places = torch.tensor(self.places, device=x.device)
+        return x.flatten(1).index_select(1, places).reshape(-1, *self.shape)
+
+
+def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", workers: int = 4) -> tuple[Share, ...]:
+    """Who owns what of samples of this shape.
+
+    ``slices``: "quadrants" cuts an image in four; "strips" cuts the rows of an image, or the last axis of a signal or
+    table, in ``workers`` bands as equal as can be; a mapping of names to numbers or ranges such as "3-9" gives each
+    worker a group of features along the last axis.
+
+    >>> [share.shape for share in make_shares((3, 32, 32))]
+    [(3, 16, 16), (3, 16, 16), (3, 16, 16), (3, 16, 16)]
+    >>> [(share.name, share.places) for share in make_shares((5,), {"bank": ["0-2"], "shop": [4, 3]})]
+    [('bank', (0, 1, 2)), ('shop', (4, 3))]
+    """
+    shape = tuple(input_shape)
+    grid = torch.arange(math.prod(shape)).reshape(shape)
+    if isinstance(slices, Mapping):
+        blocks = {str(name): grid[..., _columns(name, group, shape[-1])] for name, group in slices.items()}
+    elif slices == "quadrants":
+        if len(shape) != 3 or min(shape[1:]) < 2:
+            raise ValueError(
+                f"slices: quadrants need images (channels, height, width) of at least 2x2, got {shape}; "
+                "use 'strips' or name groups of features"
+            )
+        halves = [grid.tensor_split(2, dim=1)[row].tensor_split(2, dim=2) for row in range(2)]
+        names = ("top left", "top right", "bottom left", "bottom right")
+        blocks = dict(zip(names, (block for row in halves for block in row), strict=True))
+    elif slices == "strips":
+        axis = 1 if len(shape) == 3 else len(shape) - 1
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= shape[axis]:
+            raise ValueError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {workers!r}")
+        blocks = {f"strip {n + 1}": block for n, block in enumerate(grid.tensor_split(workers, dim=axis))}
+    else:
+        raise ValueError(f"slices: expected 'quadrants', 'strips' or a mapping of names to features, got {slices!r}")
+    shares = tuple(Share(n, tuple(b.flatten().tolist()), tuple(b.shape)) for n, b in blocks.items())
+    check_shares(shares, shape)
+    return shares
+
+
+def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
+    entries = [group] if isinstance(group, str | int) else list(group)
+    columns: list[int] = []
+    for entry in entries:
+        first, _, last = str(entry).partition("-")
+        try:
+            columns += range(int(first), int(last or first) + 1)
+        except ValueError as error:
+            raise ValueError(
+                f"slices: {name}: expected feature numbers or ranges such as '3-9', got {entry!r}"
+            ) from error
+    wrong = [column for column in columns if not 0 <= column < length]
+    if wrong or not columns:
+        raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {wrong or 'none'}")
+    return columns
+
+
+def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
+    """ValueError unless every feature of such a sample belongs to exactly one worker."""
+    if not shares:
+        raise ValueError("slices: expected at least one worker, got none")
+    size = math.prod(input_shape)
+    owners = torch.zeros(size, dtype=torch.long)
+    for share in shares:
+        if math.prod(share.shape) != len(share.places) or not all(0 <= place < size for place in share.places):
+            raise ValueError(f"slices: {share.name}: {len(share.places)} places do not fit the shape {share.shape}")
+        owners += torch.bincount(torch.tensor(share.places), minlength=size)
+    wrong = torch.nonzero(owners != 1).flatten().tolist()
+    if wrong:
+        told = ", ".join(f"{place} ({int(owners[place])} times)" for place in wrong[:_TOLD])
+        more = f" and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
+        raise ValueError(f"slices: every feature must belong to exactly one worker; not so: {told}{more}")
+
+
+def assemble(shares: Sequence[Share], parts: Sequence[Tensor], input_shape: Sequence[int]) -> Tensor:
+    """Whole samples from the parts (B, ...) of all workers.
+
+    >>> x = torch.arange(32.0).reshape(2, 1, 4, 4)
+    >>> shares = make_shares((1, 4, 4))
+    >>> torch.equal(assemble(shares, [share.take(x) for share in shares], (1, 4, 4)), x)
+    True
+    """
+    order = torch.tensor([place for share in shares for place in share.places], device=parts[0].device)
+    together = torch.cat([part.flatten(1) for part in parts], dim=1)
+    return together.index_select(1, torch.argsort(order)).reshape(-1, *input_shape)
+
+
+def draw_batches(
+    samples: int, batch: int, rounds: int, sampling: Sampling, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """The sample numbers that a server announces in each round, in rising order.
+
+    "uniform" draws each batch anew without replacement, "epochs" shuffles all samples and goes through them; what is
+    left of an epoch that the batch size does not divide is dropped, as is usual.
+    """
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(rounds):
+        if sampling == "uniform" or len(order) < batch:
+            order = torch.randperm(samples, generator=generator)
+        yield order[:batch].sort().values
+        order = order[batch:]
+
+
+def default_rounds(samples: int, batch: int, sampling: Sampling) -> int:
+    """A quarter more rounds than it takes at least for the batches to determine every sample.
+
+    The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has batches.
+
+    >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs")
+    (100, 110)
+    """
+    batches = samples // batch
+    if sampling == "uniform" or batches < 2:
+        return math.ceil(1.25 * samples)
+    return math.ceil(1.25 * (samples - 1) / (batches - 1)) * batches
+
+
+class VerticalModel(nn.Module):
+    """Workers that each read their share of a sample, and a head that reads their outputs one after another."""
+
+    def __init__(
+        self, *, workers: Sequence[nn.Module], head: nn.Module, shares: Sequence[Share], input_shape: Sequence[int]
+    ) -> None:
+        super().__init__()
+        if len(workers) != len(shares):
+            raise ValueError(f"VerticalModel: expected a worker for each of {len(shares)} shares, got {len(workers)}")
+        check_shares(shares, input_shape)
+        self.shares = tuple(shares)
+        self.input_shape = tuple(int(size) for size in input_shape)
+        self.workers = nn.ModuleList(workers)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [worker(share.take(x)) for worker, share in zip(self.workers, self.shares, strict=True)]
+        answer: Tensor = self.head(torch.cat(outputs, dim=1))
+        return answer
+
+    def extra_repr(self) -> str:
+        return "; ".join(f"{share.name}: {'x'.join(map(str, share.shape))}" for share in self.shares)
+
+
+@dataclass(frozen=True, eq=False)
+class FirstDense:
+    """The first dense layer of a worker: CAFE reads its back-signals V and its inputs H.
+
+    ``name`` is that of the layer in the whole model; its parameters are ``name``.weight and ``name``.bias.
+    """
+
+    worker: int
+    share: Share
+    name: str
+    inputs: int
+    units: int
+    bias: bool
+
+
+def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
+    """The first dense layer that each worker runs; ValueError for a worker without one."""
+    found = []
+    for number, (worker, share) in enumerate(zip(model.workers, model.shares, strict=True)):
+        layer = _first_linear(worker, share)
+        name = next(name for name, module in worker.named_modules() if module is layer)
+        path = f"workers.{number}.{name}".removesuffix(".")
+        found.append(FirstDense(number, share, path, layer.in_features, layer.out_features, layer.bias is not None))
+    return tuple(found)
+
+
+class _Reached(Exception):
+    """The dense layer was reached, with this input; nothing behind it need run."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def representation(worker: nn.Module, layer: nn.Module, part: Tensor) -> Tensor:
+    """What ``worker`` computes of its part of the samples up to ``layer``: the layer's inputs, (B, inputs)."""
+
+    def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Reached(inputs[0])
+
+    handle = layer.register_forward_pre_hook(stop)
+    try:
+        worker(part)
+    except _Reached as reached:
+        return reached.inputs
+    finally:
+        handle.remove()
+    raise ValueError("representation: expected a layer that the worker runs, got one that it does not")
+
+
+def _first_linear(worker: nn.Module, share: Share) -> nn.Linear:
+    """By running the worker: the order of definition need not be the order of execution."""
+    probe = copy.deepcopy(worker).eval()
+    ran: list[nn.Module] = []
+    handles = [
+        module.register_forward_pre_hook(lambda module, _inputs: ran.append(module))
+        for module in probe.modules()
+        if isinstance(module, nn.Linear)
+    ]
+    like = next(iter(probe.parameters()), torch.zeros(()))
+    with torch.no_grad():
+        probe(torch.zeros((2, *share.shape), device=like.device, dtype=like.dtype))
+    for handle in handles:
+        handle.remove()
+    if not ran:
+        raise ValueError(f"worker {share.name!r}: expected a dense layer (nn.Linear), it runs none")
+    twins = dict(zip(probe.modules(), worker.modules(), strict=True))
+    layer = twins[ran[0]]
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+def dense_layer(model: nn.Module, dense: FirstDense) -> nn.Linear:
+    """The layer itself."""
+    layer = model.get_submodule(dense.name)
+    assert isinstance(layer, nn.Linear)
+    return layer
