@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from leakscope.attacks import ATTACKS, FLAGS, STANDARD, STANDARD_WEIGHT_UPDATES
+from leakscope.attacks import ATTACKS, FLAGS, STANDARD, STANDARD_VERTICAL, STANDARD_WEIGHT_UPDATES
 from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, Policy, TrainingSpec
 from leakscope.data import DATA
 from leakscope.defenses import DEFENSES
@@ -88,6 +88,20 @@ ATTACK_SETTINGS = {
     "checkpoint": "keep only the weights before each local step and compute the rest again: less memory",
     "dlfa.distance": 'name of a [distance](engine.md#distances), or "layered-l2", the published one',
     "dlfa.decay": "factor of the step size at each step",
+    "cafe.method": "solve steps I and II outright, approach them in loops, or match gradients only",
+    "cafe.iterations": "steps of step III: for each sample if direct, rounds visited otherwise",
+    "cafe.first_iterations": "rounds visited by step I and by step II of the nested loops",
+    "cafe.steps": "how the loops move in steps I and II",
+    "cafe.gradient": "weight of the gradient term (alpha); the direct method has none",
+    "cafe.tv": "weight of total variation (beta) at the start",
+    "cafe.labels": '"recover": known, or read off the last layer by step I; "joint": searched with the data',
+    "signal_lr": "step size of step I under `descent`",
+    "input_lr": "step size of step II under `descent`",
+    "relative": "terms relative to the size of what is observed, or sums as published",
+    "threshold": "total variation from which on it counts (xi)",
+    "representation": "weight of the representation term (gamma)",
+    "group": "pictures of each sample searched side by side",
+    "consistency": "weight of their distance from their mean",
     "linear-layer.tolerance": "relative singular value below which a direction counts as rounding noise",
 }
 
@@ -104,11 +118,19 @@ SPEC_KEYS = {
         "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far as "
         "the data goes",
     ),
-    "batch": ("whole number", "examples a client holds; batch b holds the examples b·batch to (b+1)·batch − 1"),
+    "batch": (
+        "whole number",
+        "examples a client holds, in vertical learning the samples that the workers share; batch b holds the examples "
+        "b·batch to (b+1)·batch − 1",
+    ),
     "protocols": ("name, mapping or list", "[protocols](protocols-and-defenses.md)"),
     "defenses": ("name, mapping or list", "[defences](protocols-and-defenses.md#defences); `none` is the bare update"),
     "attacks": ("name, mapping or list", "[attacks](attacks.md); `standard` stands for several"),
-    "knowledge": ("preset or mapping", "[the threat model](threat-models.md)"),
+    "knowledge": (
+        "preset or mapping",
+        "[the threat model](threat-models.md); default: `honest_server`, or `vertical_server` where every protocol is "
+        "vertical",
+    ),
     "seeds": ("number or list", "a number n means the seeds 0 to n − 1"),
     "policy": ("mapping", "limits of the verdict; see the keys of `policy`"),
     "pictures": ("true or false", "whether originals and reconstructions are kept; default: only if not private"),
@@ -121,7 +143,7 @@ SPEC_KEYS = {
     "workers": ("whole number", "worker processes; default: processors divided by `threads`"),
     "timeout": (
         "seconds",
-        "a job that takes longer, diagnosis of its weight update included, is stopped and counts as failed; needs "
+        "a job that takes longer, diagnosis, theory and repeated training included, is stopped and counts as failed; needs "
         "`processes`",
     ),
 }
@@ -170,7 +192,7 @@ KNOWLEDGE_FIELDS = {
     "batch_size": "size of the local batches",
     "learning_rate": "learning rate, optimiser and momentum",
     "batch_order": "which examples were in each local step",
-    "batch_indices": "which examples of the data set are in a batch; no protocol here reveals them",
+    "batch_indices": "which samples are in a batch; the server of vertical learning announces them",
     "batchnorm_statistics": "mean and variance of the private batch at each BatchNorm layer",
     "normalisation": "the value range of inputs, hence where [0, 1] lies",
     "choose_weights": "a server that may choose the weights it sends out",
@@ -181,6 +203,8 @@ KNOWLEDGE_FIELDS = {
 def standard(name: str) -> str:
     if name in STANDARD:
         return "yes"
+    if name in STANDARD_VERTICAL:
+        return "for vertical learning"
     return "for weight updates" if name in STANDARD_WEIGHT_UPDATES else ""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -40,7 +40,7 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
 
     ``slices``: "quadrants" cuts an image in four; "strips" cuts the rows of an image, or the last axis of a signal or
     table, in ``workers`` bands as equal as can be; a mapping of names to numbers or ranges such as "3-9" gives each
-    worker a group of features along the last axis.
+    worker a group of features along the last axis, however many ``workers`` are asked for.
 
     >>> [share.shape for share in make_shares((3, 32, 32))]
     [(3, 16, 16), (3, 16, 16), (3, 16, 16), (3, 16, 16)]
@@ -57,6 +57,8 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
                 f"slices: quadrants need images (channels, height, width) of at least 2x2, got {shape}; "
                 "use 'strips' or name groups of features"
             )
+        if workers != 4:
+            raise ValueError(f"workers: expected 4 for quadrants, got {workers!r}; use 'strips' for other numbers")
         halves = [grid.tensor_split(2, dim=1)[row].tensor_split(2, dim=2) for row in range(2)]
         names = ("top left", "top right", "bottom left", "bottom right")
         blocks = dict(zip(names, (block for row in halves for block in row), strict=True))
@@ -73,16 +75,16 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
 
 
 def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
-    entries = [group] if isinstance(group, str | int) else list(group)
     columns: list[int] = []
-    for entry in entries:
-        first, _, last = str(entry).partition("-")
+    for entry in group if isinstance(group, Iterable) and not isinstance(group, str) else [group]:
+        first, dash, last = str(entry).partition("-")
         try:
-            columns += range(int(first), int(last or first) + 1)
-        except ValueError as error:
-            raise ValueError(
-                f"slices: {name}: expected feature numbers or ranges such as '3-9', got {entry!r}"
-            ) from error
+            numbers = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            numbers = range(0)
+        if not numbers:
+            raise ValueError(f"slices: {name}: expected feature numbers or rising ranges such as '3-9', got {entry!r}")
+        columns += numbers
     wrong = [column for column in columns if not 0 <= column < length]
     if wrong or not columns:
         raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {wrong or 'none'}")
@@ -189,7 +191,7 @@ class FirstDense:
 
 
 def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
-    """The first dense layer that each worker runs; ValueError for a worker without one."""
+    """The first dense layer that each worker runs; ValueError where there is none, or it reads no row a sample."""
     found = []
     for number, (worker, share) in enumerate(zip(model.workers, model.shares, strict=True)):
         layer = _first_linear(worker, share)
@@ -226,21 +228,22 @@ def representation(worker: nn.Module, layer: nn.Module, part: Tensor) -> Tensor:
 def _first_linear(worker: nn.Module, share: Share) -> nn.Linear:
     """By running the worker: the order of definition need not be the order of execution."""
     probe = copy.deepcopy(worker).eval()
-    ran: list[nn.Module] = []
-    handles = [
-        module.register_forward_pre_hook(lambda module, _inputs: ran.append(module))
-        for module in probe.modules()
-        if isinstance(module, nn.Linear)
-    ]
+    ran: list[tuple[nn.Module, Tensor]] = []
+    for module in probe.modules():
+        if isinstance(module, nn.Linear):  # on a copy, so the hooks need no removal
+            module.register_forward_hook(lambda module, _inputs, output: ran.append((module, output)))
     like = next(iter(probe.parameters()), torch.zeros(()))
-    with torch.no_grad():
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
         probe(torch.zeros((2, *share.shape), device=like.device, dtype=like.dtype))
-    for handle in handles:
-        handle.remove()
     if not ran:
         raise ValueError(f"worker {share.name!r}: expected a dense layer (nn.Linear), it runs none")
+    found, output = ran[0]
+    uses = sum(module is found for module, _ in ran)
+    if output.dim() != 2 or uses > 1:
+        got = f"used {uses} times" if uses > 1 else f"with outputs {tuple(output.shape)}"
+        raise ValueError(f"worker {share.name!r}: expected a first dense layer to read each sample once, got one {got}")
     twins = dict(zip(probe.modules(), worker.modules(), strict=True))
-    layer = twins[ran[0]]
+    layer = twins[found]
     assert isinstance(layer, nn.Linear)
     return layer
 

@@ -96,6 +96,17 @@ class Malicious(Attack):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Vandal(Attack):
+    """Reads rounds, learns nothing, and leaves the model it was given in ruins."""
+
+    reads_rounds = True
+
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
+        Malicious().prepare(observation.model.requires_grad_(False))
+        return Guess().run(observation, generator)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Trouble(Attack):
     """Raises, or ends the process it runs in, for the examples of one seed."""
 
@@ -204,7 +215,7 @@ def timeless(rows: list[Row]) -> list[Row]:
     for row in rows:
         result = json.loads(json.dumps(row.result))
         if result is not None:
-            result.pop("peak_memory_mb")
-            result["info"].pop("seconds")
+            result.pop("peak_memory_mb", None)
+            result.get("info", {}).pop("seconds", None)
         kept.append(dataclasses.replace(row, result=result, seconds=None, finished=None))
     return kept

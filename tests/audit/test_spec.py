@@ -8,10 +8,10 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 
-from leakscope.attacks import DLG
+from leakscope.attacks import DLG, STANDARD, STANDARD_VERTICAL, STANDARD_WEIGHT_UPDATES
 from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml
 from leakscope.audit.default import DEFAULT_SPEC as DIRECT
-from leakscope.federation import FedAvg
+from leakscope.federation import FedAvg, Vertical
 from leakscope.observation import Knowledge
 
 SMALL = {"model": "logistic", "data": "tiles"}
@@ -102,7 +102,7 @@ def test_every_problem_is_told_once() -> None:
         "exampels: unknown key: expected one of",
         "did you mean examples",
         "examples: expected a multiple of batch (2), got 5",
-        "protocols[0]: expected one of fedsgd, fedavg, got 'fedsgdd'; did you mean fedsgd?",
+        "protocols[0]: expected one of fedsgd, fedavg, vertical, got 'fedsgdd'; did you mean fedsgd?",
         "protocols[1]: fedavg: epochs: expected at least 1, got 0",
         "protocols[2]: fedavg: unknown setting 'epochz'",
         "defenses[0]: gradient-noise: sigma: expected",
@@ -227,3 +227,35 @@ def test_standard_attacks_follow_the_protocols_and_what_is_listed_besides() -> N
     assert "sme" in names(protocols=["fedsgd", fedavg])
     assert names(protocols=[fedavg], attacks=["standard", {"sme": {"iterations": 5}}]).count("sme") == 1
     assert names(attacks=["standard", "Inverting_Gradients"]).count("inverting-gradients") == 1
+
+
+VERTICAL = {"vertical": {"batch_size": 2}}
+
+
+def test_vertical_protocols_have_attacks_of_their_own() -> None:
+    def names(*protocols: Any, attacks: Any = "standard") -> list[str]:
+        return [part.name for part in spec(protocols=list(protocols), attacks=attacks).attacks]
+
+    assert names(VERTICAL) == list(STANDARD_VERTICAL)
+    assert names(VERTICAL, Vertical(batch_size=3)) == list(STANDARD_VERTICAL)
+    assert names("fedsgd", VERTICAL) == [*STANDARD, *STANDARD_VERTICAL]
+    assert names(VERTICAL, "fedavg") == [*STANDARD, *STANDARD_WEIGHT_UPDATES, *STANDARD_VERTICAL]
+    assert names("fedsgd") == list(STANDARD)
+    assert names(VERTICAL, attacks=["standard", {"cafe": {"iterations": 5}}]) == ["cafe"]
+    assert "protocols[0]" in "".join(problems(protocols=["vertica"]))
+
+
+def test_the_default_knowledge_follows_the_protocols() -> None:
+    def knowledge(**changes: Any) -> Knowledge:
+        return Knowledge(**spec(**changes).knowledge)
+
+    assert knowledge() == Knowledge.honest_server
+    assert knowledge(protocols=[VERTICAL]) == Knowledge.vertical_server
+    assert knowledge(protocols=[VERTICAL], knowledge=None) == Knowledge.vertical_server
+    assert knowledge(protocols=["fedsgd", VERTICAL]) == Knowledge.honest_server
+    # What is said counts, even where it takes something away: secure shuffling.
+    assert knowledge(protocols=[VERTICAL], knowledge="honest_server") == Knowledge.honest_server
+    assert knowledge(protocols=[VERTICAL], knowledge={"batch_indices": False}) == Knowledge.eavesdropper
+    assert knowledge(knowledge="vertical-server") == Knowledge.vertical_server
+    (told,) = problems(knowledge="vertical")
+    assert "expected one of eavesdropper, honest_server, vertical_server, malicious_server, full" in told

@@ -16,6 +16,7 @@ from torch import Tensor
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
 AVG = "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"
+VERTICAL = "Vertical(batchnorm='eval', batch_size=3, rounds=15, lr=0.1, sampling='uniform', whole_rounds=None)"
 PRUNING = "GradientPruning(fraction=0.9, scope='tensor')"
 NOISE = "GradientNoise(sigma=0.01)"
 GEIPING = "InvertingGradients(iterations=500, restarts=2, tv=0.1, optimizer='signed-adam', labels=None)"
@@ -181,6 +182,10 @@ def _add(
     }
     if job["protocol"].startswith("FedAvg") and not job["control"]:
         row["result"]["update"] = weight_update((0.999 if job["defense"] == "none" else 0.85) - 0.002 * number)
+    if job["protocol"].startswith("Vertical") and not job["control"]:
+        bare = job["defense"] == "none"
+        row["result"]["limits"] = rounds(moves=True, alters=not bare, invisible=(3, 1), rounds=9 if bare else 15)
+        row["result"]["cost"] = cost(0.46 if bare else 1.15)
     if built.meta["pictures"]:
         built.artifacts[key] = {"originals": original[None].clone(), "reconstructions": guess[None].clone()}
     start = 0.5 + float(torch.rand((), generator=generator))
@@ -203,6 +208,37 @@ def weight_update(best: float, at: float = 0.6, steps: int = 25, **changes: Any)
         **{"message_cosine": 1.0, "loss_before": 2.3, "loss_after": 1.9, "bound": 41.5, "bound_reason": None},
         **{"gradient_norm": 2.0, "lipschitz": 1.5, "smoothness": 3.0, **changes},
     }
+
+
+def rounds(
+    *,
+    rounds: int = 15,
+    rank: int = 12,
+    least: int | None = 12,
+    determined: tuple[int, ...] = (12, 12),
+    separable: tuple[int | None, ...] = (None, None),
+    invisible: tuple[int, ...] = (0, 0),
+    enough: tuple[bool, ...] = (True, True),
+    **changes: Any,
+) -> dict[str, Any]:
+    """What a job tells of its rounds on batches of 3 of 12 samples."""
+    workers = [
+        {"share": share, "determined": d, "separable": s, "invisible": list(range(i)), "enough_inputs": e}
+        for share, d, s, i, e in zip(("bank", "shop"), determined, separable, invisible, enough, strict=True)
+    ]
+    found = {
+        **{"samples": 12, "batch": 3, "rounds": rounds, "workers": workers, "conclusion": "Fabricated conclusion."},
+        **{"index": {"rank": rank, "condition": 4.86}, "needed": {"least": least, "covered": 11.6, "apart": 8}},
+    }
+    facts = {"kind": "vertical", "announced": True, "moves": False, "alters": False, "mixes": False}
+    return {**facts, **changes, "found": found}
+
+
+def cost(after: float, rounds: int = 100, **changes: Any) -> dict[str, Any]:
+    """What a job tells of a training that ends at this loss."""
+    points = [[n + 0.5, after + (2.2 - after) * math.exp(-n / rounds * 5)] for n in range(1, rounds, 5)]
+    told = {"rounds": rounds, "points": points, "first": 2.2, "last_tenth": after, "before": 2.25, "after": after}
+    return {**told, **changes}
 
 
 def _meta(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fabricate import AVG, NOISE, PRUNING, SGD, fabricate
+from fabricate import AVG, NOISE, PRUNING, SGD, VERTICAL, fabricate
 
 from leakscope.report import write_comparison, write_report
 
@@ -50,7 +50,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     wide = fabricate(settings=settings, level=(0.02, 0.1, 0.2, 0.3), missing=2).write(folder / "wide")
     signal = fabricate(shape=(1, 50), examples=2).write(folder / "signal")
     private = fabricate(private=True, pictures=False, examples=2).write(folder / "private")
-    found = {d.name: write_report(d) for d in (wide, signal, private)}
+    settings = ((VERTICAL, "none"), (VERTICAL, NOISE))
+    vertical = fabricate(settings=settings, level=(0.02, 0.3), examples=2).write(folder / "vertical")
+    found = {d.name: write_report(d) for d in (wide, signal, private, vertical)}
     return found | {"comparison": write_comparison(wide, signal, folder / "comparison.html")}
 
 
@@ -145,7 +147,7 @@ def test_filter_hides_what_does_not_match(opened: Any) -> None:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 760, 1200])
-@pytest.mark.parametrize("name", ["wide", "signal", "private", "comparison"])
+@pytest.mark.parametrize("name", ["wide", "signal", "private", "vertical", "comparison"])
 def test_the_page_never_scrolls_sideways(
     browser: Any, files: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:

@@ -25,10 +25,14 @@ CUTOFF = 1e-11
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """One row a sample, and how much of the observed gradients it leaves unexplained, relative to them."""
+    """One row a sample, and how much of the observed gradients it leaves unexplained, relative to them.
+
+    ``error`` is the error of the rows to be expected, relative to them, if what is left is independent noise.
+    """
 
     rows: Tensor
     residual: float
+    error: float
 
 
 def solve_signals(matrix: Tensor, bias_gradients: Tensor) -> Solution:
@@ -37,10 +41,14 @@ def solve_signals(matrix: Tensor, bias_gradients: Tensor) -> Solution:
     The shortest of the best ones where the batches do not determine all.
     """
     observed = bias_gradients.double()
-    rows = torch.linalg.pinv(matrix, rtol=CUTOFF) @ observed
-    # Once more for what rounding left.
-    rows = rows + torch.linalg.pinv(matrix, rtol=CUTOFF) @ (observed - matrix @ rows)
-    return Solution(rows, _share(observed - matrix @ rows, observed))
+    inverse = torch.linalg.pinv(matrix, rtol=CUTOFF)
+    rows = inverse @ observed
+    rows = rows + inverse @ (observed - matrix @ rows)  # once more for what rounding left
+    rest = observed - matrix @ rows
+    spare = len(matrix) - int(torch.linalg.matrix_rank(matrix))
+    noise = float(rest.square().sum()) / spare if spare else 0.0
+    error = _ratio(noise * float(inverse.square().sum()), float(rows.square().sum()))
+    return Solution(rows, _ratio(float(rest.square().sum()), float(observed.square().sum())), error)
 
 
 def solve_inputs(messages: Sequence[Message], weight: str, signals: Tensor) -> Solution:
@@ -70,7 +78,12 @@ def solve_inputs(messages: Sequence[Message], weight: str, signals: Tensor) -> S
             left, total = left + float(rest.square().sum()), total + float(observed.square().sum())
         if repeat < 2:
             rows = rows + inverse @ right
-    return Solution(rows / sizes[:, None], (left / total) ** 0.5 if total else 0.0)
+    spare = sum(message.update[weight].numel() for message in messages) - rows.numel()
+    noise = left / spare if spare > 0 else 0.0
+    rows = rows / sizes[:, None]
+    # A sample that no round shows has neither a row nor an error.
+    spread = float((inverse.diagonal() / sizes.square())[sizes > CUTOFF * sizes.max()].sum()) * rows.shape[1]
+    return Solution(rows, _ratio(left, total), _ratio(noise * spread, float(rows.square().sum())))
 
 
 def explained(
@@ -88,13 +101,13 @@ def explained(
                     told = rows[batch].sum(0) if observed.dim() == 1 else rows[batch].T @ made[batch]
                     left += float((observed - told).square().sum())
                     total += float(observed.square().sum())
-            shares.append((left / total) ** 0.5 if total else 0.0)
+            shares.append(_ratio(left, total))
     return max(shares)
 
 
-def _share(rest: Tensor, whole: Tensor) -> float:
-    size = float(torch.linalg.vector_norm(whole))
-    return float(torch.linalg.vector_norm(rest)) / size if size else 0.0
+def _ratio(part: float, whole: float) -> float:
+    """Of two squared lengths, the ratio of the lengths."""
+    return (part / whole) ** 0.5 if whole else 0.0
 
 
 class RowAdam:

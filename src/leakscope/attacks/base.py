@@ -191,8 +191,8 @@ def with_diagnosis(observation: Observation, result: Reconstruction, *, thorough
     """The result and why it is what it is, unless it says so itself."""
     if result.diagnosis is not None:
         return result
-    if len(observation.messages) > 1:
-        reason = "the calculation is for one update, and there are several"
+    if _has_rounds(observation):
+        reason = "the calculation is for one update of all examples, and there are rounds on some of them"
         found = Diagnosis(outcome="undecided", reason=reason, unknowns=result.inputs.numel())
     elif "mixture" in result.flags:
         reason = "a mixture of examples is no candidate for any of them"

@@ -45,7 +45,7 @@ from leakscope.observation import Message, Observation
 from leakscope.vertical import FirstDense, VerticalModel, first_dense
 
 #: More of the gradients than this unexplained, and the rounds do not fit together.
-AGREEMENT = 0.02
+AGREEMENT = 0.25
 
 _PUBLISHED: dict[str, Any] = {
     "method": "single-loop",
@@ -142,9 +142,10 @@ class CAFE(Attack):
             picture = search.match(observation, layers, targets, generator, progress)
             seen, left = torch.zeros((len(layers), samples), dtype=torch.bool), None
         elif self.method == "direct":
-            signals, inputs, left = _solve(observation, layers, batches)
+            signals, inputs, left, error = _solve(observation, layers, batches)
+            info["expected_error"] = error
             seen = _seen(observation, signals, known)
-            picture = search.invert(observation, layers, inputs, seen, generator, progress)
+            picture = _trusting(search, error).invert(observation, layers, inputs, seen, generator, progress)
         else:
             tables = self._tables(observation, layers, generator)
             nested = self.method == "nested"
@@ -244,8 +245,8 @@ def _gradients(messages: tuple[Message, ...], name: str) -> Tensor:
 
 def _solve(
     observation: Observation, layers: tuple[FirstDense, ...], batches: list[tuple[int, ...]]
-) -> tuple[list[Tensor], list[Tensor], float]:
-    """Steps I and II outright: V and H of each worker, and the larger share of gradients they leave unexplained."""
+) -> tuple[list[Tensor], list[Tensor], float, float]:
+    """Steps I and II outright: V and H of each worker, the share of gradients left, and the error to be expected."""
     assert observation.num_examples is not None
     matrix = index_matrix(batches, observation.num_examples)
     biases = [_gradients(observation.messages, f"{layer.name}.bias") for layer in layers]
@@ -254,7 +255,16 @@ def _solve(
     whole = [message for message in observation.messages if not message.partial]
     second = [solve_inputs(whole, f"{layer.name}.weight", rows) for layer, rows in zip(layers, signals, strict=True)]
     left = max(first.residual, *(solution.residual for solution in second))
-    return signals, [solution.rows for solution in second], left
+    error = math.hypot(first.error, max(solution.error for solution in second))
+    return signals, [solution.rows for solution in second], left, error
+
+
+def _trusting(search: StepThree, error: float) -> StepThree:
+    """The search for representations with this relative error: the larger it is, the more the prior counts."""
+    error = min(error, 1.0)
+    return dataclasses.replace(
+        search, representation=search.representation * (1 - error**2), fade=max(search.fade, error)
+    )
 
 
 def _seen(observation: Observation, signals: list[Tensor], known: Identifiability) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -113,7 +114,7 @@ class StepThree:
         if all(exact):
             inputs = assemble(model.shares, wanted, model.input_shape)
             return Picture(inputs, torch.zeros(len(inputs)), [])
-        model = model.requires_grad_(False)
+        model = copy.deepcopy(model).eval().requires_grad_(False)
         shape = (len(wanted[0]), *model.input_shape)
         start = self.canvas.project(self.canvas.initial(shape, box, generator, like), box)
         pieces, scores = [], []

@@ -19,12 +19,14 @@ from torch import Tensor
 
 from leakscope.attacks import MissingKnowledge, NotApplicable, Reconstruction
 from leakscope.attacks.base import with_diagnosis
-from leakscope.audit.parts import Part
+from leakscope.audit.parts import Part, is_vertical
 from leakscope.audit.plan import Job, derived_seed, describe
+from leakscope.audit.rounds import describe_cost, describe_rounds
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.store import Row
 from leakscope.audit.theory import describe_limits
 from leakscope.audit.trajectory import describe_update
+from leakscope.federation import Vertical
 from leakscope.metrics import evaluate
 from leakscope.observation import Observation
 
@@ -61,7 +63,7 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
         found, result, tensors, history = _measure(setup, job, observation, progress)
     except (MissingKnowledge, NotApplicable) as error:
         seconds = time.perf_counter() - started
-        told = _limits(setup, job, observation)
+        told = _told_once(setup, job, observation)
         return Outcome("refused", told or None, f"{type(error).__name__}: {error}", seconds)
     except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
         seconds = time.perf_counter() - started
@@ -74,7 +76,7 @@ def run_job(setup: Setup, job: Job, progress: Advance | None = None) -> Outcome:
     if not job.control:
         why = with_diagnosis(observation, found).diagnosis
         result["diagnosis"] = None if why is None else plain(dataclasses.asdict(why))
-    result.update(_limits(setup, job, observation))
+    result.update(_told_once(setup, job, observation))
     return Outcome("done", result, None, seconds, tensors, history)
 
 
@@ -130,13 +132,19 @@ def _describe_update(setup: Setup, job: Job, observation: Observation) -> dict[s
     return describe_update(protocol, observation.model, x, y, defense, _client(job), observation)
 
 
-def _limits(setup: Setup, job: Job, observation: Observation | None) -> dict[str, Any]:
-    """What theory says of this setting; told once, with the first job on its first client."""
+def _told_once(setup: Setup, job: Job, observation: Observation | None) -> dict[str, Any]:
+    """What theory says of this setting, and what its defence costs; with the first job on its first client only."""
     first = (job.attack, job.batch, job.seed) == (0, 0, setup.spec.seeds[0]) and not job.control
     if not first or observation is None or any(message.kind != "gradient" for message in observation.messages):
         return {}
+    protocol, defense = setup.spec.protocols[job.protocol].instance, _defense(setup, job).instance
     x, y = setup.batch(job.batch)
-    return {"limits": describe_limits(observation, x, y, _defense(setup, job).instance)}
+    if not isinstance(protocol, Vertical):
+        return {"limits": describe_limits(observation, x, y, defense)}
+    told = {"limits": describe_rounds(protocol, observation, x, y, defense)}
+    if protocol.lr > 0:
+        told["cost"] = describe_cost(protocol, observation.model, x, y, defense, _client(job))
+    return told
 
 
 def _measure(
@@ -144,14 +152,20 @@ def _measure(
 ) -> tuple[Reconstruction, dict[str, Any], dict[str, Tensor], dict[str, Any]]:
     spec = setup.spec
     attack = spec.attacks[job.attack].instance
+    if getattr(attack, "reads_rounds", False) and not _has_rounds(setup, job, observation):
+        # That is for the protocol to give, so its lack is no want of knowledge.
+        raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches, and this protocol has none")
     x, y = setup.batch(job.batch)
     box = setup.data.value_range
     originals = box.to_unit(x).float().clamp(0, 1)
+    dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
     found = attack(
-        observation,
+        # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
+        dataclasses.replace(observation),
         seed=derived_seed(job.seed, job.batch, "attack"),
-        device=spec.device,
-        dtype=None if spec.dtype is None else getattr(torch, spec.dtype),
+        # What is there already is not copied there: hundreds of rounds are large.
+        device=None if torch.device(spec.device) == observation.device else spec.device,
+        dtype=None if dtype == observation.dtype else dtype,
         progress=progress,
         diagnose=False,
     )
@@ -177,6 +191,11 @@ def _measure(
         shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
         tensors = {"originals": originals, "reconstructions": shown}
     return found, result, tensors, plain(dict(found.history))
+
+
+def _has_rounds(setup: Setup, job: Job, observation: Observation) -> bool:
+    several = len(observation.messages) > 1 or observation.messages[0].indices is not None
+    return several or is_vertical(setup.spec.protocols[job.protocol])
 
 
 def _prepared(setup: Setup, attack: Any) -> Setup:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -58,12 +58,29 @@ def attack_part(value: Any) -> Part:
     return _part(value, {name: entry.cls for name, entry in ATTACKS.items()}, None, "attack")
 
 
-def standard_attacks(protocols: Iterable[Part]) -> list[str]:
-    """The attacks that "standard" means for these protocols."""
-    from leakscope.attacks import STANDARD, STANDARD_WEIGHT_UPDATES
+def standard_attacks(protocols: Sequence[Part]) -> list[str]:
+    """The attacks that "standard" means for these protocols: all that fit one of them."""
+    from leakscope.attacks import STANDARD, STANDARD_VERTICAL, STANDARD_WEIGHT_UPDATES
 
     trained = any(part.instance.kind == "weight_delta" for part in protocols)
-    return [*STANDARD, *(STANDARD_WEIGHT_UPDATES if trained else ())]
+    wholes = () if _all_vertical(protocols) else (*STANDARD, *(STANDARD_WEIGHT_UPDATES if trained else ()))
+    return [*wholes, *(STANDARD_VERTICAL if any(map(is_vertical, protocols)) else ())]
+
+
+def default_knowledge(protocols: Sequence[Part]) -> str:
+    """The preset that counts where a spec says nothing: the server of vertical learning announces the batches."""
+    return "vertical_server" if _all_vertical(protocols) else "honest_server"
+
+
+def is_vertical(part: Part) -> bool:
+    """Whether in this protocol workers own different features of the same samples."""
+    from leakscope.federation import Vertical
+
+    return isinstance(part.instance, Vertical)
+
+
+def _all_vertical(protocols: Sequence[Part]) -> bool:
+    return bool(protocols) and all(map(is_vertical, protocols))
 
 
 def model_names() -> list[str]:

@@ -69,7 +69,7 @@ def audit(
     protocols: Any = None,
     defenses: Any = None,
     attacks: Any = "standard",
-    knowledge: Any = "honest_server",
+    knowledge: Any = None,
     seeds: Any = (0,),
     value_range: ValueRange | None = None,
     num_classes: int | None = None,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.parts import Part, lines, without_addresses
+from leakscope.audit.parts import Part, is_vertical, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, SpecError, TrainingSpec
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
@@ -162,9 +162,16 @@ def rehearse(setup: Setup) -> None:
     highest = int(setup.data.y[torch.tensor(used)].max())
     x, y = setup.batch(0)
     for number, protocol in enumerate(setup.spec.protocols):
+        if is_vertical(protocol) and protocol.instance.batch_size > len(x):
+            problems.append(
+                f"protocols[{number}]: batch_size: expected at most {len(x)}, which is the batch of the audit and so "
+                f"all samples that the workers share, got {protocol.instance.batch_size}"
+            )
+            continue
+        brief = _brief(protocol)
         for place, defense in enumerate(setup.spec.defenses):
             try:
-                seen = observe(setup, protocol, defense, x, y, torch.Generator().manual_seed(0))
+                seen = observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
                 if highest >= label_count(seen.num_classes):
                     problems.append(f"data: label {highest}, but the model has {seen.num_classes} outputs")
             except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
@@ -173,6 +180,13 @@ def rehearse(setup: Setup) -> None:
                 problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{said}")
     if problems:
         raise SpecError(list(dict.fromkeys(problems)))
+
+
+def _brief(protocol: Part) -> Part:
+    """The protocol as it is rehearsed: of the rounds of a vertical one, of which there may be hundreds, the first."""
+    if not is_vertical(protocol):
+        return protocol
+    return protocol.model_copy(update={"instance": dataclasses.replace(protocol.instance, rounds=1, whole_rounds=None)})
 
 
 def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:

@@ -161,13 +161,12 @@ def _names(item: Any) -> bool:
 
 
 def _attacks(value: Any, info: ValidationInfo) -> Any:
-    protocols = info.data.get("protocols", [])  # absent where they are wrong, which is told anyway
     items = _listed(value)
     chosen = {folded(item if isinstance(item, str) else next(iter(item), "")) for item in items if _names(item)}
     wanted: list[Any] = []
     for item in items:
         if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            wanted += [name for name in parts.standard_attacks(protocols) if folded(name) not in chosen]
+            wanted += [name for name in parts.standard_attacks(_protocols(info)) if folded(name) not in chosen]
         else:
             wanted.append(item)
     return wanted
@@ -195,8 +194,14 @@ def _distinct(values: list[Any]) -> list[Any]:
     return values
 
 
-def _knowledge(value: Any) -> dict[str, Any]:
-    return parts.knowledge_fields(value)
+def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
+    return parts.knowledge_fields(parts.default_knowledge(_protocols(info)) if value is None else value)
+
+
+def _protocols(info: ValidationInfo) -> list[Part]:
+    """Those of the spec that is being checked; none where they are wrong, which is told anyway."""
+    found: list[Part] = info.data.get("protocols", [])
+    return found
 
 
 def _dtype(value: str | None) -> str | None:
@@ -226,9 +231,7 @@ class AuditSpec(_Strict):
     attacks: Annotated[list[_Attack], BeforeValidator(_attacks), AfterValidator(_distinct)] = Field(
         default_factory=lambda: ["standard"], validate_default=True
     )
-    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = Field(
-        default="honest_server", validate_default=True
-    )
+    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = Field(default=None, validate_default=True)
     seeds: Annotated[list[int], BeforeValidator(_seeds), AfterValidator(_distinct)] = [0]
     policy: Policy = Policy()
     pictures: bool | None = None

@@ -127,8 +127,8 @@ class Vertical(Protocol):
 
         With the same generator the rounds are those that :meth:`observe` shows.
         """
-        check_batch(model, x, y, None)
         self._check(model, x)
+        check_batch(model, x, y, None)
         client = client_copy(model, self.batchnorm)
         generator = generator if generator is not None else client_generator()
         rounds, losses = self.count_rounds(len(x)), []
@@ -157,8 +157,9 @@ class Vertical(Protocol):
             loss = None
             with own_randomness(generator):
                 if losses:
-                    with torch.no_grad():
-                        loss = float(client_loss(client(x[rows].clone()), y[rows]))
+                    # On a copy, with numbers drawn apart: looking at the loss must not change the training.
+                    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                        loss = float(client_loss(copy.deepcopy(client)(x[rows].clone()), y[rows]))
                 update, _ = self._train(client, x[rows], y[rows], defense, generator)
             update = finite(defense.protect_message(update, generator))
             yield Round(indices, loss, update)
@@ -181,7 +182,8 @@ class Vertical(Protocol):
         knowledge: Knowledge,
         generator: torch.Generator,
     ) -> tuple[tuple[Message, ...], LocalTraining]:
-        kept = {name for name, parameter in client.named_parameters() if parameter.dim() == 1}
+        trained = ((name, value) for name, value in client.named_parameters() if value.requires_grad)
+        kept = {name for name, value in trained if value.dim() == 1}
         messages = []
         for number, played in enumerate(self.play(client, x, y, defense, generator)):
             rows = played.indices.to(x.device)
@@ -210,7 +212,14 @@ class Vertical(Protocol):
                 f"Vertical: expected a VerticalModel, whose workers own the features, got {type(model).__name__}; "
                 "build 'cafe-cnn' or 'vertical-mlp', or put your own parts into leakscope.VerticalModel"
             )
+        if not isinstance(x, Tensor) or x.dim() < 2:
+            return  # check_batch says what is wrong with it
         if tuple(x.shape[1:]) != model.input_shape:
-            raise ValueError(f"x: expected samples of shape {model.input_shape} as in the model, got {x.shape[1:]}")
-        if self.batch_size > len(x):
-            raise ValueError(f"batch_size: expected at most the {len(x)} samples there are, got {self.batch_size}")
+            raise ValueError(
+                f"x: expected samples of shape {model.input_shape} as in the model, got {tuple(x.shape[1:])}"
+            )
+        if self.batch_size > len(x) > 0:
+            raise ValueError(
+                f"batch_size: expected at most the {len(x)} samples there are, got {self.batch_size}; "
+                "lower it or give more samples"
+            )

@@ -42,8 +42,8 @@ def cafe_cnn(
         raise ValueError(f"cafe-cnn: expected images or signals, got shape {tuple(input_shape)}; use 'vertical-mlp'")
     if (pool, len(input_shape)) not in _POOLS:
         raise ValueError(f"pool: expected 'max' or 'average', got {pool!r}")
-    if len(filters) != 2:
-        raise ValueError(f"filters: expected two numbers, got {filters!r}")
+    if not isinstance(filters, list | tuple) or len(filters) != 2:
+        raise ValueError(f"filters: expected two numbers, one a convolution, got {filters!r}")
     shares = make_shares(input_shape, slices, workers)
     sizes = [positive_int(size, "cafe-cnn: filters, hidden, middle") for size in (*filters, hidden, middle)]
     nets = [_cnn_worker(share, num_classes, sizes, activation, pool, batchnorm) for share in shares]

@@ -8,6 +8,7 @@ from typing import Any
 
 from leakscope.attacks.base import RECOVERED
 from leakscope.audit.store import Row
+from leakscope.report import rounds as vertical
 from leakscope.report import words
 from leakscope.report.words import fixed, number
 
@@ -16,8 +17,12 @@ OUTCOMES = ("recovered", "optimiser failed", "not identifiable", "undecided")
 
 
 def limits_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """One line a setting whose rows tell a floor or a diagnosis; empty where no row does."""
+    """One line a setting whose rows tell a floor or a diagnosis; empty where no row does.
+
+    Settings of vertical learning have ``rounds`` instead, for which there is no floor.
+    """
     lines: list[dict[str, Any]] = []
+    rounds: list[dict[str, Any]] = []
     for setting in settings:
         own = [row for row in rows if not row.job.get("control") and _place(row) == _place_of(setting)]
         told = next((row for row in own if _limits(row)), None)
@@ -26,16 +31,17 @@ def limits_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> d
         if not found and not counts:
             continue
         best = _best_psnr(own, told)
-        lines.append(
-            {
-                "setting": setting,
-                "floor": _floor(found),
-                "best": _error(best, 10 ** (-best / 20)),
-                "sentence": _sentence(found, best),
-                "outcomes": [{"name": name, "jobs": counts[name]} for name in OUTCOMES if counts.get(name)],
-            }
-        )
-    return {"lines": lines, "ranked": any(line["floor"]["seen"] != words.DASH for line in lines)}
+        line = {
+            "setting": setting,
+            "best": _error(best, 10 ** (-best / 20)),
+            "outcomes": [{"name": name, "jobs": counts[name]} for name in OUTCOMES if counts.get(name)],
+        }
+        if found.get("kind") == "vertical":
+            rounds.append({**line, **vertical.describe(found)})
+        else:
+            lines.append({**line, "floor": _floor(found), "sentence": _sentence(found, best)})
+    ranked = any(line["floor"]["seen"] != words.DASH for line in lines)
+    return {"lines": lines, "ranked": ranked, "rounds": rounds, "sentences": vertical.shared(rounds)}
 
 
 def _floor(found: dict[str, Any]) -> dict[str, str]:

@@ -24,6 +24,7 @@ from leakscope.audit.summary import summarise
 from leakscope.audit.verdict import Verdict, judge_store
 from leakscope.observation_files import atomic_write
 from leakscope.report import sections, words
+from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.measures import measures_section
@@ -119,6 +120,7 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
         "gallery": gallery.section(verdict, settings),
         "updates": updates_section(rows, settings),
         "limits": limits_section(rows, settings),
+        "costs": costs_section(rows, settings),
         "curves": sections.curves_section(store, rows, settings),
         "jobs": sections.jobs_section(rows, settings, meta["data"]),
         "flags": sections.flags_section(verdict, rows),
@@ -230,7 +232,7 @@ def _protocol(rows: list[Row]) -> list[tuple[str, list[str]]]:
     sizes = sorted({len(row.job.get("indices") or ()) for row in rows})
     return [
         ("How updates are made", distinct("protocol")),
-        ("Examples in one update", [str(size) for size in sizes]),
+        ("Examples behind one observation", [str(size) for size in sizes]),
         ("Defences", distinct("defense")),
         ("Attacks", distinct("attack")),
     ]

@@ -87,6 +87,15 @@ def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[int, fl
     return [(n, values[n]) for n in (round(k * (count - 1) / (limit - 1)) for k in range(limit))]
 
 
+def colour(place: int) -> str:
+    """The style sheet's class for the line at this place; colours come back after six.
+
+    >>> colour(0), colour(7)
+    ('c0', 'c1')
+    """
+    return f"c{place % 6}"
+
+
 def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int, label_width: int) -> Markup:
     """Mean and interval of each row, its examples as dots, its baseline as a diamond, the policy as a line.
 
@@ -182,7 +191,7 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
         line = " ".join(f"{left + n / last * span:.1f},{y(place(v)):.1f}" for n, v in points)
         final = f", ends at {points[-1][1]:.3g}" if points else ""
         out.append(
-            f'<g class="curve c{number % 6}"><title>{escape(name + final)}</title><polyline points="{line}"/></g>'
+            f'<g class="curve {colour(number)}"><title>{escape(name + final)}</title><polyline points="{line}"/></g>'
         )
     out.append(f'<text class="tick" x="{left}" y="{bottom + 16}">0</text>')
     out.append(f'<text class="tick" x="{width - right}" y="{bottom + 16}" text-anchor="end">{last}</text>')
@@ -202,9 +211,10 @@ def line_plot(
     y_label: str,
     x_range: tuple[float, float],
     floors: Sequence[float],
+    ceiling: float = 1.0,
     whole: bool = False,
 ) -> Markup:
-    """Values of at most 1 along an axis; the other axis starts at the first of the ``floors`` below them all.
+    """Values along an axis; the other axis goes from the first of the ``floors`` below them all to the ``ceiling``.
 
     With ``whole`` only whole numbers are written along the axis.
     """
@@ -215,7 +225,7 @@ def line_plot(
     if not values:
         out.append(f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>')
         return Markup("".join(out))
-    low, high = next((floor for floor in floors if floor <= min(values)), floors[-1]), 1.0
+    low, high = next((floor for floor in floors if floor <= min(values)), floors[-1]), ceiling
     start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
 
     def x(value: float) -> float:
@@ -232,7 +242,7 @@ def line_plot(
             out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
-        out.append(f'<g class="curve c{place % 6}"><title>{escape(_told(line))}</title><polyline points="{path}"/>')
+        out.append(f'<g class="curve {colour(place)}"><title>{escape(_told(line))}</title><polyline points="{path}"/>')
         # A line of one point is invisible, so it is marked itself.
         marked = [line.mark] if line.mark is not None else points if len(points) == 1 else []
         for a, b in marked:

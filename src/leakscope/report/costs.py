@@ -1,0 +1,119 @@
+"""The section on what a defence costs: how the loss falls in the training that was attacked, with it and without."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leakscope.audit.store import Row
+from leakscope.report import svg, words
+from leakscope.report.words import fixed, number
+
+#: A loss beyond so many times the first one is drawn at the edge: training that fails must not flatten the rest.
+EDGE = 2.0
+#: A training that leaves more of its loss than this has hardly learnt anything.
+LEARNED = 0.95
+#: Where the lowest loss is above this share of the highest, the axis does not begin at zero.
+_NARROW = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Curve:
+    """The training of one setting; NaN where the store says nothing that can be used."""
+
+    setting: dict[str, Any]
+    points: tuple[tuple[float, float], ...]
+    rounds: float
+    before: float
+    after: float
+    last_tenth: float
+    reason: str
+
+
+def costs_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One entry a protocol whose training is told of; none where no protocol trains."""
+    found: dict[str, list[_Curve]] = {}
+    for setting in settings:
+        place = (setting["protocol"], setting["defense"])
+        told = next((cost for row in rows if _place(row) == place and (cost := _cost(row))), None)
+        if told is not None:
+            found.setdefault(setting["protocol"], []).append(_read(setting, told))
+    return [_entry(curves, f"cost-{number_}") for number_, curves in enumerate(found.values())]
+
+
+def _entry(curves: list[_Curve], identity: str) -> dict[str, Any]:
+    bare = next((curve for curve in curves if curve.setting["defense"] == "none"), None)
+    notes = [f"{curve.setting['name']}: not computed: {curve.reason}" for curve in curves if curve.reason]
+    if bare is not None and bare.after > LEARNED * bare.before:
+        notes.append("Even without a defence the loss hardly falls in these rounds, so the ratios say little.")
+    drawn = [curve for curve in curves if curve.points]
+    rounds = max((curve.rounds for curve in curves if not math.isnan(curve.rounds)), default=0.0)
+    return {
+        "setting": curves[0].setting,
+        "rounds": words.counted(int(rounds), "round"),
+        "drawing": _plot(drawn, identity) if drawn else "",
+        "lines": [_line(curve, math.nan if bare is None else bare.after, drawn) for curve in curves],
+        "notes": notes,
+    }
+
+
+def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
+    undefended = curve.setting["defense"] == "none"
+    return {
+        "setting": curve.setting,
+        "colour": svg.colour(drawn.index(curve)) if curve in drawn else "",
+        "before": fixed(curve.before, 3),
+        "after": fixed(curve.after, 3),
+        "small": "" if math.isnan(curve.last_tenth) else f"{fixed(curve.last_tenth, 3)} at last",
+        "ratio": words.DASH if undefended else ratio(curve.after, bare),
+    }
+
+
+def ratio(loss: float, undefended: float) -> str:
+    """How many times the undefended loss this is; a dash where there is none to compare with.
+
+    >>> ratio(1.15, 0.46), ratio(1.0, math.nan), ratio(1.0, 0.0)
+    ('× 2.50', '–', '–')
+    """
+    value = loss / undefended if undefended > 0 else math.nan
+    return words.DASH if math.isnan(value) else f"× {value:.2f}" if value < 1000 else f"× {value:.2g}"
+
+
+def _plot(curves: list[_Curve], identity: str) -> Any:
+    losses = [loss for curve in curves for _, loss in curve.points]
+    edge = EDGE * max(curve.points[0][1] for curve in curves)
+    low, high = min(losses), min(max(losses), edge)
+    low = 0.0 if low < _NARROW * high else low - 0.05 * (high - low)
+    return svg.line_plot(
+        [svg.Line(name=f"{c.setting['name']} {c.setting['defense_short']}", points=c.points) for c in curves],
+        title=f"Training loss under each defence, {curves[0].setting['protocol_short']}",
+        identity=identity,
+        x_label="round",
+        y_label="loss of the round's batch" + (f", {high:.3g} and more at the edge" if max(losses) > high else ""),
+        x_range=(1.0, max(place for curve in curves for place, _ in curve.points)),
+        floors=(low,),
+        ceiling=high if high > low else low + 1.0,
+        whole=True,
+    )
+
+
+def _read(setting: dict[str, Any], told: dict[str, Any]) -> _Curve:
+    pairs = told.get("points") if isinstance(told.get("points"), list) else []
+    points = [(number(pair[0]), number(pair[1])) for pair in pairs or [] if isinstance(pair, list) and len(pair) == 2]
+    return _Curve(
+        setting=setting,
+        points=tuple((a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)),
+        **{name: number(told.get(name)) for name in ("rounds", "before", "after", "last_tenth")},
+        reason=str(told.get("reason") or ""),
+    )
+
+
+def _cost(row: Row) -> dict[str, Any] | None:
+    found = (row.result or {}).get("cost")
+    return found if isinstance(found, dict) and found and not row.job.get("control") else None
+
+
+def _place(row: Row) -> tuple[str, str]:
+    return str(row.job.get("protocol")), str(row.job.get("defense"))
