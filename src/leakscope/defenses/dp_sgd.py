@@ -1,0 +1,104 @@
+"""DP-SGD: each example's gradient is clipped, and Gaussian noise for a stated epsilon and delta is added to the sum.
+
+Abadi et al., "Deep Learning with Differential Privacy", CCS 2016. The noise comes from the Renyi accountant in
+``leakscope.defenses.accounting``. With ``clip`` 3 and ``epsilon`` of 10, 5, 1 and 0.1 it is the rival that Jin et al.,
+"CAFE", NeurIPS 2021, hold their fake gradients against.
+
+What is promised is (epsilon, delta) for ``steps`` noisy gradients in total, when one example is taken out of the data.
+The number of examples counts as known. With the defaults, ``steps`` 1 and ``sampling_rate`` 1, it is the promise of
+each single gradient: of FedSGD in one round. A client that sends more pays more, and says so in ``steps``: the local
+steps of FedAvg in all rounds together. Its batches are passes through shuffled data, each example once an epoch, so
+``steps`` = epochs times rounds at ``sampling_rate`` 1 is a safe count. A ``sampling_rate`` below 1 is right only where
+each example enters each batch by a draw of its own; with shuffled batches it is customary, and too good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for, problems_of
+from leakscope.federation import Defense
+from leakscope.federation.base import Gradient
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPSGD(Defense):
+    """Clip each example's gradient to length ``clip``; noise for ``epsilon`` (1 unless told) or a ``noise_multiplier``.
+
+    The noise on the sum of the examples' gradients has a standard deviation of the multiplier times ``clip``; on
+    their mean it is that over the number of examples. ``epsilon`` and ``delta`` hold for ``steps`` such gradients.
+    """
+
+    clip: float = 3.0
+    epsilon: float | None = None
+    noise_multiplier: float | None = None
+    delta: float = 1e-5
+    steps: int = 1
+    sampling_rate: float = 1.0
+
+    def __post_init__(self) -> None:
+        problems = []
+        if not 0 < self.clip < float("inf"):
+            problems.append(f"clip: expected a finite positive number, got {self.clip}")
+        if self.epsilon is None and self.noise_multiplier is None:
+            # Filled in here, so that the repr, which identifies the defence, tells the promise.
+            object.__setattr__(self, "epsilon", 1.0)
+        given = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
+        numbers = {name: value for name, value in given.items() if value is not None}
+        if len(numbers) == 2:
+            problems.append(
+                f"epsilon, noise_multiplier: expected only one, got {self.epsilon} and {self.noise_multiplier}; "
+                "each follows from the other"
+            )
+        problems += problems_of(**numbers, sampling_rate=self.sampling_rate, steps=self.steps, delta=self.delta)
+        if problems:
+            raise ValueError("DPSGD:\n  - " + "\n  - ".join(problems))
+        _ = self.noise  # an epsilon out of reach is told now, not by the client
+
+    @property
+    def noise(self) -> float:
+        """The noise multiplier in use: the given one, or the least that keeps to ``epsilon``.
+
+        >>> round(DPSGD(epsilon=1.0).noise, 2), round(DPSGD(epsilon=1.0, steps=600, sampling_rate=0.05).noise, 2)
+        (4.05, 5.08)
+        """
+        if self.noise_multiplier is not None:
+            return self.noise_multiplier
+        return noise_multiplier_for(self.promised, self.sampling_rate, self.steps, self.delta)
+
+    @property
+    def promised(self) -> float:
+        """The epsilon at ``delta`` that ``steps`` gradients keep to; infinite without noise.
+
+        >>> round(DPSGD(noise_multiplier=4.0).promised, 2), DPSGD(epsilon=2.0).promised
+        (1.01, 2.0)
+        """
+        if self.epsilon is not None:
+            return self.epsilon
+        return epsilon_of(self.noise, self.sampling_rate, self.steps, self.delta)
+
+    def protect_example_gradients(self, gradients: Gradient, generator: torch.Generator) -> Gradient:
+        factors = clip_factors(gradients, self.clip)
+        protected = {}
+        for name, value in gradients.items():
+            scaled = value * factors.to(value).reshape(-1, *[1] * (value.dim() - 1))
+            # All noise goes to the first example: only the sum or the mean of the rows leaves the client, so it does
+            # not matter which row carries it, and one draw is cheaper than one an example and has the same law.
+            # Drawn on the CPU, so that the noise is the same on every device.
+            scaled[0] += self.noise * self.clip * torch.randn(value.shape[1:], generator=generator).to(value)
+            protected[name] = scaled
+        return protected
+
+
+def clip_factors(gradients: Gradient, clip: float) -> Tensor:
+    """For each example the factor, at most 1, that brings the length over all tensors together down to ``clip``.
+
+    >>> clip_factors({"w": torch.tensor([[3.0, 0.0], [0.3, 0.0]]), "b": torch.tensor([4.0, 0.4])}, clip=1.0).tolist()
+    [0.2, 1.0]
+    """
+    squares = [value.double().reshape(len(value), -1).square().sum(1) for value in gradients.values()]
+    lengths = torch.stack(squares).sum(0).sqrt()
+    return torch.where(lengths > clip, clip / lengths, torch.ones_like(lengths))
