@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation import FedAvg, FedSGD
+from leakscope.federation import FedAvg, FedSGD, Vertical
 from leakscope.models import build_model
 from leakscope.observation import KNOWLEDGE_PRESETS, Knowledge, Message, Observation, ValueRange
 
@@ -193,3 +193,92 @@ def test_another_precision_than_the_models_is_refused(batch) -> None:
     update = {name: torch.zeros_like(p).half() for name, p in net.named_parameters()}
     with pytest.raises(ValueError, match="float32 as in the model"):
         Observation.from_update(net, update, input_shape=(1, 4, 4), num_classes=3, num_examples=1)
+
+
+# --- several rounds --------------------------------------------------------------------------------------------------
+
+
+def split_net() -> nn.Module:
+    return build_model("vertical-mlp", input_shape=(1, 4, 4), num_classes=3, workers=2, hidden=6, middle=4)
+
+
+@pytest.mark.parametrize("preset", KNOWLEDGE_PRESETS)
+def test_private_inputs_cannot_be_reached_from_rounds(preset, batch) -> None:
+    x, y = batch
+    seen = Vertical(batch_size=2, rounds=3).observe(split_net(), x, y, knowledge=Knowledge.preset(preset))
+    pieces = [*x.flatten(1), *x.flatten(2).reshape(10, -1)]
+    found = list(tensors_within(seen))
+    assert len(found) > 40
+    for tensor in found:
+        assert tensor.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+        assert not any(tensor.numel() == piece.numel() and torch.allclose(tensor.flatten(), piece) for piece in pieces)
+    granted = Knowledge.preset(preset).batch_indices
+    assert granted == (preset in ("vertical_server", "full"))
+    assert all((message.indices is not None) == granted for message in seen.messages)
+
+
+def test_a_vertical_server_is_an_honest_one_that_announces_the_batches() -> None:
+    server = dataclasses.replace(Knowledge.honest_server, batch_indices=True)
+    assert server == Knowledge.vertical_server == Knowledge.preset("vertical_server")
+    known, unknown = (
+        next(line for line in Knowledge.vertical_server.describe() if line.startswith(start))
+        for start in ("It knows", "It does not know the order")
+    )
+    assert "which examples are in each batch" in known
+    assert "which examples" not in unknown
+
+
+def test_indices_that_are_denied_or_impossible_are_refused(batch) -> None:
+    seen = Vertical(batch_size=2, rounds=3).observe(split_net(), *batch)
+    with pytest.raises(ValueError, match="batch indices are given although the knowledge denies them"):
+        dataclasses.replace(seen, knowledge=Knowledge.honest_server)
+    for wrong in ((0, 5), (-1, 2)):
+        messages = (*seen.messages[:2], dataclasses.replace(seen.messages[2], indices=wrong))
+        with pytest.raises(ValueError, match=r"batch indices: expected sample numbers in 0\.\.4, got others"):
+            dataclasses.replace(seen, messages=messages)
+
+
+def test_there_is_no_such_thing_as_the_message_of_several_rounds(batch) -> None:
+    seen = Vertical(batch_size=2, rounds=3).observe(split_net(), *batch)
+    with pytest.raises(ValueError, match="one message, got 3"):
+        _ = seen.message
+    assert [m.dtype for m in (seen, seen.to(dtype=torch.float64))] == [torch.float32, torch.float64]
+    assert [m.indices for m in seen.to(dtype=torch.float64).messages] == [m.indices for m in seen.messages]
+
+
+@pytest.mark.parametrize("preset", ["honest_server", "vertical_server", "full"])
+def test_rounds_and_partial_messages_go_through_files(preset, batch, tmp_path: Path) -> None:
+    protocol = Vertical(batch_size=2, rounds=4, whole_rounds=2)
+    seen = protocol.observe(split_net(), *batch, knowledge=Knowledge.preset(preset))
+    seen.save(tmp_path / "rounds")
+    again = Observation.load(tmp_path / "rounds", split_net())
+    assert (again.knowledge, again.training, again.num_examples) == (seen.knowledge, seen.training, seen.num_examples)
+    assert [message.partial for message in again.messages] == [False, False, True, True]
+    for one, two in zip(seen.messages, again.messages, strict=True):
+        assert (one.kind, one.indices, one.partial) == (two.kind, two.indices, two.partial)
+        assert list(one.update) == list(two.update)
+        assert all(torch.equal(one.update[name], two.update[name]) for name in one.update)
+
+
+def test_files_from_before_there_were_partial_messages_are_still_read(batch, tmp_path: Path) -> None:
+    FedSGD().observe(small_net(), *batch).save(tmp_path / "old")
+    text = (tmp_path / "old.json").read_text()
+    assert '"partial"' in text
+    (tmp_path / "old.json").write_text(
+        text.replace('"indices": null,', '"indices": null').replace('"partial": false', "")
+    )
+    assert not Observation.load(tmp_path / "old", small_net()).message.partial
+
+
+def test_only_a_partial_message_may_lack_tensors(batch) -> None:
+    seen = Vertical(batch_size=2, rounds=2).observe(split_net(), *batch)
+    first, second = seen.messages
+    less = dict(second.update)
+    del less["head.fc.weight"]
+    with pytest.raises(ValueError, match=r"update lacks head\.fc\.weight"):
+        dataclasses.replace(seen, messages=(first, dataclasses.replace(second, update=less)))
+    spare = dataclasses.replace(seen, messages=(first, dataclasses.replace(second, update=less, partial=True)))
+    assert "head.fc.weight" not in spare.messages[1].update
+    for update, words in (({}, "at least one tensor, got none"), ({"stranger": torch.zeros(1)}, "stranger")):
+        with pytest.raises(ValueError, match=words):
+            dataclasses.replace(seen, messages=(first, Message(update=update, partial=True, indices=(0, 1))))

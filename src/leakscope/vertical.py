@@ -140,13 +140,18 @@ def draw_batches(
 def default_rounds(samples: int, batch: int, sampling: Sampling) -> int:
     """A quarter more rounds than it takes at least for the batches to determine every sample.
 
-    The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has batches.
+    Batches drawn anew may leave a sample out for long: there are also so many that this happens once in a hundred
+    times. The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has
+    batches.
 
-    >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs")
-    (100, 110)
+    >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs"), default_rounds(20, 2, "uniform")
+    (100, 110, 73)
     """
     batches = samples // batch
-    if sampling == "uniform" or batches < 2:
+    if sampling == "uniform" and batch < samples:
+        covered = math.log(100 * samples) / -math.log1p(-batch / samples)
+        return math.ceil(max(1.25 * samples, covered))
+    if batches < 2:
         return math.ceil(1.25 * samples)
     return math.ceil(1.25 * (samples - 1) / (batches - 1)) * batches
 

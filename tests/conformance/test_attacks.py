@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,15 +12,31 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import ATTACKS, STANDARD, Attack, MissingKnowledge, make_attack
-from leakscope.federation import FedAvg, FedSGD
+from leakscope.federation import FedAvg, FedSGD, Vertical
+from leakscope.federation.base import Protocol
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
 from leakscope.observation import Knowledge, Observation
 
 
+def one_gradient(examples: int) -> Protocol:
+    return FedSGD()
+
+
+def local_training(examples: int) -> Protocol:
+    return FedAvg(epochs=2, batch_size=1, lr=0.05)
+
+
+def many_rounds(examples: int) -> Protocol:
+    return Vertical(batch_size=max(1, examples // 2), rounds=4 * examples)
+
+
 @dataclass(frozen=True)
 class Case:
-    """A tiny problem that the attack is known to solve to ``reaches`` dB."""
+    """A tiny problem that the attack is known to solve to ``reaches`` dB.
+
+    ``protocol`` and ``trained`` are what the clients do, for so many examples: once, and with local training.
+    """
 
     model: str
     shape: tuple[int, ...]
@@ -27,6 +44,11 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     quick: dict[str, Any] = field(default_factory=dict)
     signal_model: str = "signal-cnn"
+    net: dict[str, Any] = field(default_factory=dict)
+    signal_net: dict[str, Any] = field(default_factory=dict)
+    examples: int = 1
+    protocol: Callable[[int], Protocol] = one_gradient
+    trained: Callable[[int], Protocol] = local_training
 
 
 CASES = {
@@ -43,6 +65,19 @@ CASES = {
     "sme": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
     "dlfa": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
     "linear-layer": Case("mlp", (3, 8, 8), 80, {}, {}, signal_model="mlp"),
+    "cafe": Case(
+        "cafe-cnn",
+        (1, 8, 8),
+        35,
+        {},
+        {"iterations": 3},
+        signal_model="cafe-cnn",
+        net={"filters": (16, 48), "hidden": 32, "middle": 16, "activation": "tanh"},
+        signal_net={"filters": (4, 6), "hidden": 8, "middle": 6, "slices": "strips"},
+        examples=4,
+        protocol=many_rounds,
+        trained=many_rounds,
+    ),
 }
 
 
@@ -63,15 +98,20 @@ def picture(shape: tuple[int, ...], examples: int = 1, seed: int = 11) -> Tensor
 
 def net_for(case: Case, shape: tuple[int, ...] | None = None, seed: int = 0) -> nn.Module:
     shape = shape or case.shape
-    return build_model(
-        case.model if len(shape) == 3 else case.signal_model, input_shape=shape, num_classes=4, seed=seed
-    )
+    name, options = (case.model, case.net) if len(shape) == 3 else (case.signal_model, case.signal_net)
+    return build_model(name, input_shape=shape, num_classes=4, seed=seed, **options)
 
 
-def look(case: Case, shape: tuple[int, ...] | None = None, examples: int = 1, **how: Any) -> tuple[Observation, Tensor]:
-    x = picture(shape or case.shape, examples)
-    y = (torch.arange(examples) + 2) % 4
-    return FedSGD().observe(net_for(case, shape), x, y, **how), x
+def labels_for(examples: int) -> Tensor:
+    return (torch.arange(examples) + 2) % 4
+
+
+def look(
+    case: Case, shape: tuple[int, ...] | None = None, examples: int | None = None, seed: int = 11, **how: Any
+) -> tuple[Observation, Tensor]:
+    examples = case.examples if examples is None else examples
+    x = picture(shape or case.shape, examples, seed)
+    return case.protocol(examples).observe(net_for(case, shape), x, labels_for(examples), **how), x
 
 
 def score(x: Tensor, found: Tensor) -> float:
@@ -97,24 +137,34 @@ def test_solves_its_tiny_problem(solved) -> None:
     case, _, _, x, result = solved
     assert score(x, result.inputs) >= case.reaches
     if result.labels is not None:
-        assert result.labels.tolist() == [2]
-    assert result.scores.shape == (1,)
+        assert torch.equal(result.labels, labels_for(case.examples))
+    assert result.scores.shape == (case.examples,)
     assert {"seconds", "seed", "steps", "restarts", "compiled", "device", "dtype", "threads"} <= set(result.info)
+
+
+def with_updates(seen: Observation, change: Callable[[Tensor], Tensor]) -> Observation:
+    """Every tensor of every message changed."""
+    updates = [{name: change(value) for name, value in message.update.items()} for message in seen.messages]
+    messages = [dataclasses.replace(m, update=update) for m, update in zip(seen.messages, updates, strict=True)]
+    return dataclasses.replace(seen, messages=tuple(messages))
 
 
 def noise_like(seen: Observation, seed: int = 3) -> Observation:
     generator = torch.Generator().manual_seed(seed)
-    noise = {k: torch.randn(v.shape, generator=generator) for k, v in seen.message.update.items()}
-    return seen.with_update({k: n * seen.message.update[k].norm() / n.norm() for k, n in noise.items()})
+
+    def noise(value: Tensor) -> Tensor:
+        drawn = torch.randn(value.shape, generator=generator)
+        return drawn * value.norm() / drawn.norm()
+
+    return with_updates(seen, noise)
 
 
 def zero_like(seen: Observation) -> Observation:
-    return seen.with_update({k: torch.zeros_like(v) for k, v in seen.message.update.items()})
+    return with_updates(seen, torch.zeros_like)
 
 
 def other_batch(seen: Observation, case: Case) -> Observation:
-    x = picture(case.shape, seed=99)
-    return seen.with_update(FedSGD().observe(net_for(case), x, torch.tensor([2])).message.update)
+    return dataclasses.replace(seen, messages=look(case, seed=99)[0].messages)
 
 
 @pytest.mark.parametrize("control", ["noise", "zero", "wrong model", "other batch"])
@@ -138,7 +188,7 @@ def test_is_deterministic_and_leaves_everything_as_it_was(solved) -> None:
     case, _, seen, _, _ = solved
     attack: Attack = make_attack(_name(solved), **case.quick)
     before = {k: v.clone() for k, v in seen.model.state_dict().items()}
-    update = {k: v.clone() for k, v in seen.message.update.items()}
+    updates = [{k: v.clone() for k, v in message.update.items()} for message in seen.messages]
     globe = torch.random.get_rng_state()
     hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in seen.model.modules())
     first, second, other = attack(seen, seed=1), attack(seen, seed=1), attack(seen, seed=2)
@@ -147,7 +197,9 @@ def test_is_deterministic_and_leaves_everything_as_it_was(solved) -> None:
     if _name(solved) not in CLOSED_FORM:
         assert not torch.equal(first.inputs, other.inputs)
     assert all(torch.equal(before[k], v) for k, v in seen.model.state_dict().items())
-    assert all(torch.equal(update[k], v) for k, v in seen.message.update.items())
+    for update, message in zip(updates, seen.messages, strict=True):
+        assert all(torch.equal(update[k], v) for k, v in message.update.items())
+    assert all(parameter.requires_grad for parameter in seen.model.parameters())
     assert torch.equal(globe, torch.random.get_rng_state())
     assert hooks == sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in seen.model.modules())
 
@@ -173,7 +225,7 @@ def test_works_for_any_channels_sizes_signals_and_batches(name, shape, examples)
 def test_takes_weight_updates_double_precision_and_restarts(name) -> None:
     case = CASES[name]
     x = picture(case.shape, 2)
-    seen = FedAvg(epochs=2, batch_size=1, lr=0.05).observe(net_for(case), x, torch.tensor([0, 3]))
+    seen = case.trained(2).observe(net_for(case), x, torch.tensor([0, 3]))
     options = dict(case.quick)
     if "restarts" in {f.name for f in dataclasses.fields(ATTACKS[name].cls)}:
         options["restarts"] = 2
@@ -188,11 +240,13 @@ def test_takes_weight_updates_double_precision_and_restarts(name) -> None:
 def test_a_non_finite_update_is_one_clear_error(name, value) -> None:
     case = CASES[name]
     seen, _ = look(case)
-    update = {k: v.clone() for k, v in seen.message.update.items()}
+    *others, last = seen.messages
+    update = {k: v.clone() for k, v in last.update.items()}
     first = next(iter(update))
     update[first].view(-1)[0] = value
-    with pytest.raises(ValueError, match=f"NaN or infinite entries in {first}"):
-        make_attack(name, **case.quick)(seen.with_update(update))
+    broken = dataclasses.replace(seen, messages=(*others, dataclasses.replace(last, update=update)))
+    with pytest.raises(ValueError, match=f"message {len(others)}: .* NaN or infinite entries in {first}"):
+        make_attack(name, **case.quick)(broken)
 
 
 @pytest.mark.parametrize("name", CASES)

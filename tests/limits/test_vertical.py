@@ -70,10 +70,10 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_enough_rounds_make_everything_follow_though_theorem_2_as_printed_is_not_met() -> None:
     found = vertical_limits(net(), samples=20, batch=4)
-    assert found.rounds == 25
+    assert found.rounds == 35
     assert found.identifiable
     assert found.index.identifiable
-    assert found.conclusion.startswith("Identifiable: 25 rounds have 20 independent batches")
+    assert found.conclusion.startswith("Identifiable: 35 rounds have 20 independent batches")
     for worker in found.workers:
         assert (worker.features, worker.inputs, worker.units, worker.bias) == (4, 4, 12, True)
         assert worker.enough_inputs

@@ -21,6 +21,8 @@ from leakscope.vertical import FirstDense
 
 #: Cut off in the eigenvalues of a system, relative to the largest: what is below was made by rounding.
 CUTOFF = 1e-11
+#: How near to 1 the share of a sample in what the equations determine must be to count as determined.
+INSIDE = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,48 +53,90 @@ def solve_signals(matrix: Tensor, bias_gradients: Tensor) -> Solution:
     return Solution(rows, _ratio(float(rest.square().sum()), float(observed.square().sum())), error)
 
 
-def solve_inputs(messages: Sequence[Message], weight: str, signals: Tensor) -> Solution:
+@dataclass(frozen=True, eq=False)
+class InputSystem:
+    """The normal equations of step II: A H = R with R_n = v_n' sum_t C_tn G_t, for back-signals of length one.
+
+    Where step I leaves back-signals open, ``rounds`` (C) has the combinations of rounds that those samples do not
+    enter: their guessed back-signals must not spoil the others. ``determined`` are the samples whose row follows.
+    """
+
+    unit: Tensor
+    sizes: Tensor
+    rounds: Tensor
+    inverse: Tensor
+    determined: Tensor
+    complete: bool
+
+    @classmethod
+    def of(cls, messages: Sequence[Message], signals: Tensor, known: Tensor | None = None) -> InputSystem:
+        """``known`` (samples,): whether step I determines the back-signal; None where it does for all."""
+        tiny = torch.finfo(torch.float64).tiny
+        sizes = torch.linalg.vector_norm(signals, dim=1)
+        known = torch.ones_like(sizes, dtype=torch.bool) if known is None else known.cpu()
+        told = known & (sizes > 0)
+        unit = torch.where(told[:, None], signals / sizes.clamp_min(tiny)[:, None], 0.0)
+        matrix = index_matrix([message.indices or () for message in messages], len(signals))
+        rounds, vague = matrix * told, matrix[:, ~known & (matrix.sum(0) > 0)]
+        if vague.shape[1]:
+            rounds = rounds - vague @ (torch.linalg.pinv(vague, rtol=CUTOFF) @ rounds)
+        values, vectors = torch.linalg.eigh((matrix.T @ rounds) * (unit @ unit.T))
+        kept = values > CUTOFF * values[-1].clamp_min(tiny)
+        inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
+        determined = told & (vectors[:, kept].square().sum(1) >= 1 - INSIDE)
+        return cls(unit, sizes, rounds, inverse, determined, vague.shape[1] == 0)
+
+
+def solve_inputs(messages: Sequence[Message], weight: str, signals: Tensor, known: Tensor | None = None) -> Solution:
     """Step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
+
+    ``known`` (samples,): whether step I determines the back-signal; None where it does for all.
 
     The normal equations are (S'S o VV') H = R with R_n = sum over the rounds with n of v_n' G_t, so the gradients, by
     far the largest part, are read one at a time. Rows of V are scaled to length one first: then the system is
-    conditioned no worse than S'S.
+    conditioned no worse than S'S. Rows that are not determined are zero. Nothing is said of a residual or an error
+    where step I leaves samples open, for they may explain anything.
     """
-    samples = len(signals)
-    sizes = torch.linalg.vector_norm(signals, dim=1).clamp_min(torch.finfo(torch.float64).tiny)
-    unit = signals / sizes[:, None]
-    matrix = index_matrix([message.indices or () for message in messages], samples)
-    system = (matrix.T @ matrix) * (unit @ unit.T)
-    values, vectors = torch.linalg.eigh(system)
-    kept = values > CUTOFF * values[-1]
-    inverse = (vectors[:, kept] / values[kept]) @ vectors[:, kept].T
-    rows = torch.zeros((samples, messages[0].update[weight].shape[1]), dtype=torch.float64)
+    system = InputSystem.of(messages, signals, known)
+    unit = system.unit
+    rows = torch.zeros((len(signals), messages[0].update[weight].shape[1]), dtype=torch.float64)
     left = total = 0.0
     for repeat in range(3):  # the first solves, the second takes back rounding, the third only looks
         right, left, total = torch.zeros_like(rows), 0.0, 0.0
-        for message in messages:
+        for message, combined in zip(messages, system.rounds, strict=True):
             batch = torch.tensor(message.indices)
             observed = message.update[weight].detach().cpu().double()
             rest = observed - unit[batch].T @ rows[batch] if repeat else observed
-            right[batch] += unit[batch] @ rest
+            used = batch if system.complete else torch.nonzero(combined).flatten()
+            right[used] += combined[used, None] * (unit[used] @ rest)
             left, total = left + float(rest.square().sum()), total + float(observed.square().sum())
         if repeat < 2:
-            rows = rows + inverse @ right
+            rows = rows + system.inverse @ right
     spare = sum(message.update[weight].numel() for message in messages) - rows.numel()
-    noise = left / spare if spare > 0 else 0.0
-    rows = rows / sizes[:, None]
+    noise = left / spare if spare > 0 and system.complete else 0.0
+    rows = torch.where(system.determined[:, None], rows / system.sizes[:, None], 0.0)
     # A sample that no round shows has neither a row nor an error.
-    spread = float((inverse.diagonal() / sizes.square())[sizes > CUTOFF * sizes.max()].sum()) * rows.shape[1]
-    return Solution(rows, _ratio(left, total), _ratio(noise * spread, float(rows.square().sum())))
+    counted = system.determined & (system.sizes > CUTOFF * system.sizes.max())
+    spread = float((system.inverse.diagonal() / system.sizes.square())[counted].sum()) * rows.shape[1]
+    residual = _ratio(left, total) if system.complete else 0.0
+    return Solution(rows, residual, _ratio(noise * spread, float(rows[counted].square().sum())))
 
 
 def explained(
-    messages: Sequence[Message], layers: Sequence[FirstDense], signals: Sequence[Tensor], inputs: Sequence[Tensor]
+    messages: Sequence[Message],
+    layers: Sequence[FirstDense],
+    signals: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    *,
+    complete: bool = True,
 ) -> float:
-    """The larger share of the layers' bias or weight gradients that these rows leave unexplained."""
+    """The larger share of the layers' bias or weight gradients that these rows leave unexplained.
+
+    Of biases only where step I is not ``complete``: samples that it leaves open may explain any weight gradient.
+    """
     shares = []
     for layer, rows, made in zip(layers, signals, inputs, strict=True):
-        for name in (f"{layer.name}.bias", f"{layer.name}.weight"):
+        for name in (f"{layer.name}.bias", f"{layer.name}.weight")[: 1 + complete]:
             left = total = 0.0
             for message in messages:
                 if name in message.update:

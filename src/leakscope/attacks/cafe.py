@@ -33,7 +33,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks.back_signals import RunningSteps, Steps, explained, solve_inputs, solve_signals
+from leakscope.attacks.back_signals import InputSystem, RunningSteps, Steps, explained, solve_inputs, solve_signals
 from leakscope.attacks.base import Attack, MissingKnowledge, NotApplicable, Progress, Reconstruction
 from leakscope.attacks.cafe_data import StepThree
 from leakscope.labels import find_head
@@ -137,13 +137,16 @@ class CAFE(Attack):
         known = identify(batches, samples)
         targets, flags, notes, how = self._labels(observation, batches, known)
         search = self._step_three()
+        if self.method != "direct" and observation.training.learning_rate is None:
+            flags = (*flags, "steps not simulated")
         info: dict[str, Any] = {"labels": how, "rounds": len(batches), "index_rank": known.rank}
+        info |= {"steps": self.iterations, "restarts": 1, "compiled": False}
         if self.method == "gradients":
             picture = search.match(observation, layers, targets, generator, progress)
             seen, left = torch.zeros((len(layers), samples), dtype=torch.bool), None
         elif self.method == "direct":
-            signals, inputs, left, error = _solve(observation, layers, batches)
-            info["expected_error"] = error
+            signals, inputs, left, error = _solve(observation, layers, batches, known)
+            info["expected_error"], apart = error, left
             seen = _seen(observation, signals, known)
             picture = _trusting(search, error).invert(observation, layers, inputs, seen, generator, progress)
         else:
@@ -152,13 +155,15 @@ class CAFE(Attack):
             if nested:
                 self._settle(observation, layers, tables)
             picture = search.match(observation, layers, targets, generator, progress, tables=tables, running=not nested)
-            signals = [table.signals for table in tables]
-            left = explained(observation.messages, layers, signals, [table.inputs for table in tables])
+            signals, found = [table.signals for table in tables], [table.inputs for table in tables]
+            left = explained(observation.messages, layers, signals, found, complete=known.identifiable)
+            # What can be seen is a matter of the rounds, not of how far the loop came.
+            signals, _, apart, _ = _solve(observation, layers, batches, known)
             seen = _seen(observation, signals, known)
         diagnosis = None
         if left is not None:
             info["unexplained"] = left
-            more, told, diagnosis = _opinion(observation, layers, known, seen, left)
+            more, told, diagnosis = _opinion(observation, layers, known, seen, left, apart)
             flags, notes = (*flags, *more), (*notes, *told)
         labels = targets if picture.label_logits is None else as_labels(picture.label_logits)
         return Reconstruction(
@@ -184,8 +189,11 @@ class CAFE(Attack):
             head = find_head(observation.model, observation.input_shape, observation.num_classes)
             if head.bias_name is None:
                 raise ValueError("the last layer has no bias")
+            if any(head.bias_name not in message.update for message in observation.messages):
+                raise ValueError(f"the messages have no gradient of {head.bias_name}")
         except ValueError as error:
-            return None, ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",), "joint"
+            done = "not recovered" if self.method == "direct" else "searched along"
+            return None, ("labels uncertain",), (f"labels {done}, for they cannot be read: {error}",), done
         gradients = _gradients(observation.messages, head.bias_name)
         rows = solve_signals(index_matrix(batches, known.samples), gradients).rows
         # (p - y) / K: only the label's own entry is negative. One output: the sign itself tells.
@@ -236,6 +244,19 @@ def _readable(observation: Observation) -> tuple[tuple[FirstDense, ...], list[tu
     bare = [layer.share.name for layer in layers if not layer.bias]
     if bare:
         raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
+    if observation.messages[0].partial:
+        raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
+    for part, messages in (
+        ("bias", observation.messages),
+        ("weight", [m for m in observation.messages if not m.partial]),
+    ):
+        lost = [
+            f"{layer.name}.{part}" for layer in layers if any(f"{layer.name}.{part}" not in m.update for m in messages)
+        ]
+        if lost:
+            raise NotApplicable(
+                f"the messages have no gradient of their own for {', '.join(lost)}: frozen, shared or computed"
+            )
     return layers, batches
 
 
@@ -244,16 +265,20 @@ def _gradients(messages: tuple[Message, ...], name: str) -> Tensor:
 
 
 def _solve(
-    observation: Observation, layers: tuple[FirstDense, ...], batches: list[tuple[int, ...]]
+    observation: Observation, layers: tuple[FirstDense, ...], batches: list[tuple[int, ...]], known: Identifiability
 ) -> tuple[list[Tensor], list[Tensor], float, float]:
     """Steps I and II outright: V and H of each worker, the share of gradients left, and the error to be expected."""
     assert observation.num_examples is not None
     matrix = index_matrix(batches, observation.num_examples)
     biases = [_gradients(observation.messages, f"{layer.name}.bias") for layer in layers]
     first = solve_signals(matrix, torch.cat(biases, dim=1))
-    signals = list(first.rows.split([layer.units for layer in layers], dim=1))
+    tables = first.rows.split([layer.units for layer in layers], dim=1)
+    signals = [_above_rounding(observation, rows, known) for rows in tables]
     whole = [message for message in observation.messages if not message.partial]
-    second = [solve_inputs(whole, f"{layer.name}.weight", rows) for layer, rows in zip(layers, signals, strict=True)]
+    second = [
+        solve_inputs(whole, f"{layer.name}.weight", rows, known.determined)
+        for layer, rows in zip(layers, signals, strict=True)
+    ]
     left = max(first.residual, *(solution.residual for solution in second))
     error = math.hypot(first.error, max(solution.error for solution in second))
     return signals, [solution.rows for solution in second], left, error
@@ -272,21 +297,31 @@ def _seen(observation: Observation, signals: list[Tensor], known: Identifiabilit
 
     A sample for which every unit of a worker is dead sends nothing back, and that worker's part of it stays hidden.
     """
+    whole = [message for message in observation.messages if not message.partial]
+    tables = [_above_rounding(observation, table, known) for table in signals]
+    return torch.stack([InputSystem.of(whole, table, known.determined).determined for table in tables])
+
+
+def _above_rounding(observation: Observation, signals: Tensor, known: Identifiability) -> Tensor:
+    """The back-signals, with those set to zero that are nothing but rounding: such a sample tells nothing."""
     condition = known.condition if math.isfinite(known.condition) else 1e3
     floor = 10 * torch.finfo(observation.dtype).eps * condition
-    listed = {index for message in observation.messages if not message.partial for index in message.indices or ()}
-    shown = torch.tensor([number in listed for number in range(known.samples)])
-    rows = []
-    for table in signals:
-        sizes = torch.linalg.vector_norm(table, dim=1)
-        rows.append(known.determined.cpu() & shown & (sizes > floor * sizes.max()))
-    return torch.stack(rows)
+    sizes = torch.linalg.vector_norm(signals, dim=1)
+    return torch.where((sizes > floor * sizes.max())[:, None], signals, 0.0)
 
 
 def _opinion(
-    observation: Observation, layers: tuple[FirstDense, ...], known: Identifiability, seen: Tensor, left: float
+    observation: Observation,
+    layers: tuple[FirstDense, ...],
+    known: Identifiability,
+    seen: Tensor,
+    left: float,
+    apart: float,
 ) -> tuple[list[str], list[str], Diagnosis]:
-    """Flags, notes and a diagnosis from what the equations themselves tell."""
+    """Flags, notes and a diagnosis from what the equations themselves tell.
+
+    ``left`` is what the result leaves of the gradients, ``apart`` what the best solution would leave.
+    """
     flags, notes = [], []
     unknowns = known.samples * math.prod(observation.input_shape)
     outcome: Literal["not identifiable", "undecided"] = "undecided"
@@ -304,7 +339,7 @@ def _opinion(
         notes.append(f"samples whose representation the rounds do not determine: {', '.join(names)}")
         outcome, reason = "not identifiable", notes[0]
     if left > AGREEMENT:
-        flags.append("rounds disagree")
+        flags.append("rounds disagree" if apart > AGREEMENT else "did not converge")
         notes.append(f"{left:.1%} of the gradients of the first dense layers are not explained by one row a sample")
         outcome, reason = "undecided", notes[-1]
     return flags, notes, Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=left)

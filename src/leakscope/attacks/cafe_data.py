@@ -104,7 +104,8 @@ class StepThree:
 
         ``seen`` (workers, samples) tells which of them are known at all; elsewhere total variation alone decides.
         """
-        model = observation.model
+        # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
+        model = copy.deepcopy(observation.model).eval().requires_grad_(False)
         assert isinstance(model, VerticalModel)
         like = next(iter(observation.messages[0].update.values()))
         box = observation.value_range
@@ -112,9 +113,13 @@ class StepThree:
         seen = seen.to(like)
         exact = [reads_features(model, layer) for layer in layers]
         if all(exact):
-            inputs = assemble(model.shares, wanted, model.input_shape)
-            return Picture(inputs, torch.zeros(len(inputs)), [])
-        model = copy.deepcopy(model).eval().requires_grad_(False)
+            # Of what no round tells, the middle of the valid range.
+            middle = self.canvas.to_model(like.new_full((1, *model.input_shape), 0.0 if box is None else 0.5), box)
+            parts = [
+                torch.where(known[:, None] > 0, rows, layer.share.take(middle).flatten(1))
+                for known, rows, layer in zip(seen, wanted, layers, strict=True)
+            ]
+            return Picture(assemble(model.shares, parts, model.input_shape), like.new_zeros(len(wanted[0])), [])
         shape = (len(wanted[0]), *model.input_shape)
         start = self.canvas.project(self.canvas.initial(shape, box, generator, like), box)
         pieces, scores = [], []
@@ -156,9 +161,11 @@ class StepThree:
             pieces.append(run.ask().detach().reshape(size, *shape[1:]))
             scores.append(values)
         inputs = self.canvas.to_model(torch.cat(pieces), box)
-        for layer, known, rows_of in zip(layers, exact, wanted, strict=True):
-            if known:
-                inputs.flatten(1)[:, torch.tensor(layer.share.places, device=inputs.device)] = rows_of
+        for number, layer in enumerate(layers):
+            if exact[number]:
+                places = torch.tensor(layer.share.places, device=inputs.device)
+                told = torch.where(seen[number][:, None] > 0, wanted[number], inputs.flatten(1)[:, places])
+                inputs = inputs.flatten(1).index_copy(1, places, told).reshape(shape)
         return Picture(inputs, torch.cat(scores), curve.tolist())
 
     def match(
@@ -229,7 +236,8 @@ class StepThree:
                 progress(step + 1, self.iterations, curve[-1])
             if lr:
                 weights = {name: value - lr * message.update[name] for name, value in weights.items()}
-        best = int(scores.mean(1).argmin())
+        # A sample that is in no round has no score; it cannot tell which of the group is best.
+        best = int(torch.where(torch.isfinite(scores), scores, 0.0).mean(1).argmin())
         inputs = self.canvas.to_model(groups[best], box)
         return Picture(inputs, scores[best], curve, None if targets is not None else logits)
 
