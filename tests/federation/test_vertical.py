@@ -277,9 +277,9 @@ def test_frozen_parameters_are_not_sent_and_do_not_move() -> None:
 
 def test_the_number_of_rounds() -> None:
     model, (x, y) = net(), data()
-    assert Vertical(batch_size=3).count_rounds(7) == 9
+    assert Vertical(batch_size=3).count_rounds(7) == 12
     assert Vertical(batch_size=3, rounds=2).count_rounds(7) == 2
-    assert len(Vertical(batch_size=3).observe(model, x, y).messages) == 9
+    assert len(Vertical(batch_size=3).observe(model, x, y).messages) == 12
     batches = [m.indices for m in Vertical(batch_size=3, rounds=4, sampling="epochs").observe(model, x, y).messages]
     assert not set(batches[0]) & set(batches[1])
     assert not set(batches[2]) & set(batches[3])
