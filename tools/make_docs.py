@@ -143,8 +143,8 @@ SPEC_KEYS = {
     "workers": ("whole number", "worker processes; default: processors divided by `threads`"),
     "timeout": (
         "seconds",
-        "a job that takes longer, diagnosis, theory and repeated training included, is stopped and counts as failed; needs "
-        "`processes`",
+        "a job that takes longer, diagnosis, theory and repeated training included, is stopped and counts as failed; "
+        "needs `processes`",
     ),
 }
 MODEL_KEYS = {

@@ -95,14 +95,14 @@ def audit(
     examples: Annotated[int | None, typer.Option(help="How many examples to attack.")] = None,
     batch: Annotated[int | None, typer.Option(help="Examples a client holds.")] = None,
     protocol: Annotated[
-        list[str] | None, typer.Option(help="fedsgd, or fedavg:epochs=5,batch_size=10,lr=0.004.")
+        list[str] | None, typer.Option(help="fedsgd, fedavg:epochs=5,batch_size=10,lr=0.004 or vertical:batch_size=8.")
     ] = None,
     defense: Annotated[
         list[str] | None, typer.Option(help="none, or gradient-pruning:fraction=0.9. Repeatable.")
     ] = None,
     attack: Annotated[list[str] | None, typer.Option(help="standard, or a name with options. Repeatable.")] = None,
     knowledge: Annotated[
-        str | None, typer.Option(help="eavesdropper, honest_server, malicious_server or full.")
+        str | None, typer.Option(help="eavesdropper, honest_server, vertical_server, malicious_server or full.")
     ] = None,
     seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
     max_psnr: Annotated[float | None, typer.Option(help="Policy: a reconstruction this good leaks (dB).")] = None,
@@ -242,14 +242,26 @@ app.command()(limits)
 def reproduce(
     table: Annotated[str, typer.Argument(help="PAPER/TABLE (leakscope list papers).")],
     scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the page; default leakscope-reproduce/PAPER-TABLE if it has pictures or curves."),
+    ] = None,
+    pictures: Annotated[
+        bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the page.")
+    ] = None,
 ) -> None:
     """Run a published table and put published and measured numbers side by side."""
     from leakscope.console import print_reproduction, step_progress
     from leakscope.papers import reproduce as run
+    from leakscope.report import write_reproduction
 
     with step_progress() as progress:
         result = run(table, scale=scale.value, progress=progress)
-    print_reproduction(f"{table} ({scale.value})", result)
+    page = None
+    if out is not None or result.pictures or result.curves:
+        folder = out or Path("leakscope-reproduce") / table.replace("/", "-")
+        page = write_reproduction(result, folder / "report.html", pictures)
+    print_reproduction(f"{table} ({scale.value})", result, page, pictures)
 
 
 @app.command(name="list")

@@ -140,8 +140,8 @@ def print_limits(title: str, found: Any) -> None:
     console.print(f"Conclusion: {found.conclusion}", style="bold", markup=False)
 
 
-def print_reproduction(title: str, result: Any) -> None:
-    """Published and measured numbers side by side."""
+def print_reproduction(title: str, result: Any, page: Path | None = None, pictures: bool | None = None) -> None:
+    """Published and measured numbers side by side, then where the page is and what it leaves out."""
     print_table(
         title,
         ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
@@ -159,6 +159,12 @@ def print_reproduction(title: str, result: Any) -> None:
             for row in result.rows
         ),
     )
+    if page is None:
+        return
+    console = Console(highlight=False)
+    if pictures is None and any(grid.private for grid in result.pictures):
+        console.print("Private pictures are left out of the page; --pictures shows them.", markup=False)
+    console.print(f"Page:  {page}", markup=False, soft_wrap=True)
 
 
 def print_comparison(title: str, rows: Iterable[Any]) -> None:

@@ -30,6 +30,9 @@ def transformer_layer(dim: int, ratio: int, *, first: bool) -> int:
 
 
 COUNTS = {
+    "cafe-cnn": 4 * (conv(3, 64, 5) + conv(64, 128, 5) + linear(2048, 256) + linear(256, 64) + linear(64, 10))
+    + linear(40, 10),
+    "vertical-mlp": 4 * (linear(4, 64) + linear(64, 32) + linear(32, 2)) + linear(8, 2),
     "convnet": conv(3, 32, 3) + conv(32, 64, 3) + conv(64, 128, 3) + linear(2048, 10),
     "dlg-lenet": conv(3, 12, 5) + 2 * conv(12, 12, 5) + linear(768, 100),
     "lenet-tanh": conv(1, 6, 5) + conv(6, 16, 5) + linear(400, 120) + linear(120, 84) + linear(84, 62),

@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from leakscope import papers
 from leakscope.data import Examples, load_data
-from leakscope.papers import PAPERS, idlg, reproduce, sampling_tolerance, verdict
+from leakscope.papers import (
+    PAPERS,
+    Curves,
+    Findings,
+    PictureGrid,
+    Reproduction,
+    Row,
+    idlg,
+    reproduce,
+    sampling_tolerance,
+    verdict,
+)
 
 
 def test_every_table_is_described_and_has_the_three_scales() -> None:
     sme = {f"sme/table{number}" for number in (1, 2, 3, 6, 7)}
     gradients = {f"gradients/{name}" for name in ("counting", "filters", "units")}
-    assert {"idlg/labels", "hybrid/table3", *gradients, *sme} == set(PAPERS)
+    cafe = {f"cafe/{name}" for name in ("table10", "table11", "faces")}
+    assert {"idlg/labels", "hybrid/table3", *gradients, *cafe, *sme} == set(PAPERS)
     for name, table in PAPERS.items():
         assert table.name == name
         assert table.title
@@ -119,3 +135,33 @@ def test_a_wrong_rule_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(idlg, "idlg_label", lambda weight: int(weight.sum(dim=1).argmax()))
     row = reproduce("idlg/labels").rows[1]
     assert (row.setting, row.measured, row.verdict) == ("MNIST, iDLG", 0.0, "below")
+
+
+def _found(monkeypatch: pytest.MonkeyPatch, found: list[Row] | Findings) -> Reproduction:
+    table = dataclasses.replace(PAPERS["idlg/labels"], run=lambda scale, seed, progress: found)
+    monkeypatch.setattr(papers, "PAPERS", {"idlg/labels": table})
+    return reproduce("idlg/labels")
+
+
+def test_a_run_may_bring_rows_alone_or_pictures_and_curves(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Row("setting", "measure", 1.0, 2.0, (1.5, 2.5), 3, "above")]
+    pixels = torch.rand(2, 1, 4, 4)
+    grid = PictureGrid(title="faces", originals=pixels, recovered=pixels.flip(0), captions=("a", "b"))
+    curves = Curves(title="loss", x_label="round", y_label="loss", lines={"one": (2.0, math.inf, 1.0)})
+    alone = _found(monkeypatch, rows)
+    more = _found(monkeypatch, Findings(rows, (grid,), (curves,)))
+    assert (alone.pictures, alone.curves) == ((), ())
+    assert more.pictures == (grid,)
+    assert alone == more  # a table is its rows
+    facts = json.loads(json.dumps(more.as_dict(), allow_nan=False))
+    assert facts["pictures"] == [{"title": "faces", "captions": ["a", "b"], "private": True}]
+    assert facts["curves"][0]["lines"] == {"one": [[0, 2.0], [1, None], [2, 1.0]]}
+    assert facts["rows"][0]["interval"] == [1.5, 2.5]
+
+
+def test_a_grid_needs_a_caption_and_a_recovered_picture_for_each_original() -> None:
+    pixels = torch.rand(2, 1, 4, 4)
+    with pytest.raises(ValueError, match="as many originals"):
+        PictureGrid(title="", originals=pixels, recovered=pixels[:1], captions=("a", "b"))
+    with pytest.raises(ValueError, match="and 1"):
+        PictureGrid(title="", originals=pixels, recovered=pixels, captions=("a",))

@@ -11,12 +11,25 @@ import time
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from leakscope.papers import gradients, hybrid, idlg, sme
-from leakscope.papers.base import PaperTable, Progress, Reproduction, Row, sampling_tolerance, verdict
+from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme
+from leakscope.papers.base import (
+    Curves,
+    Findings,
+    PaperTable,
+    PictureGrid,
+    Progress,
+    Reproduction,
+    Row,
+    sampling_tolerance,
+    verdict,
+)
 
 __all__ = [
     "PAPERS",
+    "Curves",
+    "Findings",
     "PaperTable",
+    "PictureGrid",
     "Progress",
     "Reproduction",
     "Row",
@@ -26,7 +39,10 @@ __all__ = [
 ]
 
 PAPERS: Mapping[str, PaperTable] = MappingProxyType(
-    {table.name: table for table in (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *sme.TABLES)}
+    {
+        table.name: table
+        for table in (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, cafe_training.TABLE, *sme.TABLES)
+    }
 )
 
 
@@ -48,7 +64,9 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
     started = time.perf_counter()
-    rows = tuple(table.run(scale, seed, progress))
+    found = table.run(scale, seed, progress)
+    findings = found if isinstance(found, Findings) else Findings(found)
+    rows = tuple(findings.rows)
     if all(row.verdict == "not run" for row in rows):
         settings: dict[str, list[str]] = {}
         for row in rows:
@@ -58,4 +76,14 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
             for note, (first, *others) in settings.items()
         ]
         raise ValueError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
-    return Reproduction(name, table.title, table.paper, scale, seed, rows, seconds=time.perf_counter() - started)
+    return Reproduction(
+        name,
+        table.title,
+        table.paper,
+        scale,
+        seed,
+        rows,
+        seconds=time.perf_counter() - started,
+        pictures=findings.pictures,
+        curves=findings.curves,
+    )

@@ -7,15 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from torch import Tensor
+
 from leakscope.metrics import interval
 
 Progress = Callable[[int, int, float], None]
 Verdict = Literal["matches", "above", "below", "measured", "not run"]
+#: Points of a curve that ``as_dict`` keeps.
+SHORT = 50
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published number beside ours; ``measured`` and ``interval`` are None where it was not run.
+    """One published number beside ours; ``measured`` and ``interval`` are None where it was not run or not finite.
 
     ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none;
     ours stands alone there.
@@ -33,6 +37,46 @@ class Row:
     note: str = ""
 
 
+@dataclass(frozen=True, eq=False, kw_only=True)
+class PictureGrid:
+    """Originals and what was recovered of them, both (B, channels, height, width) in [0, 1]; one caption a picture.
+
+    ``private`` ones are shown only where somebody asks for them.
+    """
+
+    title: str
+    originals: Tensor = field(repr=False)
+    recovered: Tensor = field(repr=False)
+    captions: tuple[str, ...]
+    private: bool = True
+
+    def __post_init__(self) -> None:
+        if self.originals.shape != self.recovered.shape or len(self.captions) != len(self.originals):
+            raise ValueError(
+                f"PictureGrid: expected as many originals, recovered pictures and captions, got "
+                f"{tuple(self.originals.shape)}, {tuple(self.recovered.shape)} and {len(self.captions)}"
+            )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Curves:
+    """Lines over the same steps, by name; a step is one entry."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, tuple[float, ...]] = field(repr=False)
+
+
+@dataclass(frozen=True, eq=False)
+class Findings:
+    """What the run of a table brings: rows, and what else a page about it shows."""
+
+    rows: list[Row]
+    pictures: tuple[PictureGrid, ...] = ()
+    curves: tuple[Curves, ...] = ()
+
+
 @dataclass(frozen=True)
 class Reproduction:
     """A table as reproduced at one scale; the rows are the same for the same seed."""
@@ -44,26 +88,60 @@ class Reproduction:
     seed: int
     rows: tuple[Row, ...]
     seconds: float = field(compare=False, default=0.0)
+    pictures: tuple[PictureGrid, ...] = field(compare=False, default=())
+    curves: tuple[Curves, ...] = field(compare=False, default=())
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole as JSON can hold it."""
-        facts = asdict(self)
-        facts["rows"] = [
-            {**row, "interval": None if row["interval"] is None else list(row["interval"])} for row in facts["rows"]
-        ]
-        return facts
+        """The whole as JSON can hold it: no pixels, and of each curve some points, null where not finite."""
+        rows = [asdict(row) for row in self.rows]
+        return {
+            "name": self.name,
+            "title": self.title,
+            "paper": self.paper,
+            "scale": self.scale,
+            "seed": self.seed,
+            "rows": [{**row, "interval": None if row["interval"] is None else list(row["interval"])} for row in rows],
+            "seconds": self.seconds,
+            "pictures": [
+                {"title": grid.title, "captions": list(grid.captions), "private": grid.private}
+                for grid in self.pictures
+            ],
+            "curves": [
+                {
+                    "title": curves.title,
+                    "x_label": curves.x_label,
+                    "y_label": curves.y_label,
+                    "lines": {name: short(values) for name, values in curves.lines.items()},
+                }
+                for curves in self.curves
+            ],
+        }
+
+
+def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None]]:
+    """At most ``limit`` pairs (step, value) of a curve, evenly spread with the last; None where not finite.
+
+    >>> short([3.0, 2.0, math.inf, 1.0], limit=2)
+    [[1, 2.0], [3, 1.0]]
+    """
+    every = max(1, -(-len(values) // limit))
+    steps = reversed(range(len(values) - 1, -1, -every))
+    return [[step, values[step] if math.isfinite(values[step]) else None] for step in steps]
 
 
 @dataclass(frozen=True)
 class PaperTable:
-    """A published table that can be reproduced. ``scales`` says in words what each scale runs."""
+    """A published table that can be reproduced. ``scales`` says in words what each scale runs.
+
+    ``run`` returns the rows, or findings where there are pictures or curves too.
+    """
 
     name: str
     title: str
     summary: str
     paper: str
     scales: Mapping[str, str]
-    run: Callable[[str, int, Progress | None], list[Row]] = field(repr=False)
+    run: Callable[[str, int, Progress | None], list[Row] | Findings] = field(repr=False)
 
 
 def measured_row(

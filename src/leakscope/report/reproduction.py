@@ -34,7 +34,7 @@ def render_reproduction(result: Any, pictures: bool | None = None) -> str:
     ``pictures`` None shows those that are not private, True shows all, False none.
     """
     count = Counter(row.verdict for row in result.rows)
-    verdicts = ("matches", "above", "below", "measured", "not run")
+    verdicts = [name for name in ("matches", "above", "below", "measured", "not run") if count[name]]
     return fill(
         "reproduction.html.j2",
         {
@@ -44,9 +44,8 @@ def render_reproduction(result: Any, pictures: bool | None = None) -> str:
             "scale": result.scale,
             "seed": result.seed,
             "seconds": words.duration(result.seconds),
-            "verdicts": [(name, count[name]) for name in verdicts if count[name]],
+            "verdicts": ", ".join(f"{count[name]} {name}" for name in verdicts),
             "lines": [_line(row) for row in result.rows],
-            "smoothed": words.percent(SMOOTHED),
             "charts": [_chart(curves, f"curves{n}") for n, curves in enumerate(result.curves)],
             "grids": [_grid(grid, pictures, f"grid{n}") for n, grid in enumerate(result.pictures)],
         },
@@ -100,12 +99,12 @@ def figure(value: float | None) -> str:
 
 
 def _chart(curves: Any, identity: str) -> dict[str, Any]:
-    drawn = [
-        (str(name), smooth(values, max(1, round(SMOOTHED * len(values))))) for name, values in curves.lines.items()
-    ]
+    window = max([1, *(round(SMOOTHED * len(values)) for values in curves.lines.values())])
+    drawn = [(str(name), smooth(values, window)) for name, values in curves.lines.items()]
+    axes = f"{curves.y_label} by {curves.x_label}"
     return {
         "title": curves.title,
-        "axes": f"{curves.y_label} by {curves.x_label}",
+        "axes": axes if window == 1 else f"{axes}, each point the mean of {window}",
         "drawing": curve_plot(drawn, title=curves.title, identity=identity),
         "legend": [
             {"name": name, "colour": colour(number), "end": figure(values[-1] if values else None)}
