@@ -29,6 +29,9 @@ class Share:
     places: tuple[int, ...] = field(repr=False)
     shape: tuple[int, ...]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> Share:
+        return self  # it never changes, and copying thousands of places with each model would be felt
+
     def take(self, x: Tensor) -> Tensor:
         """This worker's part of samples (B, ...)."""
         places = torch.tensor(self.places, device=x.device)

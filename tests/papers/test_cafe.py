@@ -119,7 +119,7 @@ def test_table_10_has_rows_pictures_and_context(tiles: Examples) -> None:
     assert len(context) == 7
     assert all(row.verdict == "not run" and "context only" in row.note for row in context)
     assert told[-1][:2] == (10, 10)
-    assert [grid.title for grid in result.pictures] == [settings[2], settings[3]]
+    assert [grid.title for grid in result.pictures] == [f"{name}, run with K=3 of 6" for name in settings[2:4]]
     assert not any(grid.private for grid in result.pictures)
     assert result.pictures[0].captions[0].endswith(" dB")
 

@@ -283,9 +283,10 @@ def _attacked(
         rows.append(measured_row(trial.setting, PSNR, trial.published, values, trial.note))
         if trial.shown:
             captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
+            run = f"K={trial.scene.batch} of {trial.scene.samples}"
             grids.append(
                 PictureGrid(
-                    title=trial.setting,
+                    title=trial.setting if run in trial.setting else f"{trial.setting}, run with {run}",
                     originals=truth[:SHOWN],
                     recovered=found[:SHOWN],
                     captions=captions,
