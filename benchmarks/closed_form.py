@@ -19,15 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import DLG, RGAP, Attack, GaussNewton
-from leakscope.audit.job import PeakMemory
+from leakscope.attacks import DLG, RGAP, GaussNewton
+from leakscope.audit.memory import PeakMemory
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.observation import Observation
 from leakscope.data import Examples, load_data
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedSGD
-from leakscope.limits import Channel, cramer_rao
+from leakscope.limits import cramer_rao
 from leakscope.matching import GradientMap
 from leakscope.models import build_model
-from leakscope.observation import Observation
 
 
 def growth(sizes: list[int], costs: list[float]) -> float:
@@ -49,7 +51,7 @@ def look(net: nn.Module, part: Examples, dtype: torch.dtype, **how: Any) -> tupl
 
 def timed(attack: Attack, seen: Observation, seed: int) -> tuple[Tensor, float, float | None, dict[str, Any]]:
     memory, started = PeakMemory(), time.perf_counter()
-    found = attack(seen, seed=seed, diagnose=False)
+    found = attack(seen, seed=seed)
     return found.inputs, time.perf_counter() - started, memory.megabytes(), {"flags": found.flags, **found.info}
 
 

@@ -46,7 +46,7 @@ def problem(net: nn.Module, size: int, batch: int, steps: int = 1) -> tuple[Prob
     matcher = Matcher(distance=DirectionL1(), priors=(TotalVariation(weight=0.03),))
     if steps > 1:
         matcher = Matcher(distance=DirectionL1(), simulation=UnrolledSteps(0.01, steps_in_order(batch, batch, steps)))
-    return Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 10), x, y
+    return Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), y, (10,)), x, y
 
 
 def main() -> None:

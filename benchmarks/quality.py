@@ -11,7 +11,8 @@ import time
 
 import torch
 
-from leakscope.attacks import DLG, Attack, InvertingGradients
+from leakscope.attacks import DLG, InvertingGradients
+from leakscope.contracts.attack import Attack
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedSGD
 from leakscope.metrics import evaluate

@@ -20,13 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from closed_form import growth
-from leakscope.attacks import CAFE, Attack
-from leakscope.audit.job import PeakMemory, null_update
+from leakscope.attacks import CAFE
+from leakscope.audit.controls import noise_of_equal_norm
+from leakscope.audit.memory import PeakMemory
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.observation import Observation
 from leakscope.data import Examples, load_data
-from leakscope.defenses import DPSGD, Defense, FakeGradients, GradientNoise, GradientPruning
+from leakscope.defenses import DPSGD, FakeGradients, GradientNoise, GradientPruning
 from leakscope.federation import Vertical
 from leakscope.models import build_model
-from leakscope.observation import Observation
 
 #: The settings of step III were chosen on pictures 1000 to 1015 of the training split.
 FIRST = 2000
@@ -44,7 +47,7 @@ def rounds(net: nn.Module, part: Examples, batch: int, defense: Defense | None =
 def attacked(attack: Attack, seen: Observation, part: Examples) -> tuple[str, float, float | None]:
     """What came of it in words, seconds, and megabytes."""
     memory, started = PeakMemory(), time.perf_counter()
-    found = attack(seen, seed=0, diagnose=False)
+    found = attack(seen, seed=0)
     seconds = time.perf_counter() - started
     each = psnr(found.inputs, part.x)
     labels = "" if found.labels is None else f", labels {float((found.labels == part.y).float().mean()):.0%}"
@@ -99,7 +102,7 @@ def defended(part: Examples) -> None:
     net = small_net(part)
     seen = rounds(net, part, 4, rounds=60)
     print(f"  a grey picture: {float(psnr(torch.full_like(part.x, 0.5), part.x).mean()):.1f} dB")
-    noise = null_update(seen, torch.Generator().manual_seed(0))
+    noise = noise_of_equal_norm(seen, torch.Generator().manual_seed(0))
     print(f"  noise in place of the rounds: {attacked(CAFE(), noise, part)[0]}")
     print(f"  no defence: {attacked(CAFE(), seen, part)[0]}")
     defenses: list[Defense] = [

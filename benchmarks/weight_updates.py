@@ -18,12 +18,12 @@ from collections.abc import Callable
 import torch
 
 from leakscope.attacks import SME
-from leakscope.audit.job import PeakMemory
+from leakscope.audit.memory import PeakMemory
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg
 from leakscope.matching import Cosine, Matcher, Problem, SegmentGradient, UnrolledSteps, Victim, steps_in_order
 from leakscope.matching.simulations import Simulation
 from leakscope.models import MODELS, build_model
-from leakscope.observation import Knowledge
 
 RATE = 0.004
 EVERY = SME().beta_every
@@ -41,10 +41,10 @@ def problem(model: str, batch: int, simulation: Simulation) -> tuple[Problem, to
         Matcher(distance=Cosine(), simulation=simulation),
         Victim.of(seen),
         dict(seen.message.update),
-        x.shape,
-        seen.value_range,
+        seen.inputs,
+        len(x),
         y,
-        MODELS[model].num_classes,
+        seen.output_shape,
     )
     return task, torch.rand(1, x.numel() + len(simulation.unknowns), generator=generator)
 

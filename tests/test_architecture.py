@@ -1,76 +1,76 @@
-"""Data goes one way: a room imports only from the rooms it may, and importing the package costs nothing."""
+"""Data goes one way: a room imports only from the rooms before it, and importing the package costs nothing."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import leakscope
 
-SOURCE = Path(leakscope.__file__).parent
-
-# What each room may import from, besides itself. The attacker's rooms (labels, matching, limits, attacks) may
-# see neither data nor federation nor metrics: truth is out of their reach.
-ALLOWED = {
-    "observation": {"observation_files"},  # loaded lazily by save and load
-    "observation_files": {"observation"},
-    "loss": set(),
-    "vertical": set(),
-    "data": {"observation"},
-    "models": {"observation", "vertical"},
-    "federation": {"observation", "loss", "vertical"},
-    "defenses": {"observation", "federation"},
-    "labels": {"observation"},
-    "matching": {"observation", "loss"},
-    "limits": {"observation", "matching", "loss", "vertical"},
-    "attacks": {"observation", "loss", "vertical", "labels", "matching", "limits"},
-    "metrics": {"observation"},
-    "audit": {
-        *("observation", "loss", "vertical", "data", "models", "federation", "defenses"),
-        *("labels", "matching", "limits", "attacks", "metrics"),
-    },
-    "report": {"observation", "attacks", "metrics", "audit"},
-    "papers": {
-        *("observation", "vertical", "data", "models", "federation", "defenses", "labels"),
-        *("matching", "limits", "attacks", "metrics", "audit"),
-    },
-}
-# An Audit writes its own report; the import is inside the method, so the room does not load the later one.
-LAZY_EXCEPTIONS = {("audit/run.py", "report")}
+TOOLS = Path(__file__).parents[1] / "tools"
 
 
-def imported_rooms(path: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        names = []
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-        found |= {name.split(".")[1] for name in names if name.startswith("leakscope.") and name.count(".")}
-    return found
+@pytest.fixture(scope="module")
+def rooms() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("rooms", TOOLS / "rooms.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-@pytest.mark.parametrize("room", ALLOWED)
-def test_a_room_imports_only_from_rooms_before_it(room: str) -> None:
-    files = [SOURCE / f"{room}.py"] if (SOURCE / f"{room}.py").exists() else sorted((SOURCE / room).rglob("*.py"))
-    assert files, f"no room {room}"
-    for path in files:
-        relative = str(path.relative_to(SOURCE))
-        rooms = {name for name in imported_rooms(path) if name in ALLOWED and name != room}
-        if room not in ("observation", "observation_files"):
-            rooms.discard("observation_files")  # the vocabulary's other half: files of observations, atomic writes
-        rooms -= {later for where, later in LAZY_EXCEPTIONS if where == relative}
-        assert rooms <= ALLOWED[room], f"{relative} imports {rooms - ALLOWED[room]}"
+def test_no_room_imports_a_later_one_nor_the_adversary_the_truth(rooms: ModuleType) -> None:
+    assert rooms.problems() == []
 
 
-def test_every_room_is_under_the_rule() -> None:
-    rooms = {p.name for p in SOURCE.iterdir() if p.is_dir() and (p / "__init__.py").exists()}
-    assert rooms <= set(ALLOWED)
+def test_every_folder_is_a_room_and_every_module_is_in_one(rooms: ModuleType) -> None:
+    folders = {path.name for path in rooms.SOURCE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert folders == set(rooms.ROOMS)
+    assert [path.name for path in rooms.SOURCE.glob("*.py")] == ["__init__.py"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from leakscope.report import write_report",
+        "import leakscope.report.page",
+        "def late():\n    from leakscope.report import page",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from leakscope.report import page",
+        "import importlib\nimportlib.import_module('leakscope.report')",
+    ],
+)
+def test_late_and_type_checking_imports_are_seen(rooms: ModuleType, tmp_path: Path, text: str) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(text)
+    assert set(rooms.imports_of(file)) == {"report"}
+
+
+def test_a_cycle_would_be_noticed(rooms: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    source = tmp_path / "leakscope"
+    for room, other in (("contracts", "cli"), ("attacks", "metrics")):
+        (source / room).mkdir(parents=True)
+        (source / room / "thing.py").write_text(f"from leakscope.{other} import thing")
+    monkeypatch.setattr(rooms, "SOURCE", source)
+    text = "\n".join(rooms.problems())
+    assert "contracts/thing.py: imports cli, which comes after contracts" in text
+    assert "attacks must not see metrics" in text
+
+
+def test_hooks_are_set_in_one_place(rooms: ModuleType) -> None:
+    users = [p for p in rooms.SOURCE.rglob("*.py") if "register_forward" in p.read_text(encoding="utf-8")]
+    assert [str(path.relative_to(rooms.SOURCE)) for path in users] == ["network/recorder.py"]
+
+
+def test_nobody_asks_whether_learning_is_vertical_but_its_own_files(rooms: ModuleType) -> None:
+    own = {"federation/vertical.py", "audit/rounds.py"}
+    askers = [p for p in rooms.SOURCE.rglob("*.py") if ", Vertical)" in p.read_text(encoding="utf-8")]
+    assert {str(path.relative_to(rooms.SOURCE)) for path in askers} <= own
 
 
 def test_importing_the_package_and_the_command_line_loads_nothing_heavy() -> None:

@@ -12,35 +12,35 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-__version__ = "0.4.0"
+__version__ = "0.5.0"
 
 _NAMES = {
+    "Attack": "leakscope.contracts.attack",
+    "Box": "leakscope.contracts.inputs",
+    "Channel": "leakscope.contracts.channel",
+    "Defense": "leakscope.contracts.defense",
+    "Diagnosis": "leakscope.contracts.reconstruction",
     "FedAvg": "leakscope.federation",
     "FedSGD": "leakscope.federation",
     "FederatedTraining": "leakscope.federation",
-    "Knowledge": "leakscope.observation",
-    "Message": "leakscope.observation",
-    "Observation": "leakscope.observation",
-    "Reconstruction": "leakscope.attacks",
-    "ValueRange": "leakscope.observation",
+    "InputSpace": "leakscope.contracts.inputs",
+    "Knowledge": "leakscope.contracts.knowledge",
+    "Message": "leakscope.contracts.observation",
+    "Observation": "leakscope.contracts.observation",
+    "Protocol": "leakscope.contracts.protocol",
+    "Reconstruction": "leakscope.contracts.reconstruction",
+    "Task": "leakscope.contracts.task",
+    "ValueRange": "leakscope.contracts.inputs",
     "Vertical": "leakscope.federation",
-    "VerticalModel": "leakscope.vertical",
+    "VerticalModel": "leakscope.models.split",
     "build_model": "leakscope.models",
+    "diagnose": "leakscope.limits",
     "load_data": "leakscope.data",
+    "setting": "leakscope.contracts.settings",
 }
 _ROOMS = (
-    "attacks",
-    "audit",
-    "data",
-    "defenses",
-    "federation",
-    "labels",
-    "limits",
-    "matching",
-    "metrics",
-    "models",
-    "papers",
-    "report",
+    *("contracts", "data", "models", "network", "federation", "defenses", "labels", "equations", "matching"),
+    *("attacks", "limits", "metrics", "results", "report", "audit", "papers"),
 )
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]

@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import IDLG, InvertingGradients, LinearLayer, NotApplicable, make_attack
+from leakscope.attacks import IDLG, InvertingGradients, LinearLayer, make_attack
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import psnr
 from leakscope.models import build_model
-from leakscope.observation import Knowledge
 
 
 def batch(examples: int = 1, shape: tuple[int, ...] = (1, 8, 8)) -> tuple[Tensor, Tensor]:

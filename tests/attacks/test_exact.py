@@ -6,11 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import InvertingGradients, LinearLayer, MissingKnowledge, NotApplicable
-from leakscope.attacks.linear_layer import first_linear, input_span, invert_single
+from leakscope.attacks import InvertingGradients, LinearLayer
+from leakscope.attacks.linear_layer import input_span, invert_single
+from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model
-from leakscope.observation import Knowledge
+from leakscope.network.layers import Layer, structure
 
 
 def batch(examples: int, dtype: torch.dtype, shape=(3, 8, 8)) -> tuple[Tensor, Tensor]:
@@ -38,7 +40,9 @@ def test_the_span_of_a_batch_is_readable(examples) -> None:
     """E4."""
     x, y = batch(examples, torch.float64)
     seen = FedSGD().observe(mlp(torch.float64, hidden=[64], activation="tanh"), x, y)
-    basis, _ = input_span(seen.message.update[f"{first_linear(seen.model, (3, 8, 8))}.weight"], 1e-10)
+    first = structure(seen.model, (3, 8, 8)).linear_first
+    assert isinstance(first, Layer)
+    basis, _ = input_span(seen.message.update[f"{first.name}.weight"], 1e-10)
     assert len(basis) == examples
     flat = x.flatten(1)
     outside = flat - (flat @ basis.T) @ basis
@@ -63,7 +67,7 @@ def test_clipping_alone_does_not_change_scale_free_attacks(clip) -> None:
         assert torch.allclose(attack(seen).inputs, attack(clipped).inputs, atol=1e-10)
 
 
-def test_least_squares_beats_ratios_where_a_back_signal_is_tiny() -> None:
+def test_least_squares_beats_ratios_where_an_output_gradient_is_tiny() -> None:
     x = torch.rand(1, 10, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     back = torch.tensor([[1.0, 1e-9, -0.5]], dtype=torch.float64)
     noise = 1e-6 * torch.randn(3, 10, generator=torch.Generator().manual_seed(2), dtype=torch.float64)

@@ -11,21 +11,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks.base import NotApplicable
 from leakscope.attacks.hybrid import Hybrid, _HybridSolver, _null_space, _Search
 from leakscope.attacks.rgap import RGAP
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.inputs import Box, ValueRange
+from leakscope.contracts.observation import Observation
 from leakscope.data import load_data
+from leakscope.equations.constraints import stage_system
 from leakscope.federation import FedAvg, FedSGD
-from leakscope.limits.chain import read_chain
-from leakscope.limits.constraints import stage_system
 from leakscope.matching import total_variation
 from leakscope.models import build_model
-from leakscope.observation import Observation, ValueRange
+from leakscope.network.chain import read_chain
 
 SHAPE = (1, 10, 10)
 BOX = ValueRange(low=(-0.5,), high=(0.5,))
 
 
+@torch.random.fork_rng(devices=[])
 def net(*filters: int, stride: int = 1, activation: type[nn.Module] = nn.Tanh) -> nn.Module:
     """Convolutions of 3 x 3 without bias; one filter of stride 2 leaves most of its input open."""
     torch.manual_seed(0)
@@ -142,7 +144,12 @@ def test_a_damped_start_does_not_amplify_errors() -> None:
     seen, x = look(net(2))
     chain = read_chain(seen.model, SHAPE)
     solver = _HybridSolver(
-        chain=chain, update=dict(seen.message.update), clip=0.9999, ranks=True, settings=Hybrid(), box=BOX
+        chain=chain,
+        update=dict(seen.message.update),
+        clip=0.9999,
+        ranks=True,
+        settings=Hybrid(),
+        inputs=Box(SHAPE, BOX),
     )
     system = search_at(seen, x, 0, Hybrid()).system
     noise = np.random.default_rng(0).standard_normal(system.rows)
@@ -203,7 +210,7 @@ def test_values_stay_in_the_range_unless_told_otherwise() -> None:
 
 
 def test_every_wrong_setting_is_named_at_once() -> None:
-    with pytest.raises(ValueError, match=r"(?s)form.*distance.*tv_variant.*iterations.*weights.*fade.*clip"):
+    with pytest.raises(ValueError, match=r"(?s)form:.*iterations:.*weights:.*fade:.*distance:.*tv_variant:.*clip:"):
         Hybrid(form="a", distance="b", tv_variant="c", iterations=0, weights=((1.0, 2.0),), fade=0, clip=1)
     with pytest.raises(ValueError, match="lr"):
         Hybrid(lr=0)

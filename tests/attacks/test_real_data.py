@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from leakscope.attacks import DLG, Attack, InvertingGradients
+from leakscope.attacks import DLG, InvertingGradients
+from leakscope.contracts.attack import Attack
 from leakscope.data import load_data
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import evaluate

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 from torch import nn
 
-from leakscope.attacks import RGAP, Reconstruction
+from leakscope.attacks import RGAP
+from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.federation import FedSGD
+from leakscope.limits import diagnose
 from leakscope.models import build_model
 
 
@@ -14,7 +18,9 @@ def solved(model: nn.Module, shape: tuple[int, ...], examples: int = 1) -> Recon
     draws = torch.Generator().manual_seed(4)
     x = torch.rand(examples, *shape, generator=draws, dtype=torch.float64)
     y = torch.arange(examples) + 1
-    return RGAP()(FedSGD().observe(model.double(), x, y))
+    seen = FedSGD().observe(model.double(), x, y)
+    found = RGAP()(seen)
+    return dataclasses.replace(found, diagnosis=diagnose(seen, found))
 
 
 def certified(found: Reconstruction) -> bool:

@@ -9,13 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from leakscope.attacks import DLFA, SME, InvertingGradients, NotApplicable
+from leakscope.attacks import DLFA, SME, InvertingGradients
 from leakscope.attacks.dlfa import average_aligned
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Observation
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import Victim
 from leakscope.metrics import assign, psnr
 from leakscope.models import MODELS, build_model
-from leakscope.observation import Knowledge, LocalTraining, Observation
 
 LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks.base import Attack, MissingKnowledge, NotApplicable, Reconstruction
-from leakscope.audit import Audit, Row, audit
-from leakscope.observation import Observation
+from leakscope.audit import Audit, audit
+from leakscope.audit.findings import Subject
+from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import Protocol
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.task import Classification
+from leakscope.results import FindingRow, Row
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -198,6 +204,27 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
 
 
+def subject(
+    protocol: Protocol,
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    defense: Defense | None = None,
+    *,
+    seed: int = 0,
+    seen: Observation | None = None,
+    **options: Any,
+) -> Subject:
+    """One client as a finding sees it; ``seen`` where it is not what this protocol makes of the rest."""
+
+    def draws() -> torch.Generator:
+        return torch.Generator().manual_seed(seed)
+
+    if seen is None:
+        seen = protocol.observe(model, x, y, defense, generator=draws(), **options)
+    return Subject(protocol, defense, Classification(), seen, x, y, draws)
+
+
 BASE: dict[str, Any] = {
     "attacks": [Quotient(), Guess()],
     "defenses": ["none", {"gradient-noise": {"sigma": 0.3}}],
@@ -209,13 +236,16 @@ def run(out: Path | None = None, **changes: Any) -> Audit:
     return audit(**{**BASE, "model": net(), "data": examples(), "out": out, **changes})
 
 
-def timeless(rows: list[Row]) -> list[Row]:
+def timeless(rows: Sequence[Row | FindingRow]) -> list[tuple[Any, ...]]:
     """Rows without what may differ between two runs of the same job."""
     kept = []
     for row in rows:
-        result = json.loads(json.dumps(row.result))
+        if isinstance(row, FindingRow):
+            kept.append((row.key, row.position, row.kind, row.status, row.subject(), row.content, row.error))
+            continue
+        result = json.loads(json.dumps(row.raw))
         if result is not None:
-            result.pop("peak_memory_mb", None)
-            result.get("info", {}).pop("seconds", None)
-        kept.append(dataclasses.replace(row, result=result, seconds=None, finished=None))
+            result.pop("peak_memory_mb")
+            result["info"].pop("seconds")
+        kept.append((row.key, row.position, row.status, row.job, result, row.error))
     return kept

@@ -12,8 +12,9 @@ import audit_doubles as doubles
 import pytest
 from audit_doubles import run, timeless
 
-from leakscope.audit import ExecutorError, Store
-from leakscope.audit.executors import default_workers
+from leakscope.audit import ExecutorError
+from leakscope.audit.executors.processes import default_workers
+from leakscope.results import Store
 
 
 def processes(out: Path, **changes: Any) -> Any:
@@ -23,19 +24,24 @@ def processes(out: Path, **changes: Any) -> Any:
 def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     spread = processes(tmp_path / "a", progress=events.append)
-    assert timeless(spread.rows) == timeless(run(tmp_path / "b").rows)
+    serial = run(tmp_path / "b")
+    assert timeless(spread.rows) == timeless(serial.rows)
+    assert timeless(spread.findings) == timeless(serial.findings)
+    assert len(spread.findings) == 2
+    total = len(spread.rows) + len(spread.findings)
     assert spread.verdict.outcome == "leaks"
     finished = [e for e in events if e["event"] == "finished"]
-    assert sorted(e["position"] for e in finished) == list(range(len(spread.rows)))
-    assert [e["completed"] for e in finished] == list(range(1, len(spread.rows) + 1))
+    assert sorted(e["position"] for e in finished) == list(range(total))
+    assert [e["completed"] for e in finished] == list(range(1, total + 1))
     again = processes(tmp_path / "a")
     assert again.rows == spread.rows
+    assert again.findings == spread.findings
 
 
 def test_a_death_costs_one_job(tmp_path: Path) -> None:
     attacks = [doubles.Guess(), doubles.Trouble(how="exit"), doubles.Trouble(how="kill"), doubles.Quotient()]
     done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1)
-    told = [(row.job["attack_name"], row.status) for row in done.rows]
+    told = [(row.job.attack_name, row.status) for row in done.rows]
     assert told == [("guess", "done"), ("trouble", "failed"), ("trouble", "failed"), ("quotient", "done")]
     assert done.rows[1].error == "WorkerDied: the worker process ended with exit code 7"
     assert "by signal SIGKILL" in str(done.rows[2].error)
@@ -103,6 +109,8 @@ def start(folder: Path, out: Path, executor: str, slow: float) -> subprocess.Pop
         env=doubles.environment(),
         start_new_session=True,
         stderr=subprocess.PIPE,
+        # A shell that starts the tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
@@ -155,6 +163,8 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: s
         rows = store.rows()
         assert len(rows) == 16
         assert timeless(rows) == timeless(other.rows())
+        assert timeless(store.findings()) == timeless(other.findings())
+        assert len(store.findings()) == 1
         assert [row for row in rows if row.key in {r.key for r in survived}] == survived
         assert store.meta("spec_hash") == other.meta("spec_hash")
     assert not list((out / "artifacts").glob(".*"))

@@ -25,22 +25,26 @@ def setup(**changes: Any) -> Setup:
 
 
 def keys(**changes: Any) -> list[str]:
-    return [job.key for job in make_plan(setup(**changes))]
+    return [job.key for job in make_plan(setup(**changes)) if job.finding is None]
 
 
 def test_grid_and_order() -> None:
     built = setup(protocols=["fedsgd", {"fedavg": {"batch_size": 1}}])
-    jobs = make_plan(built)
+    plan = make_plan(built)
+    assert [job.position for job in plan] == list(range(len(plan)))
+    assert len({job.key for job in plan}) == len(plan)
+    jobs = [job for job in plan if job.finding is None]
+    assert plan[: len(jobs)] == jobs, "findings come last"
     # protocols x (defences + control) x attacks x seeds x batches
     assert len(jobs) == 2 * (2 + 1) * 2 * 2 * 2
-    assert [job.position for job in jobs] == list(range(len(jobs)))
-    assert len({job.key for job in jobs}) == len(jobs)
-    assert sum(job.control for job in jobs) == 2 * 2 * 2 * 2
+    assert sum(job.control is not None for job in jobs) == 2 * 2 * 2 * 2
     cells = [(j.protocol, 9 if j.defense is None else j.defense, j.attack, j.seed, j.batch) for j in jobs]
     assert cells == sorted(cells)
     assert built.batches == ((0, 1), (2, 3))
-    summary = plan_summary(built, jobs)
+    summary = plan_summary(built, plan)
     assert summary["total"] == len(jobs)
+    # the floor once for each defence, the trajectory also for each client
+    assert summary["findings"] == len(plan) - len(jobs) == 2 + 2 * 2 * 2
     assert [entry["jobs"] for entry in summary["settings"]] == [8, 8, 8, 8]
 
 

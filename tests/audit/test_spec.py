@@ -8,11 +8,11 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 
-from leakscope.attacks import DLG, STANDARD, STANDARD_VERTICAL, STANDARD_WEIGHT_UPDATES
+from leakscope.attacks import DLG
 from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml
 from leakscope.audit.default import DEFAULT_SPEC as DIRECT
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, Vertical
-from leakscope.observation import Knowledge
 
 SMALL = {"model": "logistic", "data": "tiles"}
 
@@ -103,13 +103,13 @@ def test_every_problem_is_told_once() -> None:
         "did you mean examples",
         "examples: expected a multiple of batch (2), got 5",
         "protocols[0]: expected one of fedsgd, fedavg, vertical, got 'fedsgdd'; did you mean fedsgd?",
-        "protocols[1]: fedavg: epochs: expected at least 1, got 0",
+        "protocols[1]: fedavg: epochs: expected a whole number of at least 1, got 0",
         "protocols[2]: fedavg: unknown setting 'epochz'",
         "defenses[0]: gradient-noise: sigma: expected",
         "attacks[0]: expected one of",
-        "policy.max_psnr: expected",
+        "policy: max_psnr: expected a number",
         "threads: expected",
-        "executor: expected",
+        "executor: unknown executor 'cloud': expected one of serial, processes, got 'cloud'",
         "device: expected",
     ):
         assert expected in told, (expected, told)
@@ -134,10 +134,11 @@ def test_wrong_shapes_of_a_spec() -> None:
 
 
 def test_objects_need_a_repr_that_tells_all() -> None:
-    class Vague:
-        def __call__(self) -> None: ...
+    class Vague(doubles.Guess):
+        __repr__ = object.__repr__
 
     assert "repr tells all" in problems(attacks=[Vague()])[0]
+    assert "name of an attack or an attack object" in problems(attacks=[object()])[0]
     assert "name of a protocol" in problems(protocols=[3])[0]
     assert "torch.nn.Module" in problems(model=3)[0]
     assert "pair (x, y)" in problems(data=3)[0]
@@ -236,11 +237,12 @@ def test_vertical_protocols_have_attacks_of_their_own() -> None:
     def names(*protocols: Any, attacks: Any = "standard") -> list[str]:
         return [part.name for part in spec(protocols=list(protocols), attacks=attacks).attacks]
 
-    assert names(VERTICAL) == list(STANDARD_VERTICAL)
-    assert names(VERTICAL, Vertical(batch_size=3)) == list(STANDARD_VERTICAL)
-    assert names("fedsgd", VERTICAL) == [*STANDARD, *STANDARD_VERTICAL]
-    assert names(VERTICAL, "fedavg") == [*STANDARD, *STANDARD_WEIGHT_UPDATES, *STANDARD_VERTICAL]
-    assert names("fedsgd") == list(STANDARD)
+    standard = ["gauss-newton", "inverting-gradients", "idlg", "linear-layer"]
+    assert names(VERTICAL) == ["cafe"]
+    assert names(VERTICAL, Vertical(batch_size=3)) == ["cafe"]
+    assert names("fedsgd", VERTICAL) == [*standard, "cafe"]
+    assert names(VERTICAL, "fedavg") == [*standard, "sme", "cafe"]
+    assert names("fedsgd") == standard
     assert names(VERTICAL, attacks=["standard", {"cafe": {"iterations": 5}}]) == ["cafe"]
     assert "protocols[0]" in "".join(problems(protocols=["vertica"]))
 
@@ -258,4 +260,4 @@ def test_the_default_knowledge_follows_the_protocols() -> None:
     assert knowledge(protocols=[VERTICAL], knowledge={"batch_indices": False}) == Knowledge.eavesdropper
     assert knowledge(knowledge="vertical-server") == Knowledge.vertical_server
     (told,) = problems(knowledge="vertical")
-    assert "expected one of eavesdropper, honest_server, vertical_server, malicious_server, full" in told
+    assert "expected one of eavesdropper, honest_server, adaptive_server, vertical_server, malicious_server, full" in told

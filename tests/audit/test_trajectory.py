@@ -1,4 +1,4 @@
-"""What is told of a weight update, against autograd by hand; and that a job tells it of the right update."""
+"""What is told of a weight update, against autograd by hand; and that the finding is of the right update."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 import torch
-from audit_doubles import run, timeless
+from audit_doubles import run, subject, timeless
 from torch import Tensor, nn
 
 from leakscope.audit import trajectory as module
 from leakscope.audit.trajectory import describe_update
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.observation import LocalTraining
+from leakscope.contracts.protocol import Protocol
+from leakscope.contracts.task import Task
 from leakscope.defenses import GradientNoise, GradientPruning
-from leakscope.federation import Defense, FedAvg, FedSGD, Protocol
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.federation.client import OneMessage
 from leakscope.limits import drift_bound
-from leakscope.observation import LocalTraining
+from leakscope.results import FindingRow
 
 KEYS = {
     *("steps", "chosen", "shares", "share_min", "betas", "cosines", "best_beta", "max_cosine", "start_cosine"),
@@ -43,8 +48,7 @@ def scene(dtype: torch.dtype = torch.float64) -> tuple[nn.Module, Tensor, Tensor
 
 def told(protocol: Protocol, defense: Defense | None = None, *, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     net, x, y = scene(dtype)
-    seen = protocol.observe(net, x, y, defense, generator=torch.Generator().manual_seed(5))
-    found = describe_update(protocol, net, x, y, defense, torch.Generator().manual_seed(5), seen)
+    found = describe_update(subject(protocol, net, x, y, defense, seed=5))
     json.dumps(found, allow_nan=False)
     return found
 
@@ -157,29 +161,25 @@ def test_long_training_and_large_models_keep_few_steps(monkeypatch: pytest.Monke
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnProtocol(Protocol):
+class OwnProtocol(OneMessage):
     kind = "weight_delta"
 
-    def _train(self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator) -> Any:
+    def _train(
+        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
+    ) -> Any:
         return {name: torch.ones_like(p) for name, p in client.named_parameters()}, LocalTraining()
 
 
-def test_what_cannot_be_told_has_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_told_has_a_reason() -> None:
     assert told(FedSGD()) == {"reason": "the message is a gradient, not a weight update"}
     assert "OwnProtocol does not tell" in told(OwnProtocol())["reason"]
-
-    def broken(*_: Any) -> None:
-        raise RuntimeError("no such direction")
-
-    monkeypatch.setattr(module, "cosine_profile", broken)
-    assert told(FedAvg()) == {"reason": "RuntimeError: no such direction"}
 
 
 def test_nothing_of_the_caller_changes() -> None:
     protocol, (net, x, y) = FedAvg(epochs=2, batch_size=2, lr=0.1, batchnorm="train"), scene()
-    seen = protocol.observe(net, x, y)
+    asked = subject(protocol, net, x, y)
     before, data, globe = {k: v.clone() for k, v in net.state_dict().items()}, x.clone(), torch.random.get_rng_state()
-    describe_update(protocol, net, x, y, None, torch.Generator().manual_seed(0), seen)
+    describe_update(asked)
     assert all(torch.equal(before[k], v) for k, v in net.state_dict().items())
     assert torch.equal(data, x)
     assert torch.equal(globe, torch.random.get_rng_state())
@@ -189,39 +189,47 @@ AVG = FedAvg(epochs=3, batch_size=1, lr=0.5)
 JOBS: dict[str, Any] = {"protocols": [FedSGD(), AVG], "examples": 4, "batch": 2, "attacks": [doubles.Guess()]}
 
 
-def test_a_job_tells_of_its_own_update_and_controls_do_not(tmp_path: Path) -> None:
+def trajectories(findings: list[FindingRow]) -> dict[tuple[str, int, int], FindingRow]:
+    return {(row.defense, row.seed, row.batch): row for row in findings if row.kind == "trajectory"}
+
+
+def test_a_finding_tells_of_its_own_client_and_each_client_has_one(tmp_path: Path) -> None:
     done = run(tmp_path, **JOBS, seeds=[0, 1])
-    found = {}
-    for row in done.rows:
-        assert row.result is not None
-        if row.job["control"] or row.job["protocol"] == repr(FedSGD()):
-            assert "update" not in row.result
-        else:
-            found[row.job["defense"], row.job["seed"], row.job["batch"]] = row.result["update"]
-    assert len(found) == 2 * 2 * 2
-    for (defense, _, _), update in found.items():
-        assert set(update) == KEYS
-        assert update["steps"] == 6
+    rows = [row for row in done.findings if row.kind == "trajectory"]
+    assert {row.protocol for row in rows} == {repr(AVG)}
+    found = trajectories(done.findings)
+    assert len(rows) == len(found) == 2 * 2 * 2
+    for (defense, _, _), row in found.items():
+        assert row.status == "done"
+        assert set(row.content) == KEYS
+        assert row.content["steps"] == 6
         # Another order of the same examples would end elsewhere.
-        assert math.isclose(update["message_cosine"], 1, abs_tol=1e-10) == (defense == "none")
-    assert found["none", 0, 0]["loss_before"] == found["none", 1, 0]["loss_before"]
-    assert found["none", 0, 0]["loss_after"] != found["none", 1, 0]["loss_after"], "the seed decides the order"
-    assert timeless(done.rows) == timeless(run(tmp_path / "again", **JOBS, seeds=[0, 1]).rows)
+        assert math.isclose(row.content["message_cosine"], 1, abs_tol=1e-10) == (defense == "none")
+    first, second = found["none", 0, 0].content, found["none", 1, 0].content
+    assert first["loss_before"] == second["loss_before"]
+    assert first["loss_after"] != second["loss_after"], "the seed decides the order"
+    again = run(tmp_path / "again", **JOBS, seeds=[0, 1])
+    assert timeless(done.rows) == timeless(again.rows)
+    assert timeless(done.findings) == timeless(again.findings)
 
 
-def test_a_failure_in_it_does_not_fail_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_in_it_costs_no_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*_: Any, **__: Any) -> None:
         raise MemoryError("too large")
 
     monkeypatch.setattr(FedAvg, "trajectory", broken)
     done = run(tmp_path, **{**JOBS, "protocols": [AVG]})
     assert all(row.status == "done" for row in done.rows)
-    reasons = {row.result["update"]["reason"] for row in done.rows if row.result and not row.job["control"]}
-    assert reasons == {"MemoryError: too large"}
+    assert {row.status for row in done.findings} == {"failed"}
+    assert {row.reason for row in done.findings} == {"MemoryError: too large"}
 
 
-def test_it_is_told_of_the_model_the_client_was_sent(tmp_path: Path) -> None:
-    done = run(tmp_path, **{**JOBS, "protocols": [AVG], "attacks": [doubles.Malicious()]}, knowledge="malicious_server")
-    update = next(row.result["update"] for row in done.rows if row.result and not row.job["control"])
-    assert update["loss_before"] == pytest.approx(math.log(3)), "zero weights guess evenly"
-    assert update["message_cosine"] == pytest.approx(1)
+def test_it_is_told_of_the_model_under_audit_whatever_attacks_send_out(tmp_path: Path) -> None:
+    changes = {**JOBS, "protocols": [AVG], "knowledge": "malicious_server"}
+    malicious = run(tmp_path / "a", **{**changes, "attacks": [doubles.Malicious()]})
+    assert {row.status for row in malicious.rows} == {"done"}, "each client of this attack got zero weights"
+    plain = run(tmp_path / "b", **changes)
+    assert timeless(malicious.findings) == timeless(plain.findings)
+    first = trajectories(malicious.findings)["none", 0, 0].content
+    assert first["loss_before"] != pytest.approx(math.log(3)), "zero weights guess evenly"
+    assert first["message_cosine"] == pytest.approx(1)

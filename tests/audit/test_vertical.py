@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from html import unescape
 from pathlib import Path
@@ -10,18 +11,20 @@ from typing import Any
 import audit_doubles as doubles
 import pytest
 import torch
-from audit_doubles import timeless
+from audit_doubles import subject, timeless
 from torch import Tensor, nn
 
 import leakscope as ls
-from leakscope.audit import Audit, SpecError, StoreMismatch, audit, run_spec
+from leakscope.audit import Audit, SpecError, audit, run_spec
 from leakscope.audit import rounds as audit_rounds
 from leakscope.audit.rounds import describe_cost, describe_rounds
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.task import Regression
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedSGD, Vertical
 from leakscope.models import build_model
-from leakscope.observation import Knowledge
-from leakscope.vertical import VerticalModel
+from leakscope.models.split import VerticalModel
+from leakscope.results import StoreMismatch
 
 SAMPLES, FEATURES, CLASSES = 8, 10, 3
 NOISE = {"gradient-noise": {"sigma": 0.5}}
@@ -55,10 +58,10 @@ def told(page: Path) -> str:
 
 def test_every_sample_is_found_without_a_defence_and_noise_is_no_pass() -> None:
     done = run(defenses=["none", NOISE])
-    assert [(row.status, row.job["control"]) for row in done.rows] == [("done", False), ("done", False), ("done", True)]
-    assert {row.job["attack_name"] for row in done.rows} == {"cafe"}
-    assert done.rows[0].job["knowledge"]["batch_indices"] is True
-    assert done.rows[0].job["indices"] == list(range(SAMPLES))
+    assert [(row.status, row.job.control) for row in done.rows] == [("done", None), ("done", None), ("done", "noise")]
+    assert {row.job.attack_name for row in done.rows} == {"cafe"}
+    assert done.rows[0].job.knowledge["batch_indices"] is True
+    assert done.rows[0].job.indices == tuple(range(SAMPLES))
     bare, noisy = done.verdict.settings
     assert bare.outcome == "leaks"
     assert min(example.psnr for example in bare.examples) > 60
@@ -88,7 +91,8 @@ def test_a_spec_in_yaml_with_pictures(tmp_path: Path) -> None:
     pictures = done.store.artifact(done.rows[0].key)
     assert pictures is not None
     assert pictures["reconstructions"].shape == (6, 3, 32, 32)
-    bare, noisy = (row.result["limits"] for row in done.rows[:2] if row.result)
+    assert [row.kind for row in done.findings] == ["rounds", "rounds", "cost", "cost"]
+    bare, noisy = (row.content for row in done.findings[:2])
     assert bare["found"]["rounds"] == 20
     assert bare["found"]["sampling"] == "epochs"
     assert (bare["moves"], bare["alters"], noisy["alters"]) == (True, False, True)
@@ -113,7 +117,8 @@ def test_resume_runs_nothing_again(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     again = run(tmp_path, progress=events.append)
     assert again.rows == first.rows
-    assert events == [{"event": "planned", "total": 2, "finished": 2}]
+    assert again.findings == first.findings
+    assert events == [{"event": "planned", "total": 3, "finished": 3}]
     with pytest.raises(StoreMismatch, match="protocols"):
         run(tmp_path, protocol=Vertical(batch_size=3, rounds=15))
     with pytest.raises(StoreMismatch, match=r"knowledge\.batch_indices: the store has True, now False"):
@@ -126,7 +131,8 @@ def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     serial = run(tmp_path / "b", **changes)
     assert timeless(spread.rows) == timeless(serial.rows)
     assert {row.status for row in spread.rows} == {"done"}
-    assert all("cost" in (row.result or {}) for row in spread.rows[:2])
+    assert timeless(spread.findings) == timeless(serial.findings)
+    assert [(row.kind, row.status) for row in spread.findings] == [("rounds", "done")] * 2 + [("cost", "done")] * 2
 
 
 @pytest.mark.parametrize("knowledge", ["honest_server", {"batch_indices": False, "labels": "yes"}])
@@ -136,7 +142,7 @@ def test_secure_shuffling_starves_the_attack_and_audits_nothing(tmp_path: Path, 
     assert all("MissingKnowledge: CAFE needs to know batch_indices" in str(row.error) for row in done.rows)
     assert done.verdict.outcome == "nothing audited"
     assert done.verdict.exit_code == 5
-    limits = (done.rows[0].result or {})["limits"]
+    limits = done.findings[0].content
     assert limits["announced"] is False
     assert limits["found"]["given"] is False
     assert limits["found"]["rounds"] == 14
@@ -151,15 +157,18 @@ def test_what_does_not_fit_is_told_before_anything_runs(tmp_path: Path) -> None:
     with pytest.raises(SpecError) as caught:
         run(out, batch=1, examples=1, protocol=Vertical(batch_size=2))
     assert caught.value.problems == [
-        "protocols[0]: batch_size: expected at most 1, which is the batch of the audit and so all samples that the "
-        "workers share, got 2"
+        "protocols[0] with defenses[0]: batch_size: expected at most the 1 samples there are, got 2; lower it or give "
+        "more samples"
     ]
     with pytest.raises(SpecError) as caught:
-        run(out, model=nn.Linear(FEATURES, CLASSES), protocol=[Vertical(batch_size=2), Vertical(batch_size=9)])
-    wrong, large = caught.value.problems
+        run(out, model=nn.Linear(FEATURES, CLASSES), protocol=[Vertical(batch_size=2), FedSGD()])
+    (wrong,) = caught.value.problems
     assert "protocols[0] with defenses[0]: Vertical: expected a VerticalModel" in wrong
     assert "vertical-mlp" in wrong
-    assert large.startswith("protocols[1]: batch_size: expected at most 8")
+    with pytest.raises(SpecError) as caught:
+        run(out, protocol=[PROTOCOL, Vertical(batch_size=9)])
+    (large,) = caught.value.problems
+    assert large.startswith("protocols[1] with defenses[0]: batch_size: expected at most the 8 samples")
     with pytest.raises(SpecError, match="slices"):
         run(out, model={"name": "vertical-mlp", "options": {"slices": {"a": ["0-3"], "b": ["3-9"]}}})
     assert not out.exists()
@@ -175,7 +184,8 @@ def test_only_the_first_round_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Vertical, "observe", counting)
     done = run(protocol=Vertical(batch_size=2, rounds=40, whole_rounds=3), defenses=["none", NOISE])
-    assert played == [(1, None)] * 2 + [(40, 3)] * 3
+    # The control is on the undefended client, whose rounds were played already.
+    assert played == [(1, None)] * 2 + [(40, 3)] * 2
     assert {row.status for row in done.rows} == {"done"}
 
 
@@ -185,7 +195,7 @@ def test_attacks_on_one_update_are_refused_and_the_audit_goes_on() -> None:
     assert (first.status, second.status) == ("refused", "done")
     assert first.error is not None
     assert first.error.startswith("NotApplicable: LinearLayer reads one update of all examples")
-    assert (first.result or {})["limits"]["found"]["identifiable"], "the first job tells it, refused or not"
+    assert done.findings[0].content["found"]["identifiable"], "refused attacks or not"
     assert done.verdict.settings[0].outcome == "leaks"
 
 
@@ -194,7 +204,7 @@ def test_a_mixture_of_protocols(tmp_path: Path) -> None:
     quick = ["cafe", doubles.Guess()]
     mixed: dict[str, Any] = {"protocol": [FedSGD(), PROTOCOL], "attacks": quick}
     done = run(tmp_path, knowledge="vertical_server", **mixed)
-    cells = {(row.job["protocol"][:4], row.job["attack_name"]): row for row in done.rows if not row.job["control"]}
+    cells = {(row.job.protocol[:4], row.job.attack_name): row for row in done.rows if not row.job.control}
     assert {place: row.status for place, row in cells.items()} == {
         ("FedS", "cafe"): "refused",
         ("FedS", "guess"): "done",
@@ -202,7 +212,7 @@ def test_a_mixture_of_protocols(tmp_path: Path) -> None:
         ("Vert", "guess"): "refused",
     }
     assert cells["FedS", "cafe"].error == (
-        "NotApplicable: CAFE reads rounds on announced batches, and this protocol has none"
+        "NotApplicable: CAFE reads rounds on announced batches; this protocol has none"
     )
     whole, vertical = done.verdict.settings
     assert not [reason for reason in whole.reasons if "want of knowledge" in reason]
@@ -213,12 +223,11 @@ def test_a_mixture_of_protocols(tmp_path: Path) -> None:
 
 
 def test_an_attack_that_ruins_its_model_spoils_nothing() -> None:
-    ruined = run(protocol=LEARNING, attacks=[doubles.Vandal()], controls=False).rows[0].result
-    clean = run(protocol=LEARNING, attacks=["cafe"], controls=False).rows[0].result
-    assert ruined is not None
-    assert clean is not None
-    assert ruined["cost"] == clean["cost"]
-    assert ruined["limits"] == clean["limits"]
+    ruined = run(protocol=LEARNING, attacks=[doubles.Vandal(), "cafe"], controls=False)
+    clean = run(protocol=LEARNING, attacks=["cafe"], controls=False)
+    assert [row.content for row in ruined.findings] == [row.content for row in clean.findings]
+    assert len(clean.findings) == 2
+    assert ruined.rows[1].examples == clean.rows[0].examples, "the next attack has the client's own model again"
 
 
 def test_what_theory_says_is_said_of_the_rounds_played() -> None:
@@ -231,7 +240,7 @@ def test_what_theory_says_is_said_of_the_rounds_played() -> None:
     matrix = torch.zeros(6, SAMPLES)
     for row, message in zip(matrix, seen.messages, strict=True):
         row[list(message.indices or ())] = 1
-    told_ = describe_rounds(protocol, seen, x, y, None)
+    told_ = describe_rounds(subject(protocol, model, x, y, seen=seen))
     found = told_["found"]
     assert found["index"]["rank"] == int(torch.linalg.matrix_rank(matrix))
     assert found["given"] is True
@@ -244,10 +253,11 @@ def test_what_theory_says_is_said_of_the_rounds_played() -> None:
 def test_theory_that_cannot_be_told_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = table()
     protocol = Vertical(batch_size=2, rounds=2)
-    seen = protocol.observe(net(), x, y)
-    assert "labels" in describe_rounds(protocol, seen, x, y + 9, None)["reason"]
+    asked = subject(protocol, net(), x, y)
+    regression = dataclasses.replace(asked, task=Regression())
+    assert "for classification, not for Regression" in describe_rounds(regression)["reason"]
     monkeypatch.setattr(audit_rounds, "MAX_SAMPLES", 7)
-    assert "at most 7 samples" in describe_rounds(protocol, seen, x, y, None)["reason"]
+    assert "at most 7 samples" in describe_rounds(asked)["reason"]
 
 
 @pytest.mark.parametrize("defense", [None, GradientNoise(sigma=0.05)])
@@ -255,7 +265,7 @@ def test_the_cost_is_that_of_the_rounds_that_were_attacked(defense: GradientNois
     """Replayed by hand from what the server saw: its batches, its gradients, plain descent."""
     model, (x, y) = net(), table()
     protocol = Vertical(batch_size=2, lr=0.3, rounds=9)
-    cost = describe_cost(protocol, model, x, y, defense, torch.Generator().manual_seed(5))
+    cost = describe_cost(subject(protocol, model, x, y, defense, seed=5))
     seen = protocol.observe(model, x, y, defense, Knowledge.vertical_server, torch.Generator().manual_seed(5))
     twin, losses = net(), []
 
@@ -281,7 +291,7 @@ def test_curves_are_smoothed_over_an_epoch_and_long_ones_thinned(monkeypatch: py
     protocol = Vertical(batch_size=4, lr=0.1, rounds=90)
 
     def cost() -> dict[str, Any]:
-        return describe_cost(protocol, net(), x, y, None, torch.Generator().manual_seed(0))
+        return describe_cost(subject(protocol, net(), x, y))
 
     smooth = cost()
     assert len(smooth["points"]) == 45
@@ -294,14 +304,15 @@ def test_curves_are_smoothed_over_an_epoch_and_long_ones_thinned(monkeypatch: py
 
 def test_a_model_that_stands_still_costs_nothing_to_tell() -> None:
     done = run()
-    assert "cost" not in (done.rows[0].result or {})
+    assert [row.kind for row in done.findings] == ["rounds"]
     assert "What each defence costs" not in told(done.report())
 
 
-def test_a_training_that_breaks_is_a_reason() -> None:
+def test_a_training_that_breaks_is_told() -> None:
     x, y = table()
-    cost = describe_cost(Vertical(batch_size=2, lr=1e30, rounds=9), net(), x, y, None, torch.Generator())
-    assert "diverged" in cost["reason"]
+    still = Vertical(batch_size=2, rounds=9).observe(net(), x, y)
+    with pytest.raises(ValueError, match="diverged"):
+        describe_cost(subject(Vertical(batch_size=2, lr=1e30, rounds=9), net(), x, y, seen=still))
 
 
 def test_public_names_make_a_vertical_audit() -> None:

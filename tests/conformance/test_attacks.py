@@ -11,12 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import ATTACKS, STANDARD, Attack, MissingKnowledge, make_attack
+from leakscope.attacks import ATTACKS, make_attack, standard_attacks
+from leakscope.contracts.attack import Attack, MissingKnowledge
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import Protocol
 from leakscope.federation import FedAvg, FedSGD, Vertical
-from leakscope.federation.base import Protocol
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, Observation
 
 
 def one_gradient(examples: int) -> Protocol:
@@ -122,7 +124,11 @@ def score(x: Tensor, found: Tensor) -> float:
 
 def test_the_table_has_every_attack() -> None:
     assert set(CASES) == set(ATTACKS)
-    assert set(STANDARD) <= set(ATTACKS)
+    for protocol in (FedSGD(), FedAvg(), Vertical()):
+        assert set(standard_attacks([protocol])) <= set(ATTACKS)
+    assert standard_attacks([Vertical()]) == ["cafe"]
+    assert "sme" in standard_attacks([FedSGD(), FedAvg()])
+    assert "sme" not in standard_attacks([FedSGD()])
 
 
 @pytest.fixture(params=CASES, scope="module")
@@ -171,7 +177,7 @@ def other_batch(seen: Observation, case: Case) -> Observation:
 def test_negative_controls_do_not_succeed(solved, control) -> None:
     """An attack that finds the truth where it is not has been told it."""
     case, attack, seen, x, result = solved
-    if control == "wrong model" and isinstance(attack, ATTACKS["linear-layer"].cls):
+    if control == "wrong model" and isinstance(attack, ATTACKS["linear-layer"].target):
         pytest.skip("solves from the update alone: the model's weights do not enter")
     seen = {
         "noise": lambda: noise_like(seen),
@@ -205,7 +211,7 @@ def test_is_deterministic_and_leaves_everything_as_it_was(solved) -> None:
 
 
 def _name(solved) -> str:
-    return next(name for name, entry in ATTACKS.items() if type(solved[1]) is entry.cls)
+    return next(name for name, entry in ATTACKS.items() if type(solved[1]) is entry.target)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -227,7 +233,7 @@ def test_takes_weight_updates_double_precision_and_restarts(name) -> None:
     x = picture(case.shape, 2)
     seen = case.trained(2).observe(net_for(case), x, torch.tensor([0, 3]))
     options = dict(case.quick)
-    if "restarts" in {f.name for f in dataclasses.fields(ATTACKS[name].cls)}:
+    if "restarts" in {f.name for f in dataclasses.fields(ATTACKS[name].target)}:
         options["restarts"] = 2
     result = make_attack(name, **options)(seen, dtype=torch.float64)
     assert result.inputs.dtype == torch.float64
@@ -251,17 +257,17 @@ def test_a_non_finite_update_is_one_clear_error(name, value) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_refuses_what_it_does_not_know(name) -> None:
-    with pytest.raises(ValueError, match="unknown option nonsense"):
+    with pytest.raises(ValueError, match="unknown setting 'nonsense'"):
         make_attack(name, nonsense=1)
     with pytest.raises(TypeError):
-        ATTACKS[name].cls(nonsense=1)
+        ATTACKS[name].target(nonsense=1)
     with pytest.raises(TypeError):
-        ATTACKS[name].cls(100)  # settings are keyword-only
+        ATTACKS[name].target(100)  # settings are keyword-only
     with pytest.raises(ValueError, match="preset"):
         make_attack(name, preset="nonsense")
     with pytest.raises(TypeError, match="Observation"):
-        ATTACKS[name].cls()("not an observation")
-    cls = ATTACKS[name].cls
+        ATTACKS[name].target()("not an observation")
+    cls = ATTACKS[name].target
     if cls.requires:
         seen, _ = look(CASES[name], knowledge=Knowledge(num_examples=False))
         with pytest.raises(MissingKnowledge, match="num_examples"):
@@ -271,15 +277,15 @@ def test_refuses_what_it_does_not_know(name) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_describes_itself(name) -> None:
     entry = ATTACKS[name]
-    attack = entry.cls()
+    attack = entry.target()
     assert all(f"{f.name}=" in repr(attack) for f in dataclasses.fields(attack))
     import importlib
 
-    module = importlib.import_module(entry.cls.__module__)
+    module = importlib.import_module(entry.target.__module__)
     assert module.__doc__
     assert len(module.__doc__) > 200
-    for preset in entry.cls.presets:
-        assert isinstance(entry.cls.preset(preset), entry.cls)
-    assert eval(repr(attack), {entry.cls.__name__: entry.cls}) == attack
+    for preset in entry.target.presets:
+        assert isinstance(entry.target.preset(preset), entry.target)
+    assert eval(repr(attack), {entry.target.__name__: entry.target}) == attack
     with pytest.raises(dataclasses.FrozenInstanceError):
         attack.iterations = 3

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data import DATA, Examples, from_tensors, load_data
-from leakscope.observation import ValueRange
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -114,8 +114,12 @@ def test_from_tensors() -> None:
     assert from_tensors(torch.full((1, 2), 7.0), torch.tensor([0])).value_range == ValueRange((6.5,), (7.5,))
     with pytest.raises(TypeError, match="two tensors"):
         from_tensors([[0.0]], [0])  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="integer labels"):
-        from_tensors(torch.zeros(1, 2), torch.zeros(1))
+    numbers = from_tensors(torch.zeros(2, 2), torch.tensor([[0.5, -3.0], [1.0, 2.0]], dtype=torch.float64))
+    assert (numbers.y.dtype, numbers.num_classes) == (torch.float32, 2)
+    with pytest.raises(ValueError, match="y: expected finite values"):
+        from_tensors(torch.zeros(1, 2), torch.tensor([float("nan")]))
+    with pytest.raises(ValueError, match="real inputs and targets"):
+        from_tensors(torch.zeros(1, 2), torch.zeros(1, dtype=torch.complex64))
 
 
 def test_tiles() -> None:
@@ -177,13 +181,13 @@ def test_table() -> None:
 
 
 def test_names_and_options_are_checked() -> None:
-    with pytest.raises(ValueError, match=r"unknown data 'cifar-10'. Did you mean 'cifar10'\? Known: tiles"):
-        load_data("cifar-10")
+    with pytest.raises(ValueError, match=r"unknown data 'cifr10': expected one of tiles.*did you mean cifar10\?"):
+        load_data("cifr10")
     with pytest.raises(ValueError, match=r"no option split; it takes limit"):
         load_data("tiles", split="test")
     with pytest.raises(ValueError, match="takes no path"):
         load_data("tiles", "somewhere")
-    with pytest.raises(TypeError, match="name of a data set"):
+    with pytest.raises(TypeError, match="data: expected a name"):
         load_data(3)  # type: ignore[arg-type]
     for limit in (0, -1, True, 2.5, "3"):
         with pytest.raises(ValueError, match="limit"):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data import DATA, load_data
 from leakscope.data import npz as npz_module
-from leakscope.observation import ValueRange
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,9 @@ def test_ranges_and_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "arrays, words",
     [
-        ({"x": np.zeros((3, 2)), "y": np.zeros(2, int)}, "'y': expected 3 integers"),
-        ({"x": np.zeros((3, 2)), "y": np.zeros(3)}, "'y': expected numbers"),
+        ({"x": np.zeros((3, 2)), "y": np.zeros(2, int)}, "'y': expected 3 targets"),
+        ({"x": np.zeros((3, 2)), "y": np.array(["a", "b", "c"])}, "'y': expected numbers"),
+        ({"x": np.zeros((3, 2)), "y": np.full(3, np.nan)}, "y: expected finite values"),
         ({"x": np.zeros((3, 2)), "y": np.array([0, -1, 2])}, "labels from 0"),
         ({"x": np.full((3, 2), np.nan), "y": Y}, "NaN"),
         ({"x": np.full((3, 2), 1e300), "y": Y}, "NaN or infinity"),

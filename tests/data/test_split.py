@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data import Examples, split_by_group, split_dirichlet, split_iid
-from leakscope.observation import ValueRange
 
 
 def seeded(seed: int = 0) -> torch.Generator:

@@ -68,7 +68,7 @@ def test_bad_settings_are_refused(make) -> None:
 def test_every_defence_keeps_shape_and_type_and_leaves_its_input_alone(name, update) -> None:
     double = {k: v.double() for k, v in update.items()}
     before = {k: v.clone() for k, v in double.items()}
-    out = DEFENSES[name]().protect_message(double, torch.Generator().manual_seed(1))
+    out = DEFENSES[name].target().protect_message(double, torch.Generator().manual_seed(1))
     assert list(out) == list(double)
     for k, v in out.items():
         assert v.shape == double[k].shape

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.parts import defense_part
+from leakscope.contracts.defense import Gradient
 from leakscope.data import load_data
-from leakscope.defenses import DPSGD, epsilon_of
+from leakscope.defenses import DEFENSES, DPSGD, epsilon_of
 from leakscope.defenses.dp_sgd import clip_factors
 from leakscope.federation import FedAvg, FedSGD
-from leakscope.federation.base import Gradient
 from leakscope.models import build_model
 
 
@@ -135,11 +135,11 @@ def test_the_promise_and_the_noise_belong_together() -> None:
 
 
 def test_a_spec_names_one_of_the_two() -> None:
-    assert defense_part({"dp-sgd": {"noise_multiplier": 2.0}}).instance == DPSGD(noise_multiplier=2.0)
-    assert defense_part("dp-sgd").options["epsilon"] == 1.0
-    part = defense_part({"DPSGD": {"epsilon": 10, "steps": 30, "sampling_rate": 0.1}})
-    assert part.name == "dp-sgd"
-    assert defense_part({part.name: part.options}).instance == part.instance
+    assert DEFENSES.target("dp-sgd").build({"noise_multiplier": 2.0}) == DPSGD(noise_multiplier=2.0)
+    assert DEFENSES.target("DPSGD").build({}).epsilon == 1.0
+    rule = DPSGD.build({"epsilon": 10, "steps": 30, "sampling_rate": 0.1})
+    assert DEFENSES.name_of(type(rule)) == "dp-sgd"
+    assert DPSGD.build(dataclasses.asdict(rule)) == rule
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from leakscope.contracts.defense import Defense
 from leakscope.data import load_data
-from leakscope.defenses import DPSGD, Defense, FakeGradients
+from leakscope.defenses import DPSGD, FakeGradients
 from leakscope.defenses import fake_gradients as module
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model
@@ -154,7 +155,7 @@ def test_in_signed_order_the_direction_stays(sigma) -> None:
 def test_an_unmet_threshold_is_one_clear_error() -> None:
     update = {"w": torch.randn(500, generator=seeded(1))}
     rule = FakeGradients(sigma=0.5, threshold=0.2, candidates=3, retries=2)
-    with pytest.raises(ValueError, match=r"threshold of 0\.2 times the length.*got 0\.\d+ as the nearest of 9.*sigma"):
+    with pytest.raises(ValueError, match=r"threshold of 0\.2 times the norm.*got 0\.\d+ as the nearest of 9.*sigma"):
         rule.protect_message(update, seeded())
     with pytest.raises(ValueError, match=r"threshold of 0\.2, got \d+\.\d+ as"):
         FakeGradients(threshold=0.2, units="absolute").protect_message(update, seeded())

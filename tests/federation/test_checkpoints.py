@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation import Defense, FedAvg, FederatedTraining, TrainingRun, cached_training
+from leakscope.contracts.defense import Defense
+from leakscope.federation import FedAvg, FederatedTraining, TrainingRun, cached_training
 from leakscope.federation.checkpoints import cache_folder, training_key
 
 TRAINING = FederatedTraining(rounds=6, clients_per_round=2, protocol=FedAvg(epochs=1, batch_size=2, lr=0.1))

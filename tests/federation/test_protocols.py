@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation import Defense, FedAvg, FedSGD
-from leakscope.observation import Knowledge
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.federation import FedAvg, FedSGD
 
 
 def bn_net() -> nn.Module:
@@ -168,7 +169,8 @@ def test_frozen_parameters_are_not_sent(scene) -> None:
 def test_bad_batches_and_settings_are_refused(scene) -> None:
     net, x, y = scene
     cases = [
-        (net, x, y.float(), "int64"),
+        (net, x, y.float(), "expected class numbers, or probabilities"),
+        (net, x, y.int(), "int64"),
         (net, x[:0], y[:0], "at least one"),
         (net, x.long(), y, "floating"),
         (net, x * float("nan"), y, "NaN"),

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.defense import Defense
 from leakscope.data import load_data, split_by_group
-from leakscope.federation import Defense, FedAvg, FederatedTraining, FedSGD
+from leakscope.federation import FedAvg, FederatedTraining, FedSGD
 from leakscope.federation.training import LOSS_CHUNK, round_generator
 from leakscope.models import build_model
 

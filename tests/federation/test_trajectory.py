@@ -10,10 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation import Defense, FedAvg, Protocol
-from leakscope.federation.base import Gradient
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining
+from leakscope.contracts.protocol import Protocol
+from leakscope.federation import FedAvg
 from leakscope.federation.trajectory import Trajectory, chosen_steps
-from leakscope.observation import Knowledge
 
 
 class Noisy(nn.Module):
@@ -153,7 +155,7 @@ def test_bad_input_is_refused(scene) -> None:
     for total, limit in ((0, 5), (5, 1)):
         with pytest.raises(ValueError, match="at least"):
             chosen_steps(total, limit)
-    with pytest.raises(ValueError, match="int64"):
+    with pytest.raises(ValueError, match="expected class numbers, or probabilities"):
         FedAvg().trajectory(net, x, y.float())
     path = FedAvg(epochs=2, batch_size=2).trajectory(net, x, y)
     with pytest.raises(ValueError, match=r"(?s)weights.*kept"):
@@ -162,5 +164,7 @@ def test_bad_input_is_refused(scene) -> None:
 
 
 def test_a_protocol_must_say_what_its_clients_send() -> None:
-    with pytest.raises(TypeError, match="Silent: expected a class attribute kind"):
-        type("Silent", (Protocol,), {})
+    for facts in ({}, {"kind": "rumour"}):
+        silent = type("Silent", (Protocol,), {"_exchange": lambda *_: ((), LocalTraining()), **facts})
+        with pytest.raises(TypeError, match="Silent: expected a class attribute kind"):
+            silent()

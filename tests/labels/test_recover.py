@@ -14,8 +14,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Observation
 from leakscope.labels import recover_labels
-from leakscope.observation import Knowledge, LocalTraining, Observation, ValueRange
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
@@ -60,10 +62,10 @@ def local_delta(
 
 
 def observe(net: nn.Module, update: dict[str, Tensor], count: int | None, **facts: Any) -> Observation:
+    bounds = ValueRange.normalised(MEAN, STD) if facts.get("knowledge", Knowledge.full).normalisation else None
     return Observation.from_update(
-        net, update, input_shape=(3, 32, 32), num_classes=10, num_examples=count,
-        value_range=ValueRange.normalised(MEAN, STD), **facts,
-    )  # fmt: skip
+        net, update, input_shape=(3, 32, 32), num_classes=10, num_examples=count, value_range=bounds, **facts
+    )
 
 
 def draw(cifar: tuple[Tensor, Tensor], count: int, seed: int) -> tuple[Tensor, Tensor]:

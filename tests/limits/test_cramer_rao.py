@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.func import jacfwd, vmap
 
-from leakscope.limits import Channel, Floor, affordable_steps, cramer_rao, gradient_map_at
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.inputs import ValueRange
+from leakscope.defenses import DPSGD
+from leakscope.equations import decomposition as decomposition_module
+from leakscope.equations.decomposition import decompose
+from leakscope.limits import Floor, cramer_rao, gradient_map_at
 from leakscope.limits import jacobian as jacobian_module
-from leakscope.limits.jacobian import decompose, decompose_at, make_jacobian
-from leakscope.matching.gradient_map import GradientMap
+from leakscope.limits.jacobian import decompose_at, make_jacobian
+from leakscope.matching.gradient_map import GradientMap, affordable_steps
 from leakscope.models import build_model
-from leakscope.observation import ValueRange
 
 # The function of this name hides the module in its package.
 floor_module = importlib.import_module("leakscope.limits.cramer_rao")
@@ -34,12 +40,12 @@ def at(batch: int = 2, features: int = 6, **facts: int) -> tuple[GradientMap, Te
 
 
 def linear_observation() -> tuple[GradientMap, Tensor]:
-    """A map that is linear in the inputs: with the back-signal held, the head's gradient is signal x (A input)'."""
+    """A map that is linear in the inputs: with the output gradient held, the head's gradient is signal x (A input)'."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 9, bias=False), nn.Linear(9, 3)).requires_grad_(False)
     net[1].requires_grad_(True)
     mapping, flat = gradient_map_at(net, (5,), 1, 3)
-    return dataclasses.replace(mapping, back_signal=torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)), flat
+    return dataclasses.replace(mapping, output_gradient=torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)), flat
 
 
 def clipped(gradient: Tensor, bound: float | None) -> Tensor:
@@ -85,7 +91,7 @@ def test_maximum_likelihood_on_a_small_tanh_net_reaches_the_floor() -> None:
 CHANNELS = [
     Channel(noise=0.01),
     Channel(noise=0.01, clip=0.05),
-    Channel(noise=0.5, clip=0.05, noise_scale="times-clip"),
+    Channel(noise=0.025, clip=0.05),
     Channel(noise=0.01, clip=1e6),
     Channel(noise=0.01, prune=0.3),
     Channel(noise=0.01, prune=0.3, prune_scope="global"),
@@ -103,12 +109,13 @@ def test_the_floor_is_that_of_finite_differences_of_the_real_channel(channel: Ch
     mask = torch.ones(mapping.entries, dtype=torch.bool) if kept is None else kept
 
     matrix = numeric_jacobian(lambda point: clipped(mapping(point), channel.clip)[mask], flat)
-    inverse = torch.linalg.inv(matrix @ matrix.T) * channel.sigma**2
+    level = channel.level("fc1.weight")
+    inverse = torch.linalg.inv(matrix @ matrix.T) * level**2
     floor = cramer_rao(mapping, flat, channel, seed=7)
     assert floor.method == "exact"
     assert floor.rmse == pytest.approx(math.sqrt(float(inverse.trace()) / 12), rel=1e-5)
     assert floor.example_rmse == pytest.approx(inverse.diagonal().reshape(2, 6).mean(1).sqrt().tolist(), rel=1e-5)
-    assert floor.loosened == pytest.approx(channel.sigma * math.sqrt(12) / float(matrix.norm()), rel=1e-5)
+    assert floor.loosened == pytest.approx(level * math.sqrt(12) / float(matrix.norm()), rel=1e-5)
     assert floor.loosened <= floor.rmse
     assert floor.rank == floor.unknowns == 12
     values = torch.linalg.svdvals(matrix)
@@ -122,7 +129,7 @@ def test_the_floor_is_that_of_finite_differences_of_the_real_channel(channel: Ch
 def test_the_gram_matrix_gives_the_same_floor(channel: Channel, monkeypatch: pytest.MonkeyPatch) -> None:
     mapping, flat = at(batch=2, hidden=12)
     direct = cramer_rao(mapping, flat, channel)
-    monkeypatch.setattr(jacobian_module, "MAX_SINGULAR_VALUES", 0)
+    monkeypatch.setattr(decomposition_module, "MAX_SINGULAR_VALUES", 0)
     monkeypatch.setattr(floor_module, "MAX_SINGULAR_VALUES", 0)
     other = cramer_rao(mapping, flat, channel)
     assert other.rmse == pytest.approx(direct.rmse, rel=1e-6)
@@ -170,6 +177,157 @@ def test_large_models_get_fewer_steps() -> None:
     assert 2 <= affordable_steps(wide) < 10
 
 
+# --- noise that differs between tensors, and clipping of each example -------------------------------------------------
+
+#: Standard deviations of the noise on the tensors of ``tanh_net``.
+LEVELS = {"fc1.weight": 0.01, "fc1.bias": 0.3, "fc2.weight": 0.002, "fc2.bias": 0.05}
+
+
+def levels_of(mapping: GradientMap, channel: Channel) -> Tensor:
+    """The standard deviation of the noise on each entry of the update."""
+    weights = mapping.victim.known.weights
+    return torch.cat([torch.full((v.numel(),), channel.level(n), dtype=torch.float64) for n, v in weights.items()])
+
+
+def dense_rmse(jacobian: Tensor, levels: Tensor) -> float:
+    """sqrt(trace((J D^-2 J')^-1) / n) for a Jacobian with one row an unknown and noise D."""
+    information = (jacobian / levels.square()) @ jacobian.T
+    return math.sqrt(float(torch.linalg.inv(information).trace()) / len(jacobian))
+
+
+def clipped_mean(net: nn.Module, labels: Tensor, clip: float, shape: tuple[int, ...]) -> Callable[[Tensor], Tensor]:
+    """The mean of the examples' gradients, each clipped, by plain autograd."""
+    exact = copy.deepcopy(net).double()
+
+    def function(flat: Tensor) -> Tensor:
+        each = []
+        for x, y in zip(flat.reshape(len(labels), *shape), labels, strict=True):
+            loss = nn.functional.cross_entropy(exact(x[None]), y[None])
+            gradients = torch.autograd.grad(loss, list(exact.parameters()), create_graph=True)
+            whole = torch.cat([gradient.flatten() for gradient in gradients])
+            each.append(whole * (clip / whole.norm()).clamp(max=1.0))
+        return torch.stack(each).mean(0)
+
+    return function
+
+
+def autograd_jacobian(function: Callable[[Tensor], Tensor], flat: Tensor) -> Tensor:
+    """One row an unknown."""
+    found = torch.autograd.functional.jacobian(function, flat)
+    assert isinstance(found, Tensor)
+    return found.T
+
+
+def test_the_same_noise_on_every_tensor_is_one_number() -> None:
+    mapping, flat = at(batch=2, hidden=12)
+    for facts in ({}, {"clip": 0.05}, {"prune": 0.3}, {"clip": 0.05, "clip_per": "example"}):
+        alike = cramer_rao(mapping, flat, Channel(noise=dict.fromkeys(LEVELS, 0.01), **facts))
+        assert alike == cramer_rao(mapping, flat, Channel(noise=0.01, **facts))
+
+
+def test_noise_by_tensor_weighs_every_entry_by_its_own_noise() -> None:
+    mapping, flat = at(batch=2, hidden=12)
+    channel = Channel(noise=LEVELS)
+    wanted = dense_rmse(numeric_jacobian(mapping, flat), levels_of(mapping, channel))
+    floor = cramer_rao(mapping, flat, channel)
+    assert (floor.method, floor.sigma) == ("exact", 1.0)
+    assert floor.rmse == pytest.approx(wanted, rel=1e-5)
+    assert floor.gradient_norm == pytest.approx(float(mapping(flat).norm())), "in the units of the gradient"
+    doubled = {name: 2 * level for name, level in LEVELS.items()}
+    assert cramer_rao(mapping, flat, Channel(noise=doubled)).rmse == pytest.approx(2 * wanted, rel=1e-5)
+
+
+def test_noise_by_tensor_is_no_worse_than_the_most_and_no_better_than_the_least() -> None:
+    mapping, flat = at(batch=2, hidden=12)
+    least, mixed, most = rmses(
+        mapping, flat, [Channel(noise=min(LEVELS.values())), Channel(noise=LEVELS), Channel(noise=max(LEVELS.values()))]
+    )
+    assert least < mixed < most
+
+
+@pytest.mark.parametrize("prune", [0.0, 0.3])
+def test_clipping_of_the_batch_with_noise_by_tensor(prune: float) -> None:
+    mapping, flat = at(batch=2, hidden=12)
+    channel = Channel(noise=LEVELS, clip=0.05, prune=prune)
+    assert float(mapping(flat).norm()) > 0.05
+    sizes = [value.numel() for value in mapping.update(flat).values()]
+    kept = channel.kept(mapping(flat).split(sizes), torch.Generator())
+    mask = torch.ones(mapping.entries, dtype=torch.bool) if kept is None else kept
+    jacobian = numeric_jacobian(lambda point: clipped(mapping(point), 0.05), flat)[:, mask]
+    floor = cramer_rao(mapping, flat, channel)
+    assert floor.rmse == pytest.approx(dense_rmse(jacobian, levels_of(mapping, channel)[mask]), rel=1e-5)
+    assert floor.clip_factor == pytest.approx(0.05 / float(mapping(flat).norm()))
+
+
+@pytest.mark.parametrize("share", [0.3, 0.97, 2.0])
+@pytest.mark.parametrize("noise", [0.01, LEVELS], ids=["one", "by tensor"])
+def test_clipping_of_each_of_two_examples_is_that_of_the_clipped_mean(share: float, noise: Any) -> None:
+    """A share of the smaller norm clips both examples, 0.97 of the larger one of them, twice it none."""
+    net = tanh_net(hidden=12)
+    mapping, flat = gradient_map_at(net, (6,), 2, 4, seed=1)
+    labels = mapping.targets
+    norms = sorted(
+        float(clipped_mean(net, labels[n : n + 1], math.inf, (6,))(flat.reshape(2, 6)[n]).norm().detach())
+        for n in (0, 1)
+    )
+    clip = share * (norms[0] if share < 0.5 else norms[1])
+    assert (clip < norms[0], norms[0] < clip < norms[1], norms[1] < clip) == (share == 0.3, share == 0.97, share == 2.0)
+    channel = Channel(noise=noise, clip=clip, clip_per="example")
+    function = clipped_mean(net, labels, clip, (6,))
+    jacobian = autograd_jacobian(function, flat)
+    assert torch.allclose(jacobian, numeric_jacobian(lambda point: function(point).detach(), flat), atol=1e-7)
+    wanted = dense_rmse(jacobian, levels_of(mapping, channel))
+    floor = cramer_rao(mapping, flat, channel)
+    assert floor.method == "exact"
+    assert floor.rank == 12
+    assert floor.rmse == pytest.approx(wanted, rel=1e-6)
+    unclipped = cramer_rao(mapping, flat, Channel(noise=noise))
+    assert floor.rmse == pytest.approx(unclipped.rmse) if share == 2.0 else floor.rmse > unclipped.rmse
+
+
+def test_clipping_of_each_example_is_estimated_too() -> None:
+    net = tanh_net(features=10, hidden=16)
+    mapping, flat = gradient_map_at(net, (10,), 3, 4, seed=1)
+    channel = Channel(noise=LEVELS, clip=0.3, clip_per="example")
+    exact = cramer_rao(mapping, flat, channel)
+    wanted = dense_rmse(
+        autograd_jacobian(clipped_mean(net, mapping.targets, 0.3, (10,)), flat), levels_of(mapping, channel)
+    )
+    assert exact.rmse == pytest.approx(wanted, rel=1e-6)
+    found = cramer_rao(mapping, flat, channel, method="estimate", probes=16, steps=300)
+    assert found.converged == 1.0
+    assert found.standard_error is not None
+    assert abs(found.rmse - exact.rmse) <= 2.5 * found.standard_error + 1e-3 * exact.rmse
+
+
+@pytest.mark.parametrize("noise", [0.01, LEVELS], ids=["one", "by tensor"])
+def test_of_one_example_clipping_is_that_of_the_batch(noise: Any) -> None:
+    mapping, flat = at(batch=1, hidden=12)
+    norm = float(mapping(flat).norm())
+    for clip in (0.1 * norm, 2 * norm):
+        of_batch = cramer_rao(mapping, flat, Channel(noise=noise, clip=clip))
+        assert cramer_rao(mapping, flat, Channel(noise=noise, clip=clip, clip_per="example")) == of_batch
+
+
+def test_a_known_decomposition_of_another_matrix_is_not_used() -> None:
+    mapping, flat = at(batch=2, hidden=12)
+    known = decompose_at(mapping, flat, vectors=True)
+    assert not isinstance(known, str)
+    for channel in (Channel(noise=LEVELS), Channel(noise=0.01, clip=0.05, clip_per="example")):
+        assert cramer_rao(mapping, flat, channel, decomposition=known) == cramer_rao(mapping, flat, channel)
+
+
+def test_the_channel_of_dp_sgd_is_the_noise_of_the_real_defence() -> None:
+    """Many protected gradients of the real defence spread by what its channel says."""
+    rule = DPSGD(clip=0.5, noise_multiplier=0.8)
+    gradients = {"w": torch.randn(4, 5, 5, generator=torch.Generator().manual_seed(0))}
+    generator = torch.Generator().manual_seed(1)
+    draws = torch.stack([rule.protect_example_gradients(gradients, generator)["w"].mean(0) for _ in range(2000)])
+    level = rule.channel(examples=4).level("w")
+    assert level == pytest.approx(0.1)
+    assert float(draws.std(0).mean()) == pytest.approx(level, rel=0.02)
+
+
 def rmses(mapping: GradientMap, flat: Tensor, channels: list[Channel]) -> list[float]:
     return [cramer_rao(mapping, flat, channel).rmse for channel in channels]
 
@@ -203,8 +361,7 @@ def test_a_clip_above_the_norm_changes_nothing_and_one_below_costs_one_direction
     assert cramer_rao(mapping, flat, Channel(noise=0.01, clip=2 * norm)).rmse == pytest.approx(plain.rmse, rel=1e-9)
     # Where the noise shrinks with the bound, only the lost direction is left of clipping, whatever the bound.
     relative = [
-        cramer_rao(mapping, flat, Channel(noise=0.01 / norm, clip=norm * part, noise_scale="times-clip")).rmse
-        for part in (0.999999, 0.5, 1e-3)
+        cramer_rao(mapping, flat, Channel(noise=0.01 * part, clip=norm * part)).rmse for part in (0.999999, 0.5, 1e-3)
     ]
     assert relative == pytest.approx([relative[0]] * 3, rel=1e-6)
     assert relative[0] >= plain.rmse
@@ -214,7 +371,7 @@ def test_a_clip_above_the_norm_changes_nothing_and_one_below_costs_one_direction
 
 
 def test_a_gradient_that_is_only_a_length_is_hidden_by_clipping() -> None:
-    """With the back-signal held, a linear map's gradient scales with the input: clipping takes the length away."""
+    """With the output gradient held, a linear map's gradient scales with the input: clipping takes the length away."""
     mapping, flat = linear_observation()
     mapping = dataclasses.replace(mapping, victim=_without_bias(mapping))
     assert cramer_rao(mapping, flat, Channel(noise=0.1)).rank == 5

@@ -8,13 +8,14 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.attacks import DLG, GaussNewton, InvertingGradients
+from leakscope.attacks import DLG, GaussNewton
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.defenses import GradientNoise, GradientPruning
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.limits.diagnosis import diagnose
-from leakscope.limits.smoothness import kinks
 from leakscope.models import build_model
-from leakscope.observation import Knowledge
+from leakscope.network.kinks import kinks
 
 SHAPE = (1, 8, 8)
 
@@ -24,6 +25,11 @@ def example(generator) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(1, *SHAPE, generator=generator), torch.tensor([3])
 
 
+def result(inputs: torch.Tensor, labels: torch.Tensor) -> Reconstruction:
+    """As an attack would return it."""
+    return Reconstruction(inputs=inputs, labels=labels, scores=torch.zeros(len(inputs)))
+
+
 def lenet() -> nn.Module:
     return build_model("dlg-lenet", input_shape=SHAPE, num_classes=6)
 
@@ -31,8 +37,8 @@ def lenet() -> nn.Module:
 def test_the_truth_is_recovered_and_noise_is_a_failed_search(example, generator) -> None:
     x, y = example
     seen = FedSGD().observe(lenet(), x, y)
-    assert diagnose(seen, x, y).outcome == "recovered"
-    wrong = diagnose(seen, torch.rand(x.shape, generator=generator), y)
+    assert diagnose(seen, result(x, y)).outcome == "recovered"
+    wrong = diagnose(seen, result(torch.rand(x.shape, generator=generator), y))
     assert wrong.outcome == "optimiser failed"
     assert wrong.expected_rmse is not None
     assert wrong.expected_rmse > 0.05
@@ -43,7 +49,7 @@ def test_the_expected_error_is_the_real_one(example, generator, error) -> None:
     x, y = example
     seen = FedSGD().observe(lenet(), x, y)
     near = x + error * torch.randn(x.shape, generator=generator)
-    found = diagnose(seen, near, y)
+    found = diagnose(seen, result(near, y))
     assert found.expected_rmse == pytest.approx(error, rel=0.15)
     assert found.outcome == "recovered"
 
@@ -51,13 +57,13 @@ def test_the_expected_error_is_the_real_one(example, generator, error) -> None:
 def test_too_few_weights_are_not_identifiable(example) -> None:
     x, y = example
     few = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4, 4))
-    assert diagnose(FedSGD().observe(few, x, y), x, y).outcome == "not identifiable"
+    assert diagnose(FedSGD().observe(few, x, y), result(x, y)).outcome == "not identifiable"
 
 
 def test_directions_without_a_trace_are_counted(example) -> None:
     x, y = example
     blind = nn.Sequential(nn.AvgPool2d(2), nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
-    found = diagnose(FedSGD().observe(blind, x, y), x, y)
+    found = diagnose(FedSGD().observe(blind, x, y), result(x, y))
     assert found.outcome == "not identifiable"
     assert found.hidden == 64 - 16
 
@@ -66,8 +72,7 @@ def test_noise_hides_what_was_identifiable(example) -> None:
     x, y = example
     seen = FedSGD().observe(lenet(), x, y, GradientNoise(sigma=1.0), Knowledge.full)
     found = GaussNewton(noise=1.0, steps=40, restarts=1)(seen, seed=0)
-    assert found.diagnosis is not None
-    assert found.diagnosis.outcome != "recovered"
+    assert diagnose(seen, found).outcome != "recovered"
 
 
 def test_a_false_minimum_is_not_called_recovered(generator) -> None:
@@ -76,15 +81,14 @@ def test_a_false_minimum_is_not_called_recovered(generator) -> None:
     x, y = torch.rand(1, 3, 6, 6, generator=generator), torch.tensor([3])
     seen = FedSGD().observe(model, x, y, knowledge=Knowledge.full)
     misled = dataclasses.replace(seen, labels=torch.tensor([5]))
-    found = GaussNewton(hold_back_signal=False, restarts=1)(misled, seed=0)
+    found = GaussNewton(hold_output_gradient=False, restarts=1)(misled, seed=0)
     assert float((found.inputs - x).square().mean().sqrt()) > 0.1
-    assert found.diagnosis is not None
-    assert found.diagnosis.outcome in ("undecided", "optimiser failed")
+    assert diagnose(misled, found).outcome in ("undecided", "optimiser failed")
 
 
 def test_a_result_far_off_says_nothing_of_identifiability(example) -> None:
     x, y = example
-    found = diagnose(FedSGD().observe(lenet(), x, y), 1e3 * (x - 0.5), y)
+    found = diagnose(FedSGD().observe(lenet(), x, y), result(1e3 * (x - 0.5), y))
     assert found.outcome in ("undecided", "optimiser failed")
 
 
@@ -92,36 +96,49 @@ def test_without_a_range_that_of_the_inputs_counts(generator) -> None:
     x, y = 0.01 * torch.randn(1, *SHAPE, generator=generator), torch.tensor([3])
     seen = FedSGD().observe(lenet(), x, y)
     assert seen.value_range is None
-    assert diagnose(seen, x, y).outcome == "recovered"
-    assert diagnose(seen, x + 0.01 * torch.randn(x.shape, generator=generator), y).outcome == "optimiser failed"
+    assert diagnose(seen, result(x, y)).outcome == "recovered"
+    far = result(x + 0.01 * torch.randn(x.shape, generator=generator), y)
+    assert diagnose(seen, far).outcome == "optimiser failed"
 
 
-def test_every_attack_says_which_it_was(example) -> None:
+def test_a_result_of_any_attack_can_be_diagnosed(example) -> None:
     x, y = example
     seen = FedSGD().observe(lenet(), x, y)
-    short = DLG(iterations=3)(seen, seed=0)
-    assert short.diagnosis is not None
-    assert short.diagnosis.outcome == "optimiser failed"
-    assert InvertingGradients(iterations=2)(seen, seed=0, diagnose=False).diagnosis is None
+    assert diagnose(seen, DLG(iterations=3)(seen, seed=0)).outcome == "optimiser failed"
     many = FedAvg(epochs=2, batch_size=1, lr=0.1).observe(lenet(), x, y)
-    later = DLG(iterations=2)(many, seed=0).diagnosis
-    assert later is not None
+    later = diagnose(many, DLG(iterations=2)(many, seed=0))
     assert later.outcome == "undecided"
     assert "weight update" in later.reason
+
+
+def test_an_attack_that_certifies_its_result_has_the_last_word(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    own = Diagnosis(outcome="undecided", reason="the attack knows better", unknowns=64)
+    assert diagnose(seen, dataclasses.replace(result(x, y), diagnosis=own)) is own
+
+
+def test_mixtures_and_missing_labels_are_undecided(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    mixed = diagnose(seen, dataclasses.replace(result(x, y), flags=("mixture",)))
+    assert (mixed.outcome, "mixture" in mixed.reason) == ("undecided", True)
+    unlabelled = diagnose(seen, dataclasses.replace(result(x, y), labels=None))
+    assert (unlabelled.outcome, "no labels" in unlabelled.reason) == ("undecided", True)
 
 
 def test_large_inputs_wait_to_be_asked(generator) -> None:
     x, y = torch.rand(1, 3, 20, 20, generator=generator), torch.tensor([1])
     model = build_model("mlp", input_shape=(3, 20, 20), num_classes=4, hidden=(5,), activation="tanh")
     seen = FedSGD().observe(model, x, y)
-    assert "diagnose=True" in diagnose(seen, x, y).reason
-    assert diagnose(seen, x, y, thorough=True).outcome == "recovered"
+    assert "thorough=True" in diagnose(seen, result(x, y)).reason
+    assert diagnose(seen, result(x, y), thorough=True).outcome == "recovered"
 
 
 def test_pruning_changes_what_is_left(example) -> None:
     x, y = example
     seen = FedSGD().observe(lenet(), x, y, GradientPruning(fraction=0.99))
-    found = diagnose(seen, x, y)
+    found = diagnose(seen, result(x, y))
     assert found.outcome != "recovered"
 
 

@@ -12,17 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from leakscope.limits import (
-    determined_inputs,
-    distinct_columns,
-    identify,
-    inputs_given_signals,
-    rounds_needed,
-    separable,
-)
-from leakscope.loss import client_loss
+from leakscope.contracts.task import Classification
+from leakscope.equations.index_matrix import identify
+from leakscope.federation.batches import Sampling
+from leakscope.limits import determined_inputs, distinct_columns, inputs_given_signals, rounds_needed, separable
 from leakscope.models import build_model
-from leakscope.vertical import Sampling, VerticalModel, first_dense
+from leakscope.models.split import VerticalModel
+from leakscope.network.layers import first_dense
 
 Batches = list[list[int]]
 
@@ -104,7 +100,7 @@ def test_the_reason_is_told_in_words(indices: Batches, samples: int, words: str)
     assert words in identify(indices, samples).reason
 
 
-def test_step_one_gives_the_determined_back_signals_and_no_others(generator: torch.Generator) -> None:
+def test_step_one_gives_the_determined_output_gradients_and_no_others(generator: torch.Generator) -> None:
     samples, indices = 6, [[0, 1], [1, 2], [0, 2], [3, 4, 5], [3, 4]]
     found = identify(indices, samples)
     assert found.determined.tolist() == [True, True, True, False, False, True]
@@ -146,7 +142,7 @@ def test_a_sample_that_step_one_isolates_follows_whatever_the_others(generator: 
 
 
 @pytest.mark.parametrize("units", [1, 2, 3, 8])
-def test_known_back_signals_make_few_rounds_enough(units: int, generator: torch.Generator) -> None:
+def test_known_output_gradients_make_few_rounds_enough(units: int, generator: torch.Generator) -> None:
     samples, indices = 7, [[0, 1, 2], [3, 4, 5], [0, 4]]
     signals, reads = normal(generator, samples, units), normal(generator, samples, 4)
     signals[5] = 0
@@ -158,7 +154,7 @@ def test_known_back_signals_make_few_rounds_enough(units: int, generator: torch.
     errors = (solved - reads).norm(dim=1)
     assert float(errors[follows].sum()) < 1e-10
     assert float(errors[~follows].min()) > 1e-3
-    if units >= 3:  # independent back-signals in each batch: every sample that occurs and is not dead
+    if units >= 3:  # independent output gradients in each batch: every sample that occurs and is not dead
         assert follows.tolist() == [True] * 5 + [False] * 2
     if units == 1:
         assert not bool(follows[:3].all())
@@ -267,7 +263,7 @@ def test_separable_needs_independent_inputs_and_batches(generator: torch.Generat
     dead[4] = 0
     found = separable(indices, dead, reads)
     assert not bool(found[4])
-    assert bool(found.any()), "a sample without a back-signal leaves the others as they are"
+    assert bool(found.any()), "a sample without a output gradient leaves the others as they are"
 
 
 def test_real_gradients_of_a_vertical_model_give_private_features_in_fewer_rounds_than_samples() -> None:
@@ -285,7 +281,7 @@ def test_real_gradients_of_a_vertical_model_give_private_features_in_fewer_round
         names = [f"{dense.name}.weight", f"{dense.name}.bias"]
         gradients = []
         for rows in indices:
-            loss = client_loss(net(x[rows]), y[rows])
+            loss = Classification().loss(net(x[rows]), y[rows])
             weight, bias = torch.autograd.grad(loss, [parameters[name] for name in names])
             gradients.append(torch.cat([weight, bias[:, None]], dim=1))
         told = read_out(indices, samples, torch.stack(gradients))

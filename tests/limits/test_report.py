@@ -10,19 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.limits import (
-    Channel,
-    Limits,
-    cramer_rao,
-    gradient_map_at,
-    jacobian_rank,
-    layer_systems,
-    limits,
-    security_metric,
-)
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.inputs import ValueRange
+from leakscope.equations import decomposition as decomposition_module
+from leakscope.limits import Limits, cramer_rao, gradient_map_at, jacobian_rank, layer_systems, limits, security_metric
 from leakscope.limits import jacobian as jacobian_module
 from leakscope.models import build_model
-from leakscope.observation import ValueRange
+from leakscope.report.limits_tables import limits_tables
 
 
 def net(hidden: int = 6, features: int = 8, classes: int = 3, activation: str = "sigmoid") -> nn.Module:
@@ -154,7 +148,7 @@ def test_exact_raises_the_limit_and_the_gram_matrix_agrees(monkeypatch: pytest.M
     assert limits(net(), (8,), 2).jacobian.rank is None
     direct = limits(net(), (8,), 2, exact=True).jacobian
     assert (direct.rank, direct.method) == (16, "singular values")
-    monkeypatch.setattr(jacobian_module, "MAX_SINGULAR_VALUES", 8)
+    monkeypatch.setattr(decomposition_module, "MAX_SINGULAR_VALUES", 8)
     squared = limits(net(), (8,), 2, exact=True).jacobian
     assert (squared.rank, squared.method) == (16, "Gram matrix")
     assert squared.smallest == pytest.approx(direct.smallest, rel=1e-6)
@@ -168,12 +162,12 @@ def test_exact_raises_the_limit_and_the_gram_matrix_agrees(monkeypatch: pytest.M
 
 def every_cell(found: Limits) -> dict[str, str]:
     """First cell of each row -> the second."""
-    return {row[0]: row[1] for table in found.tables() for row in table.rows}
+    return {row[0]: row[1] for table in limits_tables(found) for row in table.rows}
 
 
 def test_tables_and_dict_are_for_people_and_files() -> None:
     found = limits(net(hidden=1), (8,), 3, value_range=ValueRange((-1.0,), (2.0,)))
-    for table in found.tables():
+    for table in limits_tables(found):
         assert table.title
         assert table.rows or table.note
         assert all(len(row) == len(table.columns) and all(isinstance(c, str) for c in row) for row in table.rows)
@@ -242,7 +236,7 @@ def test_layers_and_the_security_metric_are_in_the_report() -> None:
     found = limits(model, (3, 12, 12), 1)
     assert found.layers == layer_systems(model, (3, 12, 12))
     assert found.security == security_metric(found.layers)
-    table = next(table for table in found.tables() if "Layer by layer" in table.title)
+    table = next(table for table in limits_tables(found) if "Layer by layer" in table.title)
     shares = [float(row[-1]) for row in table.rows]
     assert sum(shares) == pytest.approx(found.security)
     assert found.security is not None
@@ -269,7 +263,7 @@ def test_published_orders_need_one_hidden_layer() -> None:
     assert orders["clipping"].lower == pytest.approx(0.1 * factor * math.sqrt(8 / 20))
     assert orders["pruning"].lower == pytest.approx(0.1 * math.sqrt(8 / (found.floor.surviving * 20)))
     assert orders["dropout"].upper is None
-    assert "order" in next(table.title for table in found.tables() if "Published orders" in table.title)
+    assert "order" in next(table.title for table in limits_tables(found) if "Published orders" in table.title)
     bare = limits(net(hidden=20), (8,), 2)
     assert [order.lower for order in bare.orders] == [None] * 7
     deep = limits(build_model("dlg-lenet", input_shape=(1, 8, 8), num_classes=10), (1, 8, 8), 1)
@@ -311,7 +305,7 @@ def test_signals_and_models_without_a_children_layer_work() -> None:
         (((8,), 0), "batch"),
         (((), 1), "input_shape"),
         (((8, -1), 1), "input_shape"),
-        (((9,), 1), "does not run on inputs of shape"),
+        (((9,), 1), "cannot read an input of shape"),
         (((8,), 1, 4), "the model has 3 outputs"),
     ],
 )

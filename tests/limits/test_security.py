@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.limits.activations import Unsupported
+from leakscope.contracts.inputs import ValueRange
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.models import build_model
-from leakscope.observation import ValueRange
+from leakscope.network.activations import Unsupported
 
 # c(M) and the deficiency of each convolution, at 3 x 32 x 32.
 PREDICTED = {

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.task import Classification
 from leakscope.data import load_data
+from leakscope.equations.index_matrix import identify
 from leakscope.federation import Vertical
-from leakscope.limits import identify, layer_signals, vertical_limits
-from leakscope.loss import client_loss
+from leakscope.limits import layer_signals, vertical_limits
 from leakscope.models import build_model
-from leakscope.vertical import VerticalModel, dense_layer, first_dense, make_shares, representation
+from leakscope.models.split import VerticalModel, make_shares
+from leakscope.network.layers import first_dense
+from leakscope.network.recorder import inputs_of
+from leakscope.report.vertical_tables import vertical_tables
 
 
 def net(features: int = 16, classes: int = 3, activation: str = "tanh", **options: Any) -> VerticalModel:
@@ -47,14 +51,14 @@ def test_signals_and_inputs_make_up_the_gradient_of_any_batch(kind: str, classes
     layers = layer_signals(model, x, y, batch=4)
     exact = copy.deepcopy(model).double().eval()
     rows = [1, 2, 5, 8]
-    loss = client_loss(exact(x[rows]), y[rows])
+    loss = Classification().loss(exact(x[rows]), y[rows])
     for dense, (signals, inputs) in zip(first_dense(model), layers, strict=True):
-        layer = dense_layer(exact, dense)
+        layer = dense.module(exact)
         assert layer.bias is not None
         weight, bias = torch.autograd.grad(loss, [layer.weight, layer.bias], retain_graph=True)
         assert torch.allclose(signals[rows].sum(0), bias, atol=1e-14)
         assert torch.allclose(signals[rows].T @ inputs[rows], weight, atol=1e-14)
-        reads = representation(exact.workers[dense.worker], layer, dense.share.take(x))
+        reads = inputs_of(layer, exact.workers[dense.worker], dense.share.take(x))
         assert torch.allclose(inputs, reads, atol=1e-14)
 
 
@@ -111,7 +115,7 @@ def test_what_the_protocol_sends_gives_what_the_limits_promise() -> None:
 
 def test_dead_units_hide_samples_from_one_worker_only() -> None:
     model = net(activation="relu").double()
-    layer = dense_layer(model, first_dense(model)[1])
+    layer = first_dense(model)[1].module(model)
     with torch.no_grad():  # the unit is on only for the samples whose first feature is above 1/2
         layer.weight.zero_()
         layer.weight[:, 0] = 1.0
@@ -174,18 +178,18 @@ def test_workers_without_bias_or_with_too_few_inputs_are_named() -> None:
     bank, shop = found.workers
     assert (bank.bias, bank.inputs, bank.features, bank.enough_inputs) == (False, 3, 6, False)
     assert (shop.bias, shop.inputs, shop.features, shop.enough_inputs) == (True, 2, 2, True)
-    notes = " ".join(table.note or "" for table in found.tables())
+    notes = " ".join(table.note or "" for table in vertical_tables(found))
     assert "Fewer inputs than features: bank;" in notes
     assert "No bias: bank;" in notes
 
 
 def test_tables_and_json_hold_everything() -> None:
     found = vertical_limits(net(), samples=20, batch=20, rounds=3)
-    for table in found.tables():
+    for table in vertical_tables(found):
         assert table.rows
         assert all(len(row) == len(table.columns) for row in table.rows)
         assert all(isinstance(cell, str) for row in table.rows for cell in row)
-    assert "Cramér-Rao" in (found.tables()[-1].note or "")
+    assert "Cramér-Rao" in (vertical_tables(found)[-1].note or "")
     facts = json.loads(json.dumps(found.as_dict(), allow_nan=False))
     assert facts["samples"] == facts["batch"] == 20
     assert facts["index"]["condition"] is None

@@ -10,6 +10,9 @@ import torch
 from scipy.optimize import minimize, rosen, rosen_der
 from torch import Tensor, nn
 
+from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import (
     L1,
@@ -34,10 +37,9 @@ from leakscope.matching import (
     total_variation,
 )
 from leakscope.matching.distances import DISTANCES
-from leakscope.matching.optimisers import schedule_factor
+from leakscope.matching.optimisers import RowAdam, schedule_factor
 from leakscope.matching.priors import Scene
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, Observation, ValueRange
 
 SCENE = Scene(torch.tensor(0.0), {}, {})
 
@@ -57,10 +59,10 @@ def solve(matcher: Matcher, seen: Observation, targets: Tensor | None, seed: int
     return matcher.run(
         Victim.of(seen),
         dict(seen.message.update),
-        shape=(seen.num_examples, *seen.input_shape),
-        box=seen.value_range,
+        inputs=seen.inputs,
+        count=seen.num_examples,
         targets=targets,
-        num_classes=seen.num_classes,
+        output_shape=seen.output_shape,
         generator=torch.Generator().manual_seed(seed),
     )
 
@@ -186,6 +188,28 @@ def test_adam_takes_the_steps_of_torch(rule, generator) -> None:
     assert torch.allclose(run.ask(), oracle.detach(), atol=1e-9)
 
 
+def test_row_wise_adam_is_adam_for_rows_that_move_each_time_and_counts_by_row(generator) -> None:
+    table, *gradients = torch.randn(6, 3, 4, generator=generator, dtype=torch.float64)
+    mover, copy = RowAdam(table), torch.nn.Parameter(table.clone())
+    optimiser = torch.optim.Adam([copy], lr=0.05, eps=1e-16)
+    late = torch.nn.Parameter(table[1:2].clone())
+    other = torch.optim.Adam([late], lr=0.05, eps=1e-16)
+    every, mine = torch.arange(3), table.clone()
+    second, single = RowAdam(table), table.clone()
+    for step, gradient in enumerate(gradients):
+        mine[every] -= mover.move(every, gradient, 0.05)
+        copy.grad = gradient.clone()
+        optimiser.step()
+        which = torch.tensor([1]) if step % 2 else torch.tensor([0, 2])
+        single[which] -= second.move(which, gradient[which], 0.05)
+        if step % 2:  # this row moves in two of the five steps only
+            late.grad = gradient[1:2].clone()
+            other.step()
+    assert torch.allclose(mine, copy.detach(), atol=1e-12)
+    assert torch.allclose(single[1:2], late.detach(), atol=1e-12)
+    assert second.steps.tolist() == [3, 2, 3]
+
+
 def test_soft_sign_goes_from_sign_to_gradient() -> None:
     gradient = torch.tensor([[1e-6, -2e-6, 9e-6]], dtype=torch.float64)
     run = Adam(lr=1.0, gradient="soft_sign", schedule="constant", betas=(0.0, 0.0)).begin(
@@ -245,7 +269,7 @@ def test_objective_and_gradient_vanish_at_the_truth() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=SquaredL2(), canvas=Pixels(space="model"))
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), y, (4,))
     value, _, gradient = problem.evaluator(1, False)(x.double().reshape(1, -1), 0)
     assert float(value) < 1e-12  # the update was made in single precision
     assert float(gradient.abs().max()) < 1e-5
@@ -255,7 +279,7 @@ def test_the_gradient_of_the_objective_is_right_by_finite_differences() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=Cosine(), priors=(TotalVariation(weight=0.1), L2Norm(weight=0.1)))
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), y, (4,))
     evaluate = problem.evaluator(1, False)
     row = torch.rand(1, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     _, _, gradient = evaluate(row, 0)
@@ -268,7 +292,7 @@ def test_restarts_in_one_batch_are_those_run_one_after_another() -> None:
     seen, x, y = look(smooth_net())
     seen = seen.to(dtype=torch.float64)
     matcher = Matcher(distance=Cosine(), iterations=5, restarts=3, canvas=Pixels(start="uniform"))
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), y, (4,))
     rows = torch.rand(3, x.numel(), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     together = problem.evaluator(3, False)(rows, 0)
     single = problem.evaluator(1, False)
@@ -327,16 +351,16 @@ def test_the_best_iterate_is_kept_even_if_the_last_is_bad() -> None:
 
 
 def test_history_is_thinned_and_progress_told() -> None:
-    seen, x, y = look(smooth_net(), batch=1)
+    seen, _, y = look(smooth_net(), batch=1)
     told: list[tuple[int, int, float]] = []
     matcher = Matcher(distance=DirectionL1(), iterations=250)
     match = matcher.run(
         Victim.of(seen),
         dict(seen.message.update),
-        shape=x.shape,
-        box=seen.value_range,
+        inputs=seen.inputs,
+        count=1,
         targets=y,
-        num_classes=4,
+        output_shape=(4,),
         generator=torch.Generator().manual_seed(0),
         progress=lambda *args: told.append(args),
     )
@@ -359,7 +383,7 @@ def test_the_compiled_step_equals_the_eager_one(make, restarts) -> None:
     seen, x, _ = look(make())
     priors = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01), Orthogonality(weight=0.1, every=1))
     matcher = Matcher(distance=Cosine(), priors=priors, restarts=restarts)
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, None, 4)
+    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), None, (4,))
     rows = torch.rand(restarts, x.numel() + 8, generator=torch.Generator().manual_seed(1))
     eager, compiled = problem.evaluator(restarts, False), problem.evaluator(restarts, True)
     for iteration in range(3):
@@ -389,6 +413,7 @@ def test_unrolled_steps_are_the_clients_steps() -> None:
 
 
 @pytest.mark.parametrize("mode", ["eval", "train"])
+@torch.random.fork_rng(devices=[])
 def test_batchnorm_in_both_modes_is_simulated_as_the_client_has_it(mode) -> None:
     torch.random.default_generator.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Dropout(), nn.Flatten(), nn.Linear(144, 4))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.federation import FedSGD
 from leakscope.matching import GradientMap
 from leakscope.models import build_model
-from leakscope.observation import ValueRange
 
 SHAPE = (2, 6, 6)
 
@@ -93,9 +93,9 @@ def test_the_narrow_map_is_the_same_in_float32(case) -> None:
     torch.testing.assert_close(narrow.double(), mapping(flat), rtol=1e-3, atol=1e-5)
 
 
-def test_a_held_back_signal_gives_the_same_update_at_the_truth(generator) -> None:
+def test_a_held_output_gradient_gives_the_same_update_at_the_truth(generator) -> None:
     net = build_model("dlg-lenet", input_shape=(1, 8, 8), num_classes=4).double()
     x, y = torch.rand(1, 1, 8, 8, generator=generator, dtype=torch.float64), torch.tensor([2])
     seen = FedSGD().observe(net, x, y)
-    held = GradientMap.of(seen, torch.tensor([0]), back_signal=seen.message.update["fc.bias"])
+    held = GradientMap.of(seen, torch.tensor([0]), output_gradient=seen.message.update["fc.bias"])
     torch.testing.assert_close(held(held.flat(x)), flattened(seen), rtol=1e-10, atol=1e-13)

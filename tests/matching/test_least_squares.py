@@ -40,12 +40,12 @@ def test_conjugate_gradients_solve_the_damped_equations(matrix, generator) -> No
 def test_tiny_gradients_do_not_underflow(problem) -> None:
     """A gradient of 1e-26 is far from zero in double precision, and its square is none in single."""
     mapping, observed, truth, _ = problem
-    tiny = dataclasses.replace(mapping, back_signal=1e-26 * observed[-4:])
+    tiny = dataclasses.replace(mapping, output_gradient=1e-26 * observed[-4:])
     helper = Preconditioner(tiny, truth, 0.0)
     near = tiny.linearise(truth)
     right = near.backward(torch.ones(mapping.entries, dtype=torch.float64))
     assert solve(near, right, 0.0, tolerance=1e-12, limit=500, preconditioner=helper).met
-    blind = dataclasses.replace(mapping, back_signal=0 * observed[-4:])
+    blind = dataclasses.replace(mapping, output_gradient=0 * observed[-4:])
     assert torch.equal(Preconditioner(blind, truth, 0.0)(truth), truth)
 
 

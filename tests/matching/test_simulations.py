@@ -10,6 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.inputs import Box, ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import (
     DISTANCES,
@@ -36,7 +39,6 @@ from leakscope.matching import (
 )
 from leakscope.matching.priors import Scene
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, Observation, ValueRange
 
 SCENE = Scene(torch.tensor(0.0), {}, {})
 
@@ -54,7 +56,7 @@ def trained(
 
 def problem(seen: Observation, x: Tensor, y: Tensor | None, **settings) -> Problem:
     matcher = Matcher(**{"distance": Cosine(), **settings})
-    return Problem(matcher, Victim.of(seen), dict(seen.message.update), x.shape, seen.value_range, y, 4)
+    return Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), y, (4,))
 
 
 # -- replaying every step -----------------------------------------------------------------------------------------
@@ -77,6 +79,7 @@ def test_the_replayed_update_of_the_truth_is_the_clients(checkpoint) -> None:
 @pytest.mark.parametrize("soft", [False, True], ids=["labels", "label logits"])
 @pytest.mark.parametrize("restarts", [1, 3])
 @pytest.mark.parametrize("make", ["tanh net", "batchnorm net"])
+@torch.random.fork_rng(devices=[])
 def test_checkpoints_give_the_gradients_of_one_graph(soft, restarts, make) -> None:
     net = None
     if make == "batchnorm net":
@@ -171,8 +174,8 @@ def test_beta_moves_at_its_own_pace_and_stays_in_the_segment() -> None:
             iterations=4,
         )
         match = matcher.run(
-            Victim.of(seen), dict(seen.message.update), shape=x.shape, box=seen.value_range, targets=y,
-            num_classes=4, generator=torch.Generator().manual_seed(0),
+            Victim.of(seen), dict(seen.message.update), inputs=seen.inputs, count=len(x), targets=y,
+            output_shape=(4,), generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
         assert 0 <= match.numbers["beta"] <= 1
         assert abs(match.numbers["beta"] - start) <= 4 * step + 1e-9
@@ -216,8 +219,8 @@ def test_the_segment_goes_with_every_distance_prior_canvas_and_optimiser(distanc
         restarts=2,
     )
     match = matcher.run(
-        Victim.of(seen), dict(seen.message.update), shape=x.shape, box=seen.value_range, targets=None,
-        num_classes=4, generator=torch.Generator().manual_seed(0),
+        Victim.of(seen), dict(seen.message.update), inputs=seen.inputs, count=len(x), targets=None,
+        output_shape=(4,), generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
     assert torch.isfinite(match.inputs).all()
     assert match.label_logits is not None
@@ -270,7 +273,7 @@ def test_layers_share_a_weight_that_falls_with_depth() -> None:
 
 def test_a_soft_box_is_in_pixel_space_whatever_the_models() -> None:
     box = ValueRange(low=(-2.0,), high=(2.0,))
-    scene = dataclasses.replace(SCENE, box=box)
+    scene = dataclasses.replace(SCENE, inputs=Box((2, 2), box))
     picture = torch.tensor([[[-2.0, 2.0], [0.0, 6.0]]])  # 0, 1, 0.5 and 2 in [0, 1] space
     assert float(SoftRange(weight=1.0)(picture, scene)) == pytest.approx(0.25)
     assert float(SoftRange(weight=1.0, total=True)(picture, scene)) == pytest.approx(1.0)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from leakscope.metrics import MEASURES, Lpips, evaluate, load_lpips
+from leakscope.metrics import Lpips, evaluate, load_lpips
+from leakscope.metrics.evaluate import DISTANCES
 from leakscope.metrics.perceptual import FILE_NAME
 
 NAN, INF = float("nan"), float("inf")
@@ -27,7 +28,7 @@ def test_a_shuffled_batch_is_put_in_order_with_its_labels(shape: tuple[int, ...]
     assert result.order.tolist() == [2, 0, 1]
     assert torch.allclose(result.matched, x, atol=0.02)
     for row, label in zip(result.rows, (4, 5, 6), strict=True):
-        assert set(row) == {*MEASURES, "identified", "label", "label_guess", "label_correct"}
+        assert set(row) == {*DISTANCES, "identified", "label", "label_guess", "label_correct"}
         assert (row["label"], row["label_guess"], row["label_correct"]) == (label, label, True)
         assert row["identified"] is True
         assert row["psnr"] == pytest.approx(10 * math.log10(1 / row["mse"]))
@@ -56,7 +57,7 @@ def test_a_diverged_reconstruction_is_never_good(bad: float) -> None:
     guesses[1, 0, 0, 0] = bad
     result = evaluate(x, torch.tensor([1, 0]), guesses, torch.tensor([0, 1]))
     assert result.order.tolist() == [1, 0]
-    assert all(math.isnan(result.rows[0][name]) for name in MEASURES)
+    assert all(math.isnan(result.rows[0][name]) for name in DISTANCES)
     assert result.rows[0]["identified"] is False
     assert result.rows[1]["psnr"] == pytest.approx(20, abs=1e-4)
     assert "non-finite reconstruction (1 of 2)" in result.reasons["psnr"]

@@ -1,4 +1,4 @@
-"""Models of the user's own, named package.module:factory."""
+"""Models of the user's own, named package.module:Name."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def test_seed_and_global_state(module: str) -> None:
         (":instance", {}, ["is a model already", "Wrap it"]),
         (":plain", {"depth": 3}, ["no option depth", "none"]),
         (":shaped", {}, ["TypeError", "input_shape"]),
-        (":", {}, ["package.module:factory"]),
-        (":two words", {}, ["package.module:factory"]),
-        (":a:b", {}, ["package.module:factory"]),
+        (":", {}, ["package.module:Name"]),
+        (":two words", {}, ["package.module:Name"]),
+        (":a:b", {}, ["package.module:Name"]),
         ("_raises:net", {}, ["OSError", "disk on fire"]),
         ("_needs:net", {}, ["a_package_that_is_not_there", "Install what it needs"]),
         ("_syntax:net", {}, ["SyntaxError"]),
@@ -102,5 +102,5 @@ def test_every_failure_is_one_clear_error(module: str, suffix: str, options: dic
 
 @pytest.mark.parametrize("spec", [":net", "..x:net", "a b:net", "absent_package.part:net"])
 def test_bad_names(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"package.module:factory|no module named"):
+    with pytest.raises(ValueError, match=r"package.module:Name|no module named"):
         build_model(spec)

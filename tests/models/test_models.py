@@ -221,7 +221,7 @@ def test_options_reach_the_model() -> None:
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ({"spec": "convent"}, ["convent", "Did you mean 'convnet'", "resnet18", "package.module:factory"]),
+        ({"spec": "convent"}, ["convent", "did you mean convnet", "resnet18", "package.module:Name"]),
         ({"spec": "zzzz"}, ["unknown model 'zzzz'", "convnet"]),
         ({"spec": "convnet", "depth": 3}, ["no option depth", "activation, filters"]),
         ({"spec": "s3-mlp", "depth": 3}, ["no option depth", "none"]),

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from leakscope.models import MODELS, build_model
-from leakscope.vertical import VerticalModel, first_dense
+from leakscope.models.split import VerticalModel
+from leakscope.network.layers import first_dense
 
 
 def build(name: str, shape: tuple[int, ...], classes: int = 3, **options: Any) -> VerticalModel:

@@ -12,12 +12,12 @@ import torch
 from leakscope.attacks.cafe import CAFE
 from leakscope.data import Examples, load_data
 from leakscope.defenses import DPSGD, FakeGradients
-from leakscope.limits import identify
+from leakscope.equations.index_matrix import identify
 from leakscope.models import build_model
 from leakscope.papers import cafe, cafe_training, reproduce
 from leakscope.papers.cafe import RECONSTRUCTIONS, Faces, Reconstruction, Scene
 from leakscope.papers.cafe_training import TABLE_11, TRAININGS, Training
-from leakscope.vertical import draw_batches
+from leakscope.federation.batches import draw_batches
 
 TINY = Scene(6, 2, (2, 4), 8)
 

@@ -11,7 +11,7 @@ import torch
 from leakscope.attacks.hybrid import Hybrid
 from leakscope.attacks.rgap import RGAP
 from leakscope.data import load_data
-from leakscope.limits.chain import read_chain
+from leakscope.network.chain import read_chain
 from leakscope.papers import hybrid
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import math
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from leakscope.report.settings import Setting
+from leakscope.results import FindingRow, SettingVerdict
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
 AVG = "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"
@@ -29,17 +33,31 @@ SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT);
 CREATE TABLE jobs(key TEXT PRIMARY KEY, position INTEGER, status TEXT, job TEXT, result TEXT, error TEXT,
                   seconds REAL, finished TEXT);
+CREATE TABLE findings(key TEXT PRIMARY KEY, position INTEGER, kind TEXT, status TEXT, subject TEXT, content TEXT,
+                      error TEXT, seconds REAL, finished TEXT);
 """
 
 
 @dataclass
 class Fabricated:
-    """A store to be: change ``meta`` and ``jobs`` at will, then ``write``."""
+    """A store to be: change ``meta``, ``jobs`` and ``findings`` at will, then ``write``."""
 
     meta: dict[str, Any]
     jobs: list[dict[str, Any]] = field(default_factory=list)
+    findings: list[dict[str, Any]] = field(default_factory=list)
     artifacts: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     histories: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def find(self, kind: str, setting: tuple[str, str], content: Any, batch: int = 0, **changes: Any) -> None:
+        """Add a finding."""
+        number = len(self.findings)
+        subject = {"protocol": setting[0], "defense": setting[1], "batch": batch, "seed": 0}
+        self.findings.append(
+            {
+                **{"key": f"finding{number}", "position": len(self.jobs) + number, "kind": kind, "status": "done"},
+                **{"subject": subject, "content": content, "error": None, "seconds": 0.5, "finished": None, **changes},
+            }
+        )
 
     def write(self, directory: Path) -> Path:
         (directory / "artifacts").mkdir(parents=True)
@@ -56,6 +74,14 @@ class Fabricated:
                     *(row["error"], row["seconds"], row["finished"]),
                 ),
             )
+        for row in self.findings:
+            connection.execute(
+                "INSERT INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    *(row["key"], row["position"], row["kind"], row["status"], json.dumps(row["subject"])),
+                    *(json.dumps(row["content"]), row["error"], row["seconds"], row["finished"]),
+                ),
+            )
         connection.commit()
         connection.close()
         for key, tensors in self.artifacts.items():
@@ -63,6 +89,18 @@ class Fabricated:
         for key, history in self.histories.items():
             (directory / "artifacts" / f"{key}.json").write_text(json.dumps({"history": history}))
         return directory
+
+
+def finding(kind: str, content: Any, setting: tuple[str, str], **changes: Any) -> FindingRow:
+    """A finding on a setting, as the store gives it."""
+    subject = {"protocol": setting[0], "defense": setting[1], "batch": changes.pop("batch", 0), "seed": 0}
+    status = changes.pop("status", "done")
+    return dataclasses.replace(FindingRow.read("f", 0, kind, status, subject, content), **changes)
+
+
+def setting(name: str, protocol: str, defense: str) -> Setting:
+    """A setting as the page names it, without results."""
+    return Setting(name, SettingVerdict(protocol=protocol, defense=defense, outcome="inconclusive"), protocol, defense)
 
 
 def smooth(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
@@ -100,7 +138,7 @@ def fabricate(
     for (protocol, defense), error in zip(settings, level, strict=True):
         for name, attack, factor in attacks:
             # As in a true plan, a control belongs to the protocol and is recorded once, with no defence.
-            for control in (False, True) if defense == "none" else (False,):
+            for control in (None, "noise") if defense == "none" else (None,):
                 for number in range(examples):
                     for seed in range(seeds):
                         noise = 0.45 if control else min(0.45, error * factor * (1 + 0.2 * number))
@@ -121,7 +159,9 @@ def fabricate(
                             "knowledge": {"labels": "no"},
                         }
                         _add(built, job, status, originals[number], noise, generator, number)
-    built.meta["plan"] = {"total": len(built.jobs) + missing}
+    for protocol, defense in settings:
+        _find(built, (protocol, defense), examples)
+    built.meta["plan"] = {"total": len(built.jobs) + missing, "findings": len(built.findings)}
     return built
 
 
@@ -178,14 +218,9 @@ def _add(
         "flags": ["restarts disagree"] if job["defense"] != "none" and job["seed"] == 1 else [],
         "notes": ["labels inferred from the last layer"],
         "info": {"seconds": row["seconds"], "steps": 500, "restarts": 2, "compiled": False, "device": "cpu"},
+        "adaptive": job["defense"] != "none",
         "peak_memory_mb": 212.4,
     }
-    if job["protocol"].startswith("FedAvg") and not job["control"]:
-        row["result"]["update"] = weight_update((0.999 if job["defense"] == "none" else 0.85) - 0.002 * number)
-    if job["protocol"].startswith("Vertical") and not job["control"]:
-        bare = job["defense"] == "none"
-        row["result"]["limits"] = rounds(moves=True, alters=not bare, invisible=(3, 1), rounds=9 if bare else 15)
-        row["result"]["cost"] = cost(0.46 if bare else 1.15)
     if built.meta["pictures"]:
         built.artifacts[key] = {"originals": original[None].clone(), "reconstructions": guess[None].clone()}
     start = 0.5 + float(torch.rand((), generator=generator))
@@ -195,6 +230,25 @@ def _add(
             for restart in range(2)
         ]
     }
+
+
+def _find(built: Fabricated, setting: tuple[str, str], examples: int) -> None:
+    """The findings of a setting: a floor, a trajectory of every client, or rounds and their cost."""
+    protocol, bare = setting[0], setting[1] == "none"
+    if protocol.startswith("FedSGD"):
+        built.find("floor", setting, floor(60.0 if bare else 25.0))
+    if protocol.startswith("FedAvg"):
+        for number in range(examples):
+            built.find("trajectory", setting, weight_update((0.999 if bare else 0.85) - 0.002 * number), number)
+    if protocol.startswith("Vertical"):
+        told = rounds(moves=True, alters=not bare, invisible=(3, 1), rounds=9 if bare else 15)
+        built.find("rounds", setting, told)
+        built.find("cost", setting, cost(0.46 if bare else 1.15))
+
+
+def floor(psnr: float, **changes: Any) -> dict[str, Any]:
+    """A floor of theory at this PSNR."""
+    return {"psnr": psnr, "rmse": 10 ** (-psnr / 20), "unknowns": 64, "sigma": 0.1, "method": "exact", **changes}
 
 
 def weight_update(best: float, at: float = 0.6, steps: int = 25, **changes: Any) -> dict[str, Any]:
@@ -259,7 +313,7 @@ def _meta(
         "policy": {"max_psnr": 20.0, "min_lift": 3.0},
     }
     return {
-        "format": 1,
+        "format": 2,
         "spec": spec,
         "spec_hash": hashlib.sha256(json.dumps(spec).encode()).hexdigest(),
         "versions": {

@@ -58,8 +58,12 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture
 def opened(browser: Any, files: dict[str, Path]) -> Iterator[Any]:
+    from selenium.webdriver.support.wait import WebDriverWait
+
     _resize(browser, 1200)
     browser.get(files["wide"].as_uri())
+    # On a busy machine the driver may come back while the page is still being read.
+    WebDriverWait(browser, 30).until(lambda b: b.execute_script("return document.readyState") == "complete")
     yield browser
     _expect_no_errors(browser)
 

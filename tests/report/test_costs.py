@@ -8,39 +8,35 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from fabricate import NOISE, PRUNING, SGD, VERTICAL, cost, fabricate
+from fabricate import NOISE, PRUNING, SGD, VERTICAL, cost, fabricate, finding, setting
 
-from leakscope.audit.store import Row
 from leakscope.report.costs import costs_section
 from leakscope.report.page import render
+from leakscope.results import FindingRow
+
+SETTINGS = [setting(f"S{n}", VERTICAL, defense) for n, defense in enumerate(("none", NOISE, PRUNING), start=1)]
 
 
-def setting(name: str, defense: str, protocol: str = VERTICAL) -> dict[str, Any]:
-    short = {"protocol_short": protocol[:8], "defense_short": defense}
-    return {"name": name, "protocol": protocol, "defense": defense, **short}
+def trained(defense: str, content: Any, *, protocol: str = VERTICAL, **changes: Any) -> FindingRow:
+    return finding("cost", content, (protocol, defense), **changes)
 
 
-SETTINGS = [setting("S1", "none"), setting("S2", NOISE), setting("S3", PRUNING)]
-
-
-def row(defense: str, told: Any, *, protocol: str = VERTICAL, status: str = "done", control: bool = False) -> Row:
-    job = {"protocol": protocol, "defense": defense, "control": control}
-    return Row(defense, 0, status, job, {"cost": told}, None, 1.0, "now")  # type: ignore[arg-type]
-
-
-def section(*rows: Row) -> dict[str, Any]:
-    (entry,) = costs_section(rows, SETTINGS)
+def section(*findings: FindingRow) -> dict[str, Any]:
+    (entry,) = costs_section(findings, SETTINGS)
     return entry
 
 
 def test_no_training_is_no_section(tmp_path: Path) -> None:
-    assert costs_section([row("none", None), Row("b", 1, "failed", {"defense": "none"})], SETTINGS) == []
+    assert costs_section([finding("floor", {}, (VERTICAL, "none"))], SETTINGS) == []
+    assert costs_section([trained("none", cost(0.5), protocol=SGD)], SETTINGS) == []
     assert "What each defence costs" not in render(fabricate(examples=1, seeds=1).write(tmp_path / "audit"))
 
 
 def test_the_last_loss_is_compared_with_that_of_no_defence() -> None:
-    entry = section(row("none", cost(0.46)), row(NOISE, cost(2.69)), row(PRUNING, cost(1.15, last_tenth=None)))
-    assert [line["setting"]["name"] for line in entry["lines"]] == ["S1", "S2", "S3"]
+    entry = section(
+        trained("none", cost(0.46)), trained(NOISE, cost(2.69)), trained(PRUNING, cost(1.15, last_tenth=None))
+    )
+    assert [line["setting"].name for line in entry["lines"]] == ["S1", "S2", "S3"]
     assert [line["after"] for line in entry["lines"]] == ["0.460", "2.690", "1.150"]
     assert [line["ratio"] for line in entry["lines"]] == ["–", "× 5.85", "× 2.50"]
     assert [line["small"] for line in entry["lines"]] == ["0.460 at last", "2.690 at last", ""]
@@ -50,20 +46,20 @@ def test_the_last_loss_is_compared_with_that_of_no_defence() -> None:
 
 
 def test_without_an_undefended_training_there_is_no_ratio() -> None:
-    (line,) = section(row(NOISE, cost(1.0)))["lines"]
+    (line,) = section(trained(NOISE, cost(1.0)))["lines"]
     assert line["ratio"] == "–"
     assert line["after"] == "1.000"
 
 
 def test_a_training_that_learns_nothing_is_no_yardstick() -> None:
-    assert section(row("none", cost(2.2)))["notes"] == [
+    assert section(trained("none", cost(2.2)))["notes"] == [
         "Even without a defence the loss hardly falls in these rounds, so the ratios say little."
     ]
-    assert section(row("none", cost(2.0)), row(NOISE, cost(2.25)))["notes"] == []
+    assert section(trained("none", cost(2.0)), trained(NOISE, cost(2.25)))["notes"] == []
 
 
 def test_the_chart_has_a_line_a_defence_in_the_order_of_the_table() -> None:
-    tree = ElementTree.fromstring(section(row("none", cost(0.46)), row(NOISE, cost(1.15)))["drawing"])
+    tree = ElementTree.fromstring(section(trained("none", cost(0.46)), trained(NOISE, cost(1.15)))["drawing"])
     names = [str(node.text) for node in tree.iter("title")][1:]
     assert [name.partition(":")[0] for name in names] == ["S1 none", f"S2 {NOISE}"]
     ends = [line.get("points", "").split()[-1].split(",") for line in tree.iter("polyline")]
@@ -72,7 +68,7 @@ def test_the_chart_has_a_line_a_defence_in_the_order_of_the_table() -> None:
 
 def test_a_training_that_fails_does_not_flatten_the_others() -> None:
     wild = cost(1e9, points=[[1.0, 2.2], [50.0, 1e6], [99.0, 1e9]])
-    entry = section(row("none", cost(0.46)), row(NOISE, wild))
+    entry = section(trained("none", cost(0.46)), trained(NOISE, wild))
     tree = ElementTree.fromstring(entry["drawing"])
     first = [float(pair.split(",")[1]) for pair in next(tree.iter("polyline")).get("points", "").split()]
     assert max(first) - min(first) > 40
@@ -82,23 +78,24 @@ def test_a_training_that_fails_does_not_flatten_the_others() -> None:
 
 def test_each_protocol_has_a_chart() -> None:
     other = VERTICAL.replace("0.1", "0.2")
-    settings = [*SETTINGS, setting("S4", "none", other)]
-    entries = costs_section([row("none", cost(0.4)), row("none", cost(0.8), protocol=other)], settings)
-    assert [[line["setting"]["name"] for line in entry["lines"]] for entry in entries] == [["S1"], ["S4"]]
+    settings = [*SETTINGS, setting("S4", other, "none")]
+    entries = costs_section([trained("none", cost(0.4)), trained("none", cost(0.8), protocol=other)], settings)
+    assert [[line["setting"].name for line in entry["lines"]] for entry in entries] == [["S1"], ["S4"]]
     identities = [re.search(r'aria-labelledby="([^"]*)"', entry["drawing"]) for entry in entries]
     assert len({found[1] for found in identities if found}) == 2
 
 
 def test_reasons_refusals_and_damage() -> None:
-    entry = section(row("none", {"reason": "its training diverged"}, status="refused"))
+    entry = section(trained("none", {"reason": "its training diverged"}))
     assert entry["notes"] == ["S1: not computed: its training diverged"]
     assert entry["drawing"] == ""
     assert entry["lines"][0]["colour"] == ""
-    assert section(row("none", cost(0.5), status="refused"))["lines"][0]["after"] == "0.500"
-    assert costs_section([row("none", cost(0.5), control=True)], SETTINGS) == []
+    failed = section(trained("none", None, status="failed", error="MemoryError: 3 GB\nTraceback"))
+    assert failed["notes"] == ["S1: not computed: MemoryError: 3 GB"]
+    assert failed["lines"][0]["after"] == "–"
     for damage in ({"points": "x"}, {"points": [[1], None, [None, "x"]]}, {"points": [], "after": "x", "rounds": True}):
-        assert section(row("none", {**cost(0.5), **damage}))["drawing"] == ""
-    flat = section(row("none", cost(0.5, points=[[1.0, 0.5]])))
+        assert section(trained("none", {**cost(0.5), **damage}))["drawing"] == ""
+    flat = section(trained("none", cost(0.5, points=[[1.0, 0.5]])))
     assert "nan" not in str(flat["drawing"])
     assert not math.isnan(float(flat["lines"][0]["after"]))
 

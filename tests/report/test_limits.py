@@ -5,26 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fabricate import rounds
+from fabricate import finding, floor, rounds, setting
 
-from leakscope.audit.store import Row
 from leakscope.report.limits import limits_section
+from leakscope.results import FindingRow, Row
 
-SETTING = {"name": "S1", "protocol": "FedSGD()", "defense": "none", "short": "FedSGD"}
-
-
-def row(position: int = 0, *, status: str = "done", mse: float = 1e-2, batch: int = 0, **result: Any) -> Row:
-    job = {"protocol": "FedSGD()", "defense": "none", "control": False, "batch": batch, "attack": "a"}
-    told = {"examples": [{"index": 0, "mse": mse}], **result} if status == "done" else dict(result)
-    return Row(str(position), position, status, job, told or None, None, 1.0, "now")
+CELL = ("FedSGD()", "none")
 
 
-def floor(psnr: float, **more: Any) -> dict[str, Any]:
-    return {"psnr": psnr, "rmse": 10 ** (-psnr / 20), "unknowns": 64, "sigma": 0.1, "method": "exact", **more}
+def row(position: int = 0, *, mse: float = 1e-2, batch: int = 0, **result: Any) -> Row:
+    job = {"protocol": CELL[0], "defense": CELL[1], "batch": batch, "attack": "a"}
+    return Row.read(str(position), position, "done", job, {"examples": [{"index": 0, "mse": mse}], **result})
 
 
-def section(*rows: Row) -> dict[str, Any]:
-    return limits_section(rows, [SETTING])
+def theory(content: Any, **changes: Any) -> FindingRow:
+    """A floor, or what rounds give away."""
+    kind = "rounds" if isinstance(content, dict) and content.get("kind") == "vertical" else "floor"
+    return finding(changes.pop("kind", kind), content, CELL, **changes)
+
+
+def section(*parts: Row | FindingRow) -> dict[str, Any]:
+    rows = [part for part in parts if isinstance(part, Row)]
+    return limits_section(rows, [part for part in parts if isinstance(part, FindingRow)], [setting("S1", *CELL)])
 
 
 def test_nothing_to_tell_is_no_section() -> None:
@@ -42,23 +44,45 @@ def test_nothing_to_tell_is_no_section() -> None:
     ],
 )
 def test_what_they_say_together(best, allowed, more, words) -> None:
-    (line,) = section(row(mse=best, limits=floor(allowed, **more)))["lines"]
+    (line,) = section(row(mse=best), theory(floor(allowed, **more)))["lines"]
     assert words in line["sentence"]
     assert line["floor"]["psnr"] == f"{allowed:.1f} dB"
 
 
-def test_the_floor_may_stand_in_a_refused_row_and_is_compared_on_its_client() -> None:
-    (line,) = section(
-        row(0, status="refused", limits=floor(60.0, rank=60)), row(1, mse=1e-2), row(2, mse=1e-9, batch=1)
-    )["lines"]
+def test_the_floor_is_compared_with_attacks_on_its_client() -> None:
+    (line,) = section(theory(floor(60.0, rank=60)), row(1, mse=1e-2), row(2, mse=1e-9, batch=1))["lines"]
     assert line["best"]["psnr"] == "20.0 dB"
-    assert line["floor"]["seen"] == "60 of 64"
+    assert line["floor"]["rank"] == "60 of 64"
+    (line,) = section(theory(floor(60.0), batch=1), row(1, mse=1e-2), row(2, mse=1e-3, batch=1))["lines"]
+    assert line["best"]["psnr"] == "30.0 dB"
+    (line,) = section(theory(floor(60.0)))["lines"]
+    assert (line["best"]["psnr"], line["floor"]["psnr"]) == ("–", "60.0 dB"), "every attack was refused"
+
+
+@pytest.mark.parametrize("kind", ["floor", "rounds"])
+def test_why_a_floor_is_missing(kind: str) -> None:
+    told = {"kind": kind, "status": "failed", "error": "MemoryError: 3 GB\nTraceback"}
+    section_ = section(row(diagnosis={"outcome": "undecided", "reason": ""}), theory(None, **told))
+    line = (section_["lines"] or section_["rounds"])[0]
+    said = line["sentence"] if kind == "floor" else " ".join(line["sentences"])
+    assert said == "Not computed: MemoryError: 3 GB.", "and nothing is claimed of the batches"
+    assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
+
+
+@pytest.mark.parametrize(
+    "damage", [None, 3, "x", [], {"psnr": "x", "interval": [1], "rank": {}, "sigma": None}], ids=str
+)
+def test_damaged_floors_do_not_stop_the_page(damage: Any) -> None:
+    (line,) = section(row(), theory(damage))["lines"]
+    assert line["floor"]["psnr"] == "–"
+    assert line["sentence"] == ""
 
 
 def test_outcomes_are_counted_and_the_undecided_are_decided_by_the_floor() -> None:
     undecided = {"outcome": "undecided", "reason": ""}
     found = section(
-        row(0, mse=1e-2, diagnosis=undecided, limits=floor(60.0)),
+        theory(floor(60.0)),
+        row(0, mse=1e-2, diagnosis=undecided),
         row(1, mse=1e-6, diagnosis=undecided),
         row(2, mse=1e-6, diagnosis={"outcome": "recovered", "reason": ""}),
         row(4, mse=1e-2, diagnosis={"outcome": "recovered", "reason": ""}),  # the truth knows better
@@ -71,22 +95,22 @@ def test_outcomes_are_counted_and_the_undecided_are_decided_by_the_floor() -> No
         {"name": "not identifiable", "jobs": 1},
         {"name": "undecided", "jobs": 1},
     ]
-    (line,) = section(row(0, mse=1e-2, diagnosis=undecided, limits={"infinite": True, "unknowns": 4}))["lines"]
+    (line,) = section(row(0, mse=1e-2, diagnosis=undecided), theory({"infinite": True, "unknowns": 4}))["lines"]
     assert line["outcomes"] == [{"name": "not identifiable", "jobs": 1}]
-    (line,) = section(row(0, diagnosis=undecided, limits={"reason": "too large"}))["lines"]
+    (line,) = section(row(0, diagnosis=undecided), theory({"reason": "too large"}))["lines"]
     assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
     assert "too large" in line["sentence"]
 
 
 def sentences(**changes: Any) -> str:
-    found = section(row(limits=rounds(**changes)))
+    found = section(row(), theory(rounds(**changes)))
     assert not found["lines"], "vertical learning has no floor"
     return " ".join(sentence["text"] for sentence in found["sentences"])
 
 
 def test_the_rounds_of_vertical_learning_have_a_table_of_their_own() -> None:
     undecided = {"outcome": "undecided", "reason": ""}
-    found = section(row(mse=1e-2, limits=rounds(invisible=(2, 0), determined=(10, 12)), diagnosis=undecided))
+    found = section(row(mse=1e-2, diagnosis=undecided), theory(rounds(invisible=(2, 0), determined=(10, 12))))
     (line,) = found["rounds"]
     assert line["batches"] == {"text": "15 of 3", "small": "of 12, announced"}
     assert line["independent"] == "12 of 12"
@@ -103,7 +127,7 @@ def test_too_few_rounds_are_no_safety_and_the_page_says_so() -> None:
     assert "no safety" not in sentences(rounds=15)
     # Batches of all samples are all alike: no number of rounds tells them apart.
     assert "no safety" not in sentences(rounds=9, rank=1, least=None, determined=(0, 0))
-    (line,) = section(row(limits=rounds(rounds=9, rank=9, determined=(0, 0), separable=(12, 11))))["rounds"]
+    (line,) = section(row(), theory(rounds(rounds=9, rank=9, determined=(0, 0), separable=(12, 11))))["rounds"]
     assert line["follows"] == {"text": "0 of 12", "small": "11 of 12 in principle"}
 
 
@@ -119,15 +143,15 @@ def test_what_the_equations_leave_out_is_said() -> None:
 def test_secure_shuffling_is_named_as_what_protects() -> None:
     said = sentences(announced=False)
     assert "The protection rests on the shuffling alone. Of as many batches that are known theory says: Fabri" in said
-    (line,) = section(row(0, status="refused", limits=rounds(announced=False)))["rounds"]
+    (line,) = section(theory(rounds(announced=False)))["rounds"]
     assert line["batches"]["small"] == "of 12, kept secret"
     assert line["best"]["psnr"] == "–"
 
 
 def test_a_reason_or_damage_in_place_of_rounds() -> None:
     told = {"kind": "vertical", "announced": True, "reason": "too many samples"}
-    found = section(row(limits=told))
+    found = section(row(), theory(told))
     assert found["sentences"] == [{"names": "S1", "text": "Not computed: too many samples."}]
     assert found["rounds"][0]["independent"] == "–"
     for damage in ("x", 3, {"workers": 5, "index": "x", "needed": [], "samples": None}, {"workers": ["x", {}]}):
-        assert len(section(row(limits={**told, "found": damage}))["rounds"]) == 1
+        assert len(section(row(), theory({**told, "found": damage}))["rounds"]) == 1

@@ -23,7 +23,10 @@ from fabricate import (
     fabricate,
 )
 
+from leakscope.metrics import MEASURES
 from leakscope.report import render, write_report
+from leakscope.report.page import policy_lines
+from leakscope.results import Policy, Store, Verdict, judge_store
 
 VOID = {"meta", "img", "input", "br", "line", "circle", "path", "polyline", "link", "hr"}
 
@@ -239,6 +242,81 @@ def test_every_shape_of_data_is_drawn(shape: tuple[int, ...], tmp_path: Path) ->
         assert not page.all("img")
         assert [a for a in page.all("polyline") if a.get("class") == "signal guess"]
     assert ("first of 5 channels" in page.text) == (shape[0] == 5)
+
+
+def test_the_verdict_that_is_handed_over_is_shown_and_none_is_made(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Store.open(store) as opened:
+        verdict = judge_store(opened)
+    expected = render(store)
+    monkeypatch.setattr("leakscope.report.page.judge_store", lambda store: pytest.fail("judged twice"))
+    assert render(store, verdict=verdict) == expected
+    assert "Inconclusive" in Page(render(store, verdict=Verdict(outcome="inconclusive"))).text
+
+
+def test_a_defence_that_no_attack_knew_is_told_with_its_setting(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"), (SGD, NOISE)), level=(0.3, 0.4), failures=False)
+    for row in built.jobs:
+        row["result"] |= {"adaptive": False, "flags": []}
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert "Inconclusive" in page.text
+    assert page.text.count("no attack that knows this defence was run") == 1
+    assert "S2 FedSGD · GradientNoise(sigma=0.01) inconclusive no attack that knows" in page.text
+
+
+def test_findings_are_listed_with_their_fate(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1, failures=False)
+    built.findings[1] |= {"status": "failed", "content": None, "error": "MemoryError: 3 GB\nTraceback", "seconds": 2.25}
+    built.findings[2]["content"] = {"reason": HOSTILE}
+    built.meta["plan"]["findings"] = 4
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert "Findings: 2 done, 1 failed, 1 of 4 missing" in page.text
+    assert "floor S1 0 0 done 0.5 floor S2 0 0 failed 2.2 MemoryError: 3 GB floor S3 0 0 done 0.5 <script>" in page.text
+    assert "S2 Not computed: MemoryError: 3 GB." in page.text
+    assert len(page.all("script")) == 1
+
+
+def test_a_page_without_findings_has_no_list_of_them(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1)
+    built.findings.clear()
+    assert "Findings" not in Page(render(built.write(tmp_path / "audit"))).text
+
+
+def test_targets_of_regression_take_the_place_of_labels(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"),), level=(0.1,), examples=2, seeds=1, failures=False)
+    built.meta["data"] |= {"num_classes": None, "class_names": None, "task": "Regression()"}
+    for row in built.jobs:
+        for example in row["result"]["examples"]:
+            del example["label_correct"]
+            example |= {"label": [0.5], "label_guess": [0.75], "target_error": 0.25}
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert "Target error 0.250 0.250 to 0.250 0.250 0.250 to 0.250 2" in page.text
+    assert "Mean lift SSIM Target error Identified Jobs done" in page.text
+    assert "Labels" not in page.text[: page.text.index("Glossary Measures")]
+    assert "[0.5] [0.75]" in page.text
+    assert "Task Regression()" in page.text
+
+
+def test_the_policy_is_told_as_far_as_it_limits() -> None:
+    first, *rest = policy_lines(Policy(max_ssim=0.9, max_identification=0.25))
+    assert first == (
+        "An example counts as leaked when its PSNR is 20 dB or more and at least 3 dB above the zero-information "
+        "baseline."
+    )
+    assert rest == [
+        "An example also counts as leaked when its SSIM is 0.9 or more.",
+        "A setting also leaks when more than 25 % of examples are identified.",
+    ]
+    assert policy_lines(Policy(min_lift=0)) == ["An example counts as leaked when its PSNR is 20 dB or more."]
+
+
+def test_the_glossary_has_every_measure(page: Page) -> None:
+    glossary = page.text[page.text.index("Glossary Measures") :]
+    for measure in MEASURES.values():
+        assert f"{measure.label} {measure.span} {measure.meaning}" in glossary
+    for term in ("Baseline dB", "Lift dB, may be negative", "Interval in the measure's unit"):
+        assert term in glossary
 
 
 def test_empty_and_unfinished_stores_have_a_page(tmp_path: Path) -> None:

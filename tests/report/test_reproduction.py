@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from leakscope import papers
 from leakscope.cli import app
+from leakscope.contracts.registry import Registry
 from leakscope.papers import PAPERS, Curves, Findings, PictureGrid, Reproduction, Row
 from leakscope.report import render_reproduction, write_reproduction
 
@@ -81,8 +82,9 @@ def run_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A table with private pictures, run in an empty folder."""
     shown = a_table(private=True)
     found = Findings(list(shown.rows), shown.pictures, shown.curves)
-    table = dataclasses.replace(PAPERS["cafe/faces"], run=lambda scale, seed, progress: found)
-    monkeypatch.setattr(papers, "PAPERS", {**PAPERS, "cafe/faces": table})
+    table = dataclasses.replace(PAPERS["cafe/faces"], target=lambda scale, seed, progress: found)
+    others = [entry for name, entry in PAPERS.items() if name != table.name]
+    monkeypatch.setattr(papers, "PAPERS", Registry("table", [table, *others]))
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -25,9 +25,8 @@ def built(*settings: tuple[str, str], examples: int = 1, **options: Any) -> Fabr
 
 
 def tell(store: Fabricated, update: Any) -> Fabricated:
-    for row in store.jobs:
-        if not row["job"]["control"]:
-            row["result"]["update"] = update
+    for finding in store.findings:
+        finding["content"] = update
     return store
 
 
@@ -54,8 +53,9 @@ def test_section_and_link_only_where_a_client_sent_weights(tmp_path: Path) -> No
     plain = render(built((SGD, "none")).write(tmp_path / "plain"))
     assert HEADING not in plain
     assert "#updates" not in plain
-    old = tell(built((AVG, "none")), None)
-    assert section(old, tmp_path / "old") == "", "a store from before there were such numbers"
+    without = built((AVG, "none"))
+    without.findings.clear()
+    assert section(without, tmp_path / "without") == "", "findings can be switched off"
 
 
 def test_one_update_is_drawn_marked_and_numbered(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_one_update_is_drawn_marked_and_numbered(tmp_path: Path) -> None:
     assert "no search is needed" not in told
 
 
-def test_attacks_on_the_same_update_are_one_line(tmp_path: Path) -> None:
+def test_every_client_is_one_line(tmp_path: Path) -> None:
     """Three attacks and four batches: four updates."""
     text = section(built((AVG, "none"), examples=4), tmp_path / "audit")
     cosines, _ = drawings(text)
@@ -102,20 +102,8 @@ def test_attacks_on_the_same_update_are_one_line(tmp_path: Path) -> None:
     assert "99.9 % of the direction of the most exposed of these 4 updates" in told, "a mean would hide it"
 
 
-def test_different_updates_of_one_batch_are_two_lines(tmp_path: Path) -> None:
-    """A server that chooses the model for each attack gets another update for each."""
-    store = built((AVG, "none"))
-    for number, row in enumerate(store.jobs):
-        if not row["job"]["control"]:
-            row["result"]["update"] = weight_update(0.9 + 0.001 * number)
-    assert len(list(drawings(section(store, tmp_path / "audit"))[0].iter("polyline"))) == 3
-
-
 def test_many_updates_are_capped_and_counted(tmp_path: Path) -> None:
-    store = built((AVG, "none"), examples=MAX_LINES + 3)
-    for row in store.jobs:
-        if not row["job"]["control"]:
-            row["result"]["update"] = weight_update(0.95)
+    store = tell(built((AVG, "none"), examples=MAX_LINES + 3), weight_update(0.95))
     text = section(store, tmp_path / "audit")
     assert [len(list(chart.iter("polyline"))) for chart in drawings(text)] == [MAX_LINES] * 2
     assert f"The first {MAX_LINES} of {MAX_LINES + 3} updates are drawn" in text
@@ -126,6 +114,11 @@ def test_reasons_stand_where_numbers_are_missing(tmp_path: Path) -> None:
     text = section(store, tmp_path / "reason")
     assert "Not computed: MemoryError: too large" in text
     assert not drawings(text)
+    store = built((AVG, "none"), examples=2)
+    store.findings[1] |= {"status": "failed", "content": None, "error": "MemoryError: too large\nTraceback"}
+    text = section(store, tmp_path / "failed")
+    assert "Not computed: MemoryError: too large</p>" in text
+    assert len(drawings(text)) == 2, "the other client is shown"
     none = weight_update(0.95, bound=None, bound_reason="the bound assumes plain SGD, and this client uses adam")
     told = words(section(tell(built((AVG, "none")), none), tmp_path / "bound"))
     assert "Bound – the bound assumes plain SGD, and this client uses adam" in told
@@ -157,16 +150,14 @@ def test_damaged_numbers_do_not_stop_the_page(update: dict[str, Any], tmp_path: 
 
 def test_hostile_strings_stay_text(tmp_path: Path) -> None:
     store = built((AVG, "none"), (AVG, NOISE), examples=2)
-    number = 0
+    protocol = f"Fed{HOSTILE_ATTRIBUTE}(a='{HOSTILE}')"
     for row in store.jobs:
-        row["job"]["protocol"] = f"Fed{HOSTILE_ATTRIBUTE}(a='{HOSTILE}')"
-        row["job"]["batch"] = HOSTILE
-        row["job"]["seed"] = HOSTILE_ATTRIBUTE
-        if not row["job"]["control"]:
-            number += 1
-            reason = {"reason": HOSTILE + HOSTILE_ATTRIBUTE}
-            shown = weight_update(0.9 + number / 1000, bound=None, bound_reason=HOSTILE_ATTRIBUTE, steps=3)
-            row["result"]["update"] = reason if number % 3 == 0 else shown
+        row["job"] |= {"protocol": protocol, "batch": HOSTILE, "seed": HOSTILE_ATTRIBUTE}
+    for number, finding in enumerate(store.findings):
+        finding["subject"] |= {"protocol": protocol, "batch": HOSTILE, "seed": HOSTILE_ATTRIBUTE}
+        reason = {"reason": HOSTILE + HOSTILE_ATTRIBUTE}
+        shown = weight_update(0.9 + number / 1000, bound=None, bound_reason=HOSTILE_ATTRIBUTE, steps=3)
+        finding["content"] = reason if number % 3 == 0 else shown
     text = section(store, tmp_path / "audit")
     assert "<script" not in text
     assert "<img src=x" not in text

@@ -1,8 +1,8 @@
 """CAFE: Catastrophic Data Leakage in Vertical Federated Learning. Jin, Chen, Hsu, Yu, Chen. NeurIPS 2021.
 
 The server of vertical learning knows which samples are in each batch. Step I recovers for each sample n and worker the
-back-signal v_n of the worker's first dense layer from bias gradients, step II the layer's inputs h_n from weight
-gradients (both in back_signals.py), step III the data:
+output gradient v_n of the worker's first dense layer from bias gradients, step II the layer's inputs h_n from weight
+gradients (both in equations/output_gradients.py), step III the data:
 
     min_x  a ||grad L(x_s) - g_s||^2 + b TV(x) 1[TV(x) >= xi] + c ||h_s - h(x_s)||^2
 
@@ -24,8 +24,6 @@ Recorded rounds are visited over and over, in their order, each with the weights
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -33,16 +31,16 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks.back_signals import InputSystem, RunningSteps, Steps, explained, solve_inputs, solve_signals
-from leakscope.attacks.base import Attack, MissingKnowledge, NotApplicable, Progress, Reconstruction
-from leakscope.attacks.cafe_data import StepThree
-from leakscope.labels import find_head
-from leakscope.limits.diagnosis import Diagnosis
-from leakscope.limits.index_alignment import Identifiability, identify, index_matrix
-from leakscope.loss import as_labels
+from leakscope.attacks.cafe_methods import METHODS, Evidence
+from leakscope.attacks.cafe_rounds import Rounds, Steps
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.matching import DISTANCES
 from leakscope.matching.optimisers import Schedule
-from leakscope.observation import Message, Observation
-from leakscope.vertical import FirstDense, VerticalModel, first_dense
+from leakscope.network.layers import find_head
 
 #: More of the gradients than this unexplained, and the rounds do not fit together.
 AGREEMENT = 0.25
@@ -88,261 +86,150 @@ class CAFE(Attack):
         }
     )
 
-    method: Literal["direct", "nested", "single-loop", "gradients"] = "direct"
-    iterations: int = 120
-    first_iterations: int = 2000
-    steps: Steps = "projection"
-    signal_lr: float = 5e-3
-    input_lr: float = 8e-3
-    lr: float = 0.1
-    schedule: Schedule = "cosine"
-    start: Literal["grey", "normal", "uniform"] = "grey"
-    relative: bool = True
-    gradient: float = 1.0
-    distance: str = "relative-squared-l2"
-    tv: float = 0.04
-    fade: float = 0.05
-    threshold: float = 0.0
-    representation: float = 1.0
-    batchnorm: float = 0.0
-    group: int = 1
-    consistency: float = 0.0
-    labels: Literal["recover", "joint"] = "recover"
-
-    def __post_init__(self) -> None:
-        if self.method not in ("direct", "nested", "single-loop", "gradients"):
-            raise ValueError(f"method: expected 'direct', 'nested', 'single-loop' or 'gradients', got {self.method!r}")
-        if self.steps not in ("projection", "descent") or self.labels not in ("recover", "joint"):
-            raise ValueError(
-                "steps and labels: expected 'projection' or 'descent', and 'recover' or 'joint', got "
-                f"{self.steps!r} and {self.labels!r}"
-            )
-        if self.first_iterations < 1 or not (self.signal_lr > 0 and self.input_lr > 0):
-            raise ValueError(
-                "first_iterations, signal_lr and input_lr: expected at least 1 and positive numbers, got "
-                f"{self.first_iterations}, {self.signal_lr} and {self.input_lr}"
-            )
-        self._step_three()
-
-    def _step_three(self) -> StepThree:
-        names = [field.name for field in dataclasses.fields(StepThree) if field.init]
-        return StepThree(**{name: getattr(self, name) for name in names})
+    method: Literal["direct", "nested", "single-loop", "gradients"] = setting(
+        "direct", "Solve steps I and II outright, approach them in loops, or match gradients only."
+    )
+    iterations: int = setting(120, "Steps of step III: for each sample if direct, rounds visited otherwise.", ge=1)
+    first_iterations: int = setting(2000, "Rounds visited by step I and by step II of the nested loops.", ge=1)
+    steps: Steps = setting("projection", "How the loops move in steps I and II.")
+    signal_lr: float = setting(5e-3, "Step size of step I under descent.", gt=0)
+    input_lr: float = setting(8e-3, "Step size of step II under descent.", gt=0)
+    lr: float = setting(0.1, "Step size of Adam.", gt=0)
+    schedule: Schedule = setting("cosine", "How the step size falls over the run.")
+    start: Start = setting("grey", "Where the search starts.")
+    relative: bool = setting(True, "Terms relative to the size of what is observed, or sums as published.")
+    gradient: float = setting(1.0, "Weight of the gradient term (alpha); the direct method has none.", ge=0)
+    distance: str = setting("relative-squared-l2", "How two updates are compared.", choices=DISTANCES)
+    tv: float = setting(0.04, "Weight of total variation (beta) at the start.", ge=0)
+    fade: float = setting(0.05, "What the weight of total variation is multiplied by over the search.", gt=0, le=1)
+    threshold: float = setting(0.0, "Total variation from which on it counts (xi).", ge=0)
+    representation: float = setting(1.0, "Weight of the representation term (gamma).", ge=0)
+    batchnorm: float = setting(0.0, "Weight of the BatchNorm-statistics prior; 0 leaves it out.", ge=0)
+    group: int = setting(1, "Pictures of each sample searched side by side.", ge=1)
+    consistency: float = setting(0.0, "Weight of their squared distance from their mean.", ge=0)
+    labels: Literal["recover", "joint"] = setting(
+        "recover", "Labels that are not known: read off the last layer by step I, or searched with the data."
+    )
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        layers, batches = _readable(observation)
-        samples = observation.num_examples
-        assert samples is not None  # granted
-        known = identify(batches, samples)
-        targets, flags, notes, how = self._labels(observation, batches, known)
-        search = self._step_three()
-        if self.method != "direct" and observation.training.learning_rate is None:
+        rounds = Rounds.of(observation)
+        labels = self._labels(rounds)
+        method = METHODS[self.method](self, rounds, labels.targets)
+        if method.simulates and labels.targets is None and not observation.task.searchable:
+            raise NotApplicable(
+                f"the labels are not known, and {observation.task!r} does not say how to search them; grant them"
+            )
+        data, evidence = method.run(generator, progress)
+        opinion = _Opinion() if evidence is None else _opinion(rounds, evidence)
+        flags = labels.flags
+        if method.simulates and observation.training.learning_rate is None:
             flags = (*flags, "steps not simulated")
-        info: dict[str, Any] = {"labels": how, "rounds": len(batches), "index_rank": known.rank}
-        info |= {"steps": self.iterations, "restarts": 1, "compiled": False}
-        if self.method == "gradients":
-            picture = search.match(observation, layers, targets, generator, progress)
-            seen, left = torch.zeros((len(layers), samples), dtype=torch.bool), None
-        elif self.method == "direct":
-            signals, inputs, left, error = _solve(observation, layers, batches, known)
-            info["expected_error"], apart = error, left
-            seen = _seen(observation, signals, known)
-            picture = _trusting(search, error).invert(observation, layers, inputs, seen, generator, progress)
-        else:
-            tables = self._tables(observation, layers, generator)
-            nested = self.method == "nested"
-            if nested:
-                self._settle(observation, layers, tables)
-            picture = search.match(observation, layers, targets, generator, progress, tables=tables, running=not nested)
-            signals, found = [table.signals for table in tables], [table.inputs for table in tables]
-            left = explained(observation.messages, layers, signals, found, complete=known.identifiable)
-            # What can be seen is a matter of the rounds, not of how far the loop came.
-            signals, _, apart, _ = _solve(observation, layers, batches, known)
-            seen = _seen(observation, signals, known)
-        diagnosis = None
-        if left is not None:
-            info["unexplained"] = left
-            more, told, diagnosis = _opinion(observation, layers, known, seen, left, apart)
-            flags, notes = (*flags, *more), (*notes, *told)
-        labels = targets if picture.label_logits is None else as_labels(picture.label_logits)
+        searched = None if data.label_logits is None else observation.task.decode(data.label_logits)
         return Reconstruction(
-            inputs=picture.inputs,
-            labels=labels,
-            scores=picture.scores,
-            history={"objective": [_thinned(picture.curve)]} if picture.curve else {},
-            flags=tuple(dict.fromkeys(flags)),
-            notes=notes,
-            info=info,
-            diagnosis=diagnosis,
+            inputs=data.inputs,
+            labels=labels.targets if searched is None else searched,
+            scores=data.scores,
+            history={"objective": [_thinned(data.curve)]} if data.curve else {},
+            flags=tuple(dict.fromkeys((*flags, *opinion.flags))),
+            notes=(*labels.notes, *opinion.notes),
+            info=self._info(rounds, labels, evidence),
+            diagnosis=opinion.diagnosis,
         )
 
-    def _labels(
-        self, observation: Observation, batches: list[tuple[int, ...]], known: Identifiability
-    ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
-        """Targets (None where they are searched), flags, notes, and how they were found."""
+    def _info(self, rounds: Rounds, labels: _Labels, evidence: Evidence | None) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "labels": labels.how,
+            "rounds": len(rounds.batches),
+            "index_rank": rounds.identifiability.rank,
+            "steps": self.iterations,
+            "restarts": 1,
+            "compiled": False,
+        }
+        if evidence is not None and evidence.expected_error is not None:
+            info["expected_error"] = evidence.expected_error
+        if evidence is not None:
+            info["unexplained"] = evidence.unexplained
+        return info
+
+    def _labels(self, rounds: Rounds) -> _Labels:
+        observation = rounds.observation
         if observation.labels is not None:
-            return observation.labels, (), (), "known"
+            return _Labels(observation.labels, "known")
         if self.labels == "joint":
-            return None, (), (), "joint"
+            return _Labels(None, "joint")
         try:
-            head = find_head(observation.model, observation.input_shape, observation.num_classes)
-            if head.bias_name is None:
-                raise ValueError("the last layer has no bias")
-            if any(head.bias_name not in message.update for message in observation.messages):
-                raise ValueError(f"the messages have no gradient of {head.bias_name}")
+            bias = _head_bias(rounds)
         except ValueError as error:
-            done = "not recovered" if self.method == "direct" else "searched along"
-            return None, ("labels uncertain",), (f"labels {done}, for they cannot be read: {error}",), done
-        gradients = _gradients(observation.messages, head.bias_name)
-        rows = solve_signals(index_matrix(batches, known.samples), gradients).rows
+            how = "searched along" if METHODS[self.method].simulates else "not recovered"
+            note = f"labels {how}, for they cannot be read: {error}"
+            return _Labels(None, how, ("labels uncertain",), (note,))
+        (rows,), _, _ = rounds.solve_output_gradients([bias])
         # (p - y) / K: only the label's own entry is negative. One output: the sign itself tells.
-        labels = (rows[:, 0] < 0).long() if rows.shape[1] == 1 else rows.argmin(1)
-        clear = bool(known.determined.all()) and (rows.shape[1] == 1 or bool(((rows < 0).sum(1) == 1).all()))
+        single = rows.shape[1] == 1
+        labels = (rows[:, 0] < 0).long() if single else rows.argmin(1)
+        determined = bool(rounds.identifiability.determined.all())
+        clear = determined and (single or bool(((rows < 0).sum(1) == 1).all()))
         flags = () if clear else ("labels uncertain",)
-        return labels.to(observation.device), flags, (), "step I on the last layer"
-
-    def _tables(
-        self, observation: Observation, layers: tuple[FirstDense, ...], generator: torch.Generator
-    ) -> list[RunningSteps]:
-        """The start of steps I and II as published: V in +-8e-4, H in [0, 0.08]; projections start from zero."""
-        tables = []
-        for layer in layers:
-            signals = torch.rand((observation.num_examples or 1, layer.units), generator=generator).double()
-            inputs = torch.rand((observation.num_examples or 1, layer.inputs), generator=generator).double()
-            scale = 1.0 if self.steps == "descent" else 0.0
-            signals, inputs = scale * 8e-4 * (2 * signals - 1), scale * 0.08 * inputs
-            tables.append(RunningSteps(signals, inputs, self.steps, self.signal_lr, self.input_lr))
-        return tables
-
-    def _settle(self, observation: Observation, layers: tuple[FirstDense, ...], tables: list[RunningSteps]) -> None:
-        """Algorithm 3: step I to its end, then step II to its end."""
-        for part in ("bias", "weight"):
-            for layer, table in zip(layers, tables, strict=True):
-                name = f"{layer.name}.{part}"
-                messages = [message for message in observation.messages if name in message.update]
-                see = table.see_bias if part == "bias" else table.see_weight
-                for step in range(self.first_iterations):
-                    message = messages[step % len(messages)]
-                    see(torch.tensor(message.indices), message.update[name].cpu().double())
+        return _Labels(labels.to(observation.device), "step I on the last layer", flags)
 
 
-def _readable(observation: Observation) -> tuple[tuple[FirstDense, ...], list[tuple[int, ...]]]:
-    """The first dense layers and the announced batches; NotApplicable where the attack has nothing to work on."""
-    model = observation.model
-    if not isinstance(model, VerticalModel):
-        raise NotApplicable(f"CAFE reads rounds of a VerticalModel, got a {type(model).__name__}")
-    if any(message.kind != "gradient" for message in observation.messages):
-        raise NotApplicable("CAFE reads gradients, got weight updates")
-    batches = [message.indices for message in observation.messages if message.indices is not None]
-    if len(batches) < len(observation.messages):
-        raise MissingKnowledge("CAFE needs to know batch_indices, which messages of this observation lack")
-    try:
-        layers = first_dense(model)
-    except ValueError as error:
-        raise NotApplicable(str(error)) from error
-    bare = [layer.share.name for layer in layers if not layer.bias]
-    if bare:
-        raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
-    if observation.messages[0].partial:
-        raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
-    for part, messages in (
-        ("bias", observation.messages),
-        ("weight", [m for m in observation.messages if not m.partial]),
-    ):
-        lost = [
-            f"{layer.name}.{part}" for layer in layers if any(f"{layer.name}.{part}" not in m.update for m in messages)
-        ]
-        if lost:
-            raise NotApplicable(
-                f"the messages have no gradient of their own for {', '.join(lost)}: frozen, shared or computed"
-            )
-    return layers, batches
+@dataclass(frozen=True, eq=False)
+class _Labels:
+    """The labels, None where they are searched or cannot be read, and how they were come by."""
+
+    targets: Tensor | None
+    how: str
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
-def _gradients(messages: tuple[Message, ...], name: str) -> Tensor:
-    return torch.stack([message.update[name].detach().cpu().double() for message in messages])
+def _head_bias(rounds: Rounds) -> str:
+    """The name of the last layer's bias, whose gradient shows the labels; ValueError where it does not."""
+    observation = rounds.observation
+    if not observation.task.has_classes:
+        raise ValueError(f"{observation.task!r} has no classes")
+    head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    if head.bias_name is None:
+        raise ValueError("the last layer has no bias")
+    if any(head.bias_name not in message.update for message in rounds.messages):
+        raise ValueError(f"the messages have no gradient of {head.bias_name}")
+    return head.bias_name
 
 
-def _solve(
-    observation: Observation, layers: tuple[FirstDense, ...], batches: list[tuple[int, ...]], known: Identifiability
-) -> tuple[list[Tensor], list[Tensor], float, float]:
-    """Steps I and II outright: V and H of each worker, the share of gradients left, and the error to be expected."""
-    assert observation.num_examples is not None
-    matrix = index_matrix(batches, observation.num_examples)
-    biases = [_gradients(observation.messages, f"{layer.name}.bias") for layer in layers]
-    first = solve_signals(matrix, torch.cat(biases, dim=1))
-    tables = first.rows.split([layer.units for layer in layers], dim=1)
-    signals = [_above_rounding(observation, rows, known) for rows in tables]
-    whole = [message for message in observation.messages if not message.partial]
-    second = [
-        solve_inputs(whole, f"{layer.name}.weight", rows, known.determined)
-        for layer, rows in zip(layers, signals, strict=True)
-    ]
-    left = max(first.residual, *(solution.residual for solution in second))
-    error = math.hypot(first.error, max(solution.error for solution in second))
-    return signals, [solution.rows for solution in second], left, error
+@dataclass(frozen=True)
+class _Opinion:
+    """Flags, notes and a diagnosis from what the equations themselves tell."""
+
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
 
 
-def _trusting(search: StepThree, error: float) -> StepThree:
-    """The search for representations with this relative error: the larger it is, the more the prior counts."""
-    error = min(error, 1.0)
-    return dataclasses.replace(
-        search, representation=search.representation * (1 - error**2), fade=max(search.fade, error)
-    )
-
-
-def _seen(observation: Observation, signals: list[Tensor], known: Identifiability) -> Tensor:
-    """(workers, samples): whether the rounds tell a sample's back-signal, and it is more than rounding.
-
-    A sample for which every unit of a worker is dead sends nothing back, and that worker's part of it stays hidden.
-    """
-    whole = [message for message in observation.messages if not message.partial]
-    tables = [_above_rounding(observation, table, known) for table in signals]
-    return torch.stack([InputSystem.of(whole, table, known.determined).determined for table in tables])
-
-
-def _above_rounding(observation: Observation, signals: Tensor, known: Identifiability) -> Tensor:
-    """The back-signals, with those set to zero that are nothing but rounding: such a sample tells nothing."""
-    condition = known.condition if math.isfinite(known.condition) else 1e3
-    floor = 10 * torch.finfo(observation.dtype).eps * condition
-    sizes = torch.linalg.vector_norm(signals, dim=1)
-    return torch.where((sizes > floor * sizes.max())[:, None], signals, 0.0)
-
-
-def _opinion(
-    observation: Observation,
-    layers: tuple[FirstDense, ...],
-    known: Identifiability,
-    seen: Tensor,
-    left: float,
-    apart: float,
-) -> tuple[list[str], list[str], Diagnosis]:
-    """Flags, notes and a diagnosis from what the equations themselves tell.
-
-    ``left`` is what the result leaves of the gradients, ``apart`` what the best solution would leave.
-    """
-    flags, notes = [], []
-    unknowns = known.samples * math.prod(observation.input_shape)
+def _opinion(rounds: Rounds, evidence: Evidence) -> _Opinion:
+    identifiability, hidden = rounds.identifiability, ~evidence.determined
+    flags: list[str] = []
+    notes: list[str] = []
     outcome: Literal["not identifiable", "undecided"] = "undecided"
     reason = "steps I and II determine every sample; how well step III inverts the workers is not known to it"
-    hidden = ~seen
-    if not known.identifiable:
+    if not identifiability.identifiable or bool(hidden.any()):
         flags.append("not identifiable")
-        notes.append(known.reason)
-    elif bool(hidden.any()):
-        flags.append("not identifiable")
+    if not identifiability.identifiable:
+        notes.append(identifiability.reason)
     if bool(hidden.any()):
-        names = [
-            f"{int(row.sum())} for {layer.share.name!r}" for layer, row in zip(layers, hidden, strict=True) if row.any()
-        ]
+        rows = zip(rounds.layers, hidden, strict=True)
+        names = [f"{int(row.sum())} for {layer.share.name!r}" for layer, row in rows if row.any()]
         notes.append(f"samples whose representation the rounds do not determine: {', '.join(names)}")
         outcome, reason = "not identifiable", notes[0]
-    if left > AGREEMENT:
-        flags.append("rounds disagree" if apart > AGREEMENT else "did not converge")
-        notes.append(f"{left:.1%} of the gradients of the first dense layers are not explained by one row a sample")
+    if evidence.unexplained > AGREEMENT:
+        flags.append("rounds disagree" if evidence.least_unexplained > AGREEMENT else "did not converge")
+        share = f"{evidence.unexplained:.1%} of the gradients of the first dense layers"
+        notes.append(f"{share} are not explained by one row per sample")
         outcome, reason = "undecided", notes[-1]
-    return flags, notes, Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=left)
+    unknowns = rounds.samples * rounds.observation.inputs.size
+    diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=evidence.unexplained)
+    return _Opinion(tuple(flags), tuple(notes), diagnosis)
 
 
 def _thinned(curve: list[float]) -> list[float]:

@@ -1,32 +1,40 @@
-"""Step III of CAFE: the data, from what the workers' first dense layers read (see cafe.py)."""
+"""Step III of CAFE: the data, from what the workers' first dense layers read and from the gradients (see cafe.py).
+
+Two searches share its terms: :func:`invert` takes each sample by itself, :class:`RoundSearch` goes round by round.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from leakscope.attacks.back_signals import RowAdam, RunningSteps
-from leakscope.attacks.base import Progress
-from leakscope.loss import as_probabilities
+from leakscope.attacks.cafe_rounds import Rounds, RunningSteps
+from leakscope.contracts.attack import Progress
+from leakscope.contracts.observation import Message
 from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Pixels, Victim, total_variation
-from leakscope.matching.optimisers import Schedule, schedule_factor
+from leakscope.matching.optimisers import RowAdam, schedule_factor
 from leakscope.matching.priors import Scene
-from leakscope.observation import Message, Observation
-from leakscope.vertical import FirstDense, VerticalModel, assemble, dense_layer, representation
+from leakscope.matching.search import Evaluate, search
+from leakscope.models.split import VerticalModel, assemble
+from leakscope.network.layers import FirstDense
+from leakscope.network.recorder import inputs_of
+
+if TYPE_CHECKING:
+    from leakscope.attacks.cafe import CAFE
 
 #: Samples searched at a time: they do not influence each other, and so many fit into a processor's cache.
 CHUNK = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Picture:
-    """What was found: inputs in the model's space, label logits where searched, the objective of each sample."""
+class Data:
+    """Inputs in the model's space, the objective of each sample and by step, label logits where they are searched."""
 
     inputs: Tensor
     scores: Tensor
@@ -34,236 +42,287 @@ class Picture:
     label_logits: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepThree:
-    """The terms and the search. ``gradient``, ``tv`` and ``representation`` are the paper's alpha, beta and gamma.
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """What both searches minimise, and where they search it."""
 
-    ``group`` pictures of each sample are searched side by side, and ``consistency`` is the weight of their squared
-    distance from their mean (GradInversion's group consistency); the picture with the best objective is taken.
-    """
+    settings: CAFE
+    rounds: Rounds
 
-    iterations: int
-    lr: float
-    schedule: Schedule
-    start: Literal["grey", "normal", "uniform"]
-    gradient: float
-    distance: str
-    tv: float
-    fade: float
-    threshold: float
-    representation: float
-    relative: bool
-    batchnorm: float
-    group: int
-    consistency: float
-    canvas: Pixels = field(init=False)
+    @property
+    def canvas(self) -> Pixels:
+        return Pixels(start=self.settings.start)
 
-    def __post_init__(self) -> None:
-        problems = []
-        if self.iterations < 1 or self.group < 1:
-            problems.append(f"iterations and group: expected at least 1, got {self.iterations} and {self.group}")
-        if not self.lr > 0 or not 0 < self.fade <= 1:
-            problems.append(f"lr and fade: expected lr > 0 and 0 < fade <= 1, got {self.lr} and {self.fade}")
-        for name in ("gradient", "tv", "threshold", "representation", "batchnorm", "consistency"):
-            if not getattr(self, name) >= 0:
-                problems.append(f"{name}: expected a number >= 0, got {getattr(self, name)}")
-        if self.distance not in DISTANCES:
-            problems.append(f"distance: expected one of {', '.join(DISTANCES)}, got {self.distance!r}")
-        if problems:
-            raise ValueError("CAFE:\n  - " + "\n  - ".join(problems))
-        schedule_factor(self.schedule, 0, 1)
-        object.__setattr__(self, "canvas", Pixels(start=self.start))
+    def start(self, generator: torch.Generator) -> Tensor:
+        """Pictures (samples, ...) to begin with."""
+        rounds, inputs = self.rounds, self.rounds.observation.inputs
+        return self.canvas.project(self.canvas.initial(rounds.samples, inputs, generator, rounds.like), inputs)
 
-    def variation(self, picture: Tensor, model: VerticalModel, step: int) -> Tensor:
-        """The term of total variation, a sample's mean; as published it counts only from the threshold on."""
-        if not self.tv:
-            return picture.new_zeros(())
-        if self.relative:
-            size = total_variation(picture, "joint")
+    def project(self, pictures: Tensor) -> Tensor:
+        return self.canvas.project(pictures, self.rounds.observation.inputs)
+
+    def to_model(self, pictures: Tensor) -> Tensor:
+        return self.canvas.to_model(pictures, self.rounds.observation.inputs)
+
+    def variation(self, pictures: Tensor, step: int) -> Tensor:
+        """The term of total variation, the mean per sample; as published it counts only from the threshold on."""
+        settings = self.settings
+        if not settings.tv:
+            return pictures.new_zeros(())
+        if settings.relative:
+            size = total_variation(pictures, "joint")
         else:
-            parts = [total_variation(share.take(picture), "l1sum") for share in model.shares]
+            parts = [total_variation(share.take(pictures), "l1sum") for share in self.rounds.model.shares]
             size = torch.stack(parts).mean()
-        weight = self.tv * self.fade ** (step / self.iterations)
-        return weight * size * (size.detach() >= self.threshold)
+        weight = settings.tv * settings.fade ** (step / settings.iterations)
+        return weight * size * (size.detach() >= settings.threshold)
 
-    def misfit(self, found: Tensor, wanted: Tensor) -> Tensor:
+    def misfit(self, made: Tensor, wanted: Tensor) -> Tensor:
         """How far a worker's representation is from the wanted one, for each sample."""
-        square = (found - wanted).square().sum(1)
-        return square / wanted.square().sum(1).clamp_min(1e-30) if self.relative else square
+        square = (made - wanted).square().sum(1)
+        return square / wanted.square().sum(1).clamp_min(1e-30) if self.settings.relative else square
 
-    def invert(
-        self,
-        observation: Observation,
-        layers: Sequence[FirstDense],
-        wanted: Sequence[Tensor],
-        seen: Tensor,
-        generator: torch.Generator,
-        progress: Progress | None,
-    ) -> Picture:
-        """Each sample by itself from the representations ``wanted`` (samples, inputs), one a worker.
 
-        ``seen`` (workers, samples) tells which of them are known at all; elsewhere total variation alone decides.
-        """
+# --- each sample by itself -------------------------------------------------------------------------------------------
+
+
+def invert(
+    settings: CAFE,
+    rounds: Rounds,
+    representations: Sequence[Tensor],
+    determined: Tensor,
+    generator: torch.Generator,
+    progress: Progress | None,
+) -> Data:
+    """Each sample by itself from the workers' ``representations`` (samples, inputs).
+
+    Where one is not ``determined`` (workers, samples), total variation alone decides. A worker that begins with its
+    dense layer gives its features away, and needs no search.
+    """
+    like = rounds.like
+    inversion = _Inversion(
+        Terms(settings, rounds),
         # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
-        model = copy.deepcopy(observation.model).eval().requires_grad_(False)
-        assert isinstance(model, VerticalModel)
-        like = next(iter(observation.messages[0].update.values()))
-        box = observation.value_range
-        wanted = [rows.to(like) for rows in wanted]
-        seen = seen.to(like)
-        exact = [reads_features(model, layer) for layer in layers]
-        if all(exact):
-            # Of what no round tells, the middle of the valid range.
-            middle = self.canvas.to_model(like.new_full((1, *model.input_shape), 0.0 if box is None else 0.5), box)
-            parts = [
-                torch.where(known[:, None] > 0, rows, layer.share.take(middle).flatten(1))
-                for known, rows, layer in zip(seen, wanted, layers, strict=True)
-            ]
-            return Picture(assemble(model.shares, parts, model.input_shape), like.new_zeros(len(wanted[0])), [])
-        shape = (len(wanted[0]), *model.input_shape)
-        start = self.canvas.project(self.canvas.initial(shape, box, generator, like), box)
+        copy.deepcopy(rounds.model).eval().requires_grad_(False),
+        [rows.to(like) for rows in representations],
+        determined.to(like),
+    )
+    exact = [reads_features(inversion.model, layer) for layer in rounds.layers]
+    if all(exact):
+        return inversion.read_off()
+    data = inversion.run(generator, progress)
+    return Data(inversion.with_features(data.inputs, exact), data.scores, data.curve)
+
+
+@dataclass(frozen=True, eq=False)
+class _Inversion:
+    terms: Terms
+    model: VerticalModel
+    representations: list[Tensor]
+    determined: Tensor
+
+    def read_off(self) -> Data:
+        """The representations as they are; of what no round determines, the middle of the valid range."""
+        rounds, model = self.terms.rounds, self.model
+        grey = 0.5 if rounds.observation.inputs.bounded else 0.0
+        middle = self.terms.to_model(rounds.like.new_full((1, *model.input_shape), grey))
+        parts = [
+            torch.where(determined[:, None] > 0, rows, layer.share.take(middle).flatten(1))
+            for determined, rows, layer in zip(self.determined, self.representations, rounds.layers, strict=True)
+        ]
+        scores = rounds.like.new_zeros(rounds.samples)
+        return Data(assemble(model.shares, parts, model.input_shape), scores, [])
+
+    def run(self, generator: torch.Generator, progress: Progress | None) -> Data:
+        """The search, some samples at a time."""
+        iterations, samples = self.terms.settings.iterations, self.terms.rounds.samples
+        start = self.terms.start(generator)
+        curve = torch.zeros(iterations)
         pieces, scores = [], []
-        curve = torch.zeros(self.iterations)
-        for first in range(0, shape[0], CHUNK):
-            rows = slice(first, min(first + CHUNK, shape[0]))
-            size = rows.stop - first
+        for first in range(0, samples, CHUNK):
+            rows = slice(first, min(first + CHUNK, samples))
 
-            def objective(flat: Tensor, step: int, rows: slice = rows) -> Tensor:
-                picture = flat.reshape(-1, *shape[1:])
-                x = self.canvas.to_model(picture, box)
-                total = flat.new_zeros(len(flat))
-                for number, layer in enumerate(layers):
-                    worker = model.workers[layer.worker]
-                    made = representation(worker, dense_layer(model, layer), layer.share.take(x))
-                    total = total + seen[number, rows] * self.misfit(made, wanted[number][rows])
-                if self.relative:
-                    total = total / seen[:, rows].sum(0).clamp_min(1)
-                return self.representation * total + self.variation(picture, model, step)
-
-            def project(flat: Tensor) -> Tensor:
-                return self.canvas.project(flat.reshape(-1, *shape[1:]), box).reshape(len(flat), -1)
-
-            run = Adam(lr=self.lr, schedule=self.schedule).begin(start[rows].flatten(1), self.iterations, project)
-            usable = torch.ones(size, dtype=torch.bool, device=like.device)
-            values = start.new_zeros(size)
-            for step in range(self.iterations):
-                points = run.ask().detach().requires_grad_(True)
-                each = objective(points, step)
-                (slope,) = torch.autograd.grad(each.sum(), points)
-                values = each.detach()
-                usable = torch.isfinite(values) & torch.isfinite(slope).all(1)
-                run.tell(values, torch.where(usable[:, None], slope, 0.0), usable)
-                curve[step] += float(values.sum()) / shape[0]
+            def watch(done: int, values: Tensor, _best: Tensor, rows: slice = rows) -> None:
+                curve[done - 1] += float(values.sum()) / samples
                 if progress is not None:
-                    progress(
-                        first * self.iterations + size * (step + 1), shape[0] * self.iterations, float(curve[step])
-                    )
-            pieces.append(run.ask().detach().reshape(size, *shape[1:]))
-            scores.append(values)
-        inputs = self.canvas.to_model(torch.cat(pieces), box)
-        for number, layer in enumerate(layers):
+                    visited = rows.start * iterations + len(values) * done
+                    progress(visited, samples * iterations, float(curve[done - 1]))
+
+            result = search(
+                self._evaluator(rows),
+                start[rows].flatten(1),
+                Adam(lr=self.terms.settings.lr, schedule=self.terms.settings.schedule),
+                project=lambda flat: self.terms.project(self._pictures(flat)).reshape(len(flat), -1),
+                iterations=iterations,
+                keep="last",
+                watch=watch,
+            )
+            pieces.append(self._pictures(result.points))
+            scores.append(result.judged[:, 0])
+        return Data(self.terms.to_model(torch.cat(pieces)), torch.cat(scores), curve.tolist())
+
+    def with_features(self, inputs: Tensor, exact: list[bool]) -> Tensor:
+        """The inputs, with the features of workers whose representation they are put in place."""
+        for number, layer in enumerate(self.terms.rounds.layers):
             if exact[number]:
                 places = torch.tensor(layer.share.places, device=inputs.device)
-                told = torch.where(seen[number][:, None] > 0, wanted[number], inputs.flatten(1)[:, places])
-                inputs = inputs.flatten(1).index_copy(1, places, told).reshape(shape)
-        return Picture(inputs, torch.cat(scores), curve.tolist())
+                searched = inputs.flatten(1)[:, places]
+                features = torch.where(self.determined[number][:, None] > 0, self.representations[number], searched)
+                inputs = inputs.flatten(1).index_copy(1, places, features).reshape(inputs.shape)
+        return inputs
 
-    def match(
-        self,
-        observation: Observation,
-        layers: Sequence[FirstDense],
-        targets: Tensor | None,
-        generator: torch.Generator,
-        progress: Progress | None,
-        *,
-        tables: Sequence[RunningSteps] = (),
-        running: bool = False,
-    ) -> Picture:
-        """All samples, one recorded round at a time; ``tables`` are steps I and II, moved along if ``running``."""
-        model, box = observation.model, observation.value_range
-        assert isinstance(model, VerticalModel)
-        assert observation.num_examples is not None
-        rounds = [message for message in observation.messages if not message.partial]
-        like = next(iter(rounds[0].update.values()))
-        samples, classes = observation.num_examples, observation.num_classes
-        victim = Victim.of(observation, record=[layer.name for layer in layers])
-        lr = observation.training.learning_rate or 0.0
-        shape = (samples, *observation.input_shape)
-        groups = [self.canvas.project(self.canvas.initial(shape, box, generator, like), box) for _ in range(self.group)]
-        logits = torch.rand((samples, classes), generator=generator).to(like)
-        movers, label_mover = [RowAdam(group) for group in groups], RowAdam(logits)
-        scores = like.new_full((self.group, samples), torch.inf)
-        derivative = grad_and_value(self._objective, argnums=(0, 1))
-        curve, weights = [], victim.known.weights
-        for step in range(self.iterations):
-            message = rounds[step % len(rounds)]
-            if step % len(rounds) == 0:
-                weights = victim.known.weights
-            batch = torch.tensor(message.indices)
-            wanted = []
-            for table, layer in zip(tables, layers, strict=bool(tables)):
-                if running:
-                    table.see_bias(batch, message.update[f"{layer.name}.bias"].cpu().to(table.signals))
-                    table.see_weight(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
-                wanted.append(table.inputs[batch].to(like))
-            rows = batch.to(like.device)
-            given = {
-                "victim": victim,
-                "weights": weights,
-                "model": model,
-                "layers": layers,
-                "box": box,
-                "observed": dict(message.update),
-                "statistics": _statistics(victim, message),
-                "targets": None if targets is None else targets[rows],
-                "wanted": wanted,
-                "step": step,
-                "centre": torch.stack([group[rows] for group in groups]).mean(0) if self.group > 1 else None,
-            }
-            factor = self.lr * schedule_factor(self.schedule, step, self.iterations)
-            values = []
-            for number, group in enumerate(groups):
-                (slope, label_slope), value = derivative(group[rows], logits[rows], given)
-                if bool(torch.isfinite(slope).all()) and bool(torch.isfinite(value)):
-                    moved = group[rows] - movers[number].move(rows, slope.detach(), factor)
-                    group[rows] = self.canvas.project(moved, box)
-                    if targets is None and number == 0:
-                        logits[rows] = logits[rows] - label_mover.move(rows, label_slope.detach(), factor)
-                values.append(float(value.detach()))
-                scores[number, rows] = value.detach()
-            curve.append(min(values))
+    def _pictures(self, flat: Tensor) -> Tensor:
+        return flat.reshape(-1, *self.model.input_shape)
+
+    def _evaluator(self, rows: slice) -> Evaluate:
+        def evaluate(points: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+            points = points.detach().requires_grad_(True)
+            objectives = self._objectives(points, step, rows)
+            (gradients,) = torch.autograd.grad(objectives.sum(), points)
+            values = objectives.detach()
+            return values, values[:, None], gradients
+
+        return evaluate
+
+    def _objectives(self, flat: Tensor, step: int, rows: slice) -> Tensor:
+        terms, settings = self.terms, self.terms.settings
+        pictures = self._pictures(flat)
+        x = terms.to_model(pictures)
+        total = flat.new_zeros(len(flat))
+        for number, layer in enumerate(terms.rounds.layers):
+            made = inputs_of(layer.module(self.model), self.model.workers[layer.worker], layer.share.take(x))
+            misfit = terms.misfit(made, self.representations[number][rows])
+            total = total + self.determined[number, rows] * misfit
+        if settings.relative:
+            total = total / self.determined[:, rows].sum(0).clamp_min(1)
+        return settings.representation * total + terms.variation(pictures, step)
+
+
+def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
+    """Whether the first dense layer reads the worker's features as they are."""
+    if layer.inputs != len(layer.share.places):
+        return False
+    weight = layer.module(model).weight
+    # Two probes: an activation may happen to leave one of them alone.
+    probe = torch.linspace(-1, 1, 2 * layer.inputs, device=weight.device, dtype=weight.dtype)
+    probe = probe.reshape(2, *layer.share.shape)
+    with torch.no_grad():
+        made = inputs_of(layer.module(model), model.workers[layer.worker], probe)
+    return bool(torch.equal(made, probe.flatten(1)))
+
+
+# --- round by round --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class _Visit:
+    """One visit of a round: the weights it was played with, what was observed, and what is to be matched.
+
+    ``targets`` None where labels are searched; ``centre`` is the mean of a group's pictures, None without a group.
+    """
+
+    step: int
+    weights: dict[str, Tensor]
+    observed: dict[str, Tensor]
+    statistics: Mapping[str, tuple[Tensor, Tensor]]
+    targets: Tensor | None
+    representations: list[Tensor]
+    centre: Tensor | None
+
+
+class RoundSearch:
+    """All samples, one recorded round at a time.
+
+    A loop of its own and not ``matching.search``: a step moves the samples of one round only, each with its own count
+    of Adam's steps, while the model's weights, and steps I and II if they run along, move on from round to round.
+    """
+
+    def __init__(self, settings: CAFE, rounds: Rounds, targets: Tensor | None, generator: torch.Generator) -> None:
+        observation = rounds.observation
+        self.settings, self.rounds, self.targets = settings, rounds, targets
+        self.terms = Terms(settings, rounds)
+        self.victim = Victim.of(observation, record=[layer.name for layer in rounds.layers])
+        self.groups = [self.terms.start(generator) for _ in range(settings.group)]
+        self.logits = torch.rand((rounds.samples, *observation.output_shape), generator=generator).to(rounds.like)
+        self.movers, self.label_mover = [RowAdam(group) for group in self.groups], RowAdam(self.logits)
+        self.scores = rounds.like.new_full((settings.group, rounds.samples), torch.inf)
+        self._derivative = grad_and_value(self._objective, argnums=(0, 1))
+
+    def run(self, tables: Sequence[RunningSteps], progress: Progress | None, *, move_tables: bool = False) -> Data:
+        """``tables`` hold the representations to match, if any; with ``move_tables`` each round moves them first."""
+        messages = self.rounds.whole
+        lr = self.rounds.observation.training.learning_rate or 0.0
+        curve, weights = [], self.victim.known.weights
+        for step in range(self.settings.iterations):
+            message = messages[step % len(messages)]
+            if step % len(messages) == 0:
+                weights = self.victim.known.weights
+            if move_tables:
+                self._move(tables, message)
+            curve.append(self._visit(step, message, weights, tables))
             if progress is not None:
-                progress(step + 1, self.iterations, curve[-1])
+                progress(step + 1, self.settings.iterations, curve[-1])
             if lr:
                 weights = {name: value - lr * message.update[name] for name, value in weights.items()}
         # A sample that is in no round has no score; it cannot tell which of the group is best.
-        best = int(torch.where(torch.isfinite(scores), scores, 0.0).mean(1).argmin())
-        inputs = self.canvas.to_model(groups[best], box)
-        return Picture(inputs, scores[best], curve, None if targets is not None else logits)
+        best = int(torch.where(torch.isfinite(self.scores), self.scores, 0.0).mean(1).argmin())
+        logits = self.logits if self.targets is None else None
+        return Data(self.terms.to_model(self.groups[best]), self.scores[best], curve, logits)
 
-    def _objective(self, picture: Tensor, logits: Tensor, given: dict[str, Any]) -> Tensor:
-        victim: Victim = given["victim"]
-        layers: Sequence[FirstDense] = given["layers"]
-        targets = as_probabilities(logits) if given["targets"] is None else given["targets"]
-        x = self.canvas.to_model(picture, given["box"])
-        total = self.variation(picture, given["model"], given["step"])
-        if self.gradient:
-            candidate, recorded = victim.gradient(given["weights"], victim.known.fixed, x, targets)
-            total = total + self.gradient * DISTANCES[self.distance](given["observed"], candidate)
+    def _move(self, tables: Sequence[RunningSteps], message: Message) -> None:
+        batch = torch.tensor(message.indices)
+        for table, layer in zip(tables, self.rounds.layers, strict=True):
+            table.step_one(batch, message.update[f"{layer.name}.bias"].cpu().to(table.output_gradients))
+            table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
+
+    def _visit(self, step: int, message: Message, weights: dict[str, Tensor], tables: Sequence[RunningSteps]) -> float:
+        """Move the samples of one round, in every picture of the group; the smallest objective among them."""
+        settings, like = self.settings, self.rounds.like
+        batch = torch.tensor(message.indices)
+        rows = batch.to(like.device)
+        visit = _Visit(
+            step=step,
+            weights=weights,
+            observed=dict(message.update),
+            statistics=_statistics(self.victim, message),
+            targets=None if self.targets is None else self.targets[rows],
+            representations=[table.inputs[batch].to(like) for table in tables],
+            centre=torch.stack([group[rows] for group in self.groups]).mean(0) if settings.group > 1 else None,
+        )
+        lr = settings.lr * schedule_factor(settings.schedule, step, settings.iterations)
+        values = []
+        for number, group in enumerate(self.groups):
+            (gradient, label_gradient), value = self._derivative(group[rows], self.logits[rows], visit)
+            if bool(torch.isfinite(gradient).all()) and bool(torch.isfinite(value)):
+                moved = group[rows] - self.movers[number].move(rows, gradient.detach(), lr)
+                group[rows] = self.terms.project(moved)
+                if self.targets is None and number == 0:
+                    moved = self.logits[rows] - self.label_mover.move(rows, label_gradient.detach(), lr)
+                    self.logits[rows] = moved
+            values.append(float(value.detach()))
+            self.scores[number, rows] = value.detach()
+        return min(values)
+
+    def _objective(self, pictures: Tensor, logits: Tensor, visit: _Visit) -> Tensor:
+        terms, settings, victim = self.terms, self.settings, self.victim
+        targets = victim.task.from_search(logits) if visit.targets is None else visit.targets
+        x = terms.to_model(pictures)
+        total = terms.variation(pictures, visit.step)
+        if settings.gradient:
+            candidate, recorded = victim.gradient(visit.weights, victim.known.fixed, x, targets)
+            total = total + settings.gradient * DISTANCES[settings.distance](visit.observed, candidate)
         else:
-            _, recorded = victim.loss(given["weights"], victim.known.fixed, x, targets)
-        if given["wanted"] and self.representation:
-            misfits = [
-                self.misfit(recorded[layer.name], rows) for layer, rows in zip(layers, given["wanted"], strict=True)
-            ]
-            each = torch.stack(misfits)
-            total = total + self.representation * (each.mean() if self.relative else each.sum())
-        if self.batchnorm:
-            inputs = {name: value for name, value in recorded.items() if name in given["statistics"]}
-            scene = Scene(torch.zeros(()), inputs, given["statistics"])
-            total = total + BatchNormStatistics(weight=self.batchnorm)(picture, scene)
-        if given["centre"] is not None:
-            total = total + self.consistency * (picture - given["centre"]).square().flatten(1).sum(1).mean()
+            _, recorded = victim.loss(visit.weights, victim.known.fixed, x, targets)
+        if visit.representations and settings.representation:
+            pairs = zip(self.rounds.layers, visit.representations, strict=True)
+            misfits = torch.stack([terms.misfit(recorded[layer.name], wanted) for layer, wanted in pairs])
+            total = total + settings.representation * (misfits.mean() if settings.relative else misfits.sum())
+        if settings.batchnorm:
+            inputs = {name: value for name, value in recorded.items() if name in visit.statistics}
+            scene = Scene(torch.zeros(()), inputs, visit.statistics)
+            total = total + BatchNormStatistics(weight=settings.batchnorm)(pictures, scene)
+        if visit.centre is not None:
+            total = total + settings.consistency * (pictures - visit.centre).square().flatten(1).sum(1).mean()
         return total
 
 
@@ -273,16 +332,3 @@ def _statistics(victim: Victim, message: Message) -> dict[str, tuple[Tensor, Ten
     if own is None:
         return dict(victim.batchnorm_targets)
     return {name: (own[f"{name}.mean"], own[f"{name}.var"]) for name in victim.batchnorm_targets}
-
-
-def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
-    """Whether the first dense layer reads the worker's features as they are."""
-    if layer.inputs != len(layer.share.places):
-        return False
-    weight = dense_layer(model, layer).weight
-    # Two probes: an activation may happen to leave one of them alone.
-    probe = torch.linspace(-1, 1, 2 * layer.inputs, device=weight.device, dtype=weight.dtype)
-    probe = probe.reshape(2, *layer.share.shape)
-    with torch.no_grad():
-        made = representation(model.workers[layer.worker], dense_layer(model, layer), probe)
-    return bool(torch.equal(made, probe.flatten(1)))

@@ -34,8 +34,12 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.labels import local_steps
 from leakscope.matching import (
+    DISTANCES,
     Adam,
     Cosine,
     Distance,
@@ -53,8 +57,8 @@ from leakscope.matching import (
     as_distance,
     steps_in_order,
 )
+from leakscope.matching.optimisers import Schedule
 from leakscope.matching.priors import TVVariant
-from leakscope.observation import Observation
 
 _PAPER = {
     "distance": "layered-l2",
@@ -92,48 +96,45 @@ class DLFA(GradientMatching):
 
     presets = MappingProxyType({"paper-femnist": _FEMNIST, "paper-cifar": _CIFAR})
 
-    iterations: int = 400
-    variant: Literal["copies", "shared", "epoch", "single"] = "copies"
-    distance: str = "direction-l1"
-    tv: float = 0.05
-    tv_variant: TVVariant = "l1mean_avg"
-    agreement: float = 1.0
-    statistic: Literal["mean", "max"] = "mean"
-    norm: Literal["l1", "l2"] = "l2"
-    filters: int = 0
-    factor: tuple[float, float] = (1.0, 1.0)
-    factor_steps: int = 200
-    soft_range: float = 0.0
-    clamp: bool = True
-    lr: float = 0.2
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
-    decay: float = 1.0
-    start: Literal["grey", "normal", "uniform"] = "grey"
-    space: Literal["unit", "model"] = "unit"
-    checkpoint: bool = True
+    iterations: int = setting(400, "Steps of the search.", ge=1)
+    variant: Literal["copies", "shared", "epoch", "single"] = setting(
+        "copies", "What is replayed: every step on one copy an epoch, on one copy, one step an epoch, or one gradient."
+    )
+    distance: str = setting(
+        "direction-l1",
+        'How two updates are compared; "layered-l2" is the published way.',
+        choices=(*DISTANCES, "layered-l2"),
+    )
+    tv: float = setting(0.05, "Weight of total variation.", ge=0)
+    tv_variant: TVVariant = setting("l1mean_avg", "Which definition of total variation.")
+    agreement: float = setting(1.0, "Weight of what the copies must have in common.", ge=0)
+    statistic: Literal["mean", "max"] = setting("mean", "What of an epoch's pictures must agree.")
+    norm: Literal["l1", "l2"] = setting("l2", "How disagreement is measured.")
+    filters: int = setting(0, "Random 3x3 filters before the statistic; 0 takes the pictures themselves.", ge=0)
+    factor: tuple[float, float] = setting(
+        (1.0, 1.0), "What the distance is multiplied by, at the first step and from factor_steps on.", gt=0
+    )
+    factor_steps: int = setting(200, "Steps from the first factor to the last.", ge=1)
+    soft_range: float = setting(0.0, "Weight of the soft box around [0, 1]; it needs a known value range.", ge=0)
+    clamp: bool = setting(True, "Whether inputs are kept in the valid box.")
+    lr: float = setting(0.2, "Step size of Adam.", gt=0)
+    schedule: Schedule = setting("cosine", "How the step size falls over the run.")
+    decay: float = setting(1.0, "Factor of the step size at each step.", gt=0, le=1)
+    start: Start = setting("grey", "Where the search starts.")
+    space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
+    checkpoint: bool = setting(True, "Keep only the weights before each local step and compute the rest again.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Adam(lr=self.lr, schedule=self.schedule, decay=self.decay)
-        Pixels(space=self.space, start=self.start)
-        TotalVariation(weight=self.tv, variant=self.tv_variant)
-        Ramp(first=self.factor[0], last=self.factor[1], steps=self.factor_steps)
-        EpochAgreement(weight=self.agreement, copies=1, statistic=self.statistic, norm=self.norm, features=self.filters)
-        if self.distance != "layered-l2":
-            as_distance(self.distance)
+    def problems(self) -> list[str]:
         if self.compile == "always" and self.variant != "single":
-            raise ValueError("compile: expected 'auto' or 'never' for replayed local steps, got 'always'")
-        if self.variant not in ("copies", "shared", "epoch", "single"):
-            raise ValueError(f"variant: expected 'copies', 'shared', 'epoch' or 'single', got {self.variant!r}")
-        if self.tv < 0 or self.soft_range < 0:
-            raise ValueError(f"tv and soft_range: expected weights >= 0, got {self.tv} and {self.soft_range}")
+            return ["compile: expected 'auto' or 'never' for replayed local steps, got 'always'"]
+        return []
 
     def matcher(self, observation: Observation) -> Matcher:
         simulation, distance = self._replay(observation)
         priors: list[Prior] = []
         if self.tv:
             priors.append(TotalVariation(weight=self.tv, variant=self.tv_variant))
-        if self.soft_range and observation.value_range is not None:
+        if self.soft_range and observation.inputs.bounded:
             priors.append(SoftRange(weight=self.soft_range, total=True))
         copies = self.copies(observation)
         if self.agreement and copies > 1:

@@ -18,8 +18,10 @@ from types import MappingProxyType
 from typing import Literal
 
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.matching import LBFGS, Matcher, Pixels, RelativeSquaredL2, SoftRange
-from leakscope.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,28 +41,22 @@ class DLG(GradientMatching):
         }
     )
 
-    iterations: int = 2000
-    labels: Literal["recover", "joint"] = "joint"
-    start: Literal["grey", "normal", "uniform"] = "grey"
-    space: Literal["unit", "model"] = "unit"
-    history: int = 100
-    line_search: Literal["backtracking", "none"] = "backtracking"
-    soft_range: float = 0.1
-    tolerance: float = 1e-10
-    patience: int = 200
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        LBFGS(history=self.history, line_search=self.line_search)
-        Pixels(space=self.space, start=self.start)
-        if self.soft_range < 0 or self.tolerance < 0 or self.patience < 0:
-            raise ValueError(
-                "soft_range, tolerance and patience: expected numbers >= 0, got "
-                f"{self.soft_range}, {self.tolerance} and {self.patience}"
-            )
+    iterations: int = setting(2000, "Evaluations of L-BFGS.", ge=1)
+    labels: Literal["recover", "joint"] = setting(
+        "joint", "Labels that are not known: inferred before the search, or searched along with the input."
+    )
+    start: Start = setting("grey", "Where the search starts.")
+    space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
+    history: int = setting(100, "Moves that L-BFGS remembers.", ge=1)
+    line_search: Literal["backtracking", "none"] = setting(
+        "backtracking", "Halve a step until the objective falls, or take every step as it is."
+    )
+    soft_range: float = setting(0.1, "Weight of the soft box around [0, 1]; it needs a known value range.", ge=0)
+    tolerance: float = setting(1e-10, "Objective at which the search stops.", ge=0)
+    patience: int = setting(200, "Steps without a fall of a twentieth after which the search stops; 0 never.", ge=0)
 
     def matcher(self, observation: Observation) -> Matcher:
-        boxed = self.soft_range > 0 and self.space == "unit" and observation.value_range is not None
+        boxed = self.soft_range > 0 and self.space == "unit" and observation.inputs.bounded
         return Matcher(
             distance=RelativeSquaredL2(),
             priors=(SoftRange(weight=self.soft_range),) if boxed else (),

@@ -5,11 +5,11 @@ Levenberg-Marquardt squares its error with every step: on smooth nets a handful 
 where first-order searches take thousands. See :mod:`leakscope.matching.least_squares` for the numerics. Everything
 runs in float64 whatever the update's precision.
 
-One example behind a head with a bias: the bias's gradient *is* the back-signal of the logits, so it is held and the
+One example behind a head with a bias: the bias's gradient *is* the output gradient of the logits, so it is held and the
 loss does not enter at all: no label is needed, and a saturated softmax does not flatten the equations.
 
-``noise`` is the standard deviation of Gaussian noise on the update as far as the adversary knows it: least squares is
-then the maximum-likelihood estimate, which no unbiased attack can beat (:mod:`leakscope.limits.cramer_rao`).
+Where the adversary knows the defence, its noise counts by tensor; ``noise`` says it by hand. Least squares is then the
+maximum-likelihood estimate, which no unbiased attack can beat (:mod:`leakscope.limits.cramer_rao`).
 ``smoothness`` adds a Gaussian prior on the differences of neighbouring pixels, with that standard deviation: the most
 probable input instead of the most likely.
 
@@ -20,20 +20,24 @@ it about safety.
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
-from leakscope.labels import Head, find_head
-from leakscope.limits.cramer_rao import affordable_steps
-from leakscope.limits.smoothness import kinks
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
 from leakscope.matching import Fit, GradientMap, LevenbergMarquardt, Roughness
-from leakscope.observation import Observation
+from leakscope.matching.gradient_map import affordable_steps
+from leakscope.network.kinks import kinks
+from leakscope.network.layers import find_head
 
 #: Starts that end this near to each other, root mean square, have found the same inputs.
 SAME = 1e-3
@@ -51,32 +55,23 @@ class GaussNewton(Attack):
     with ReLU and the like; without it they are tried.
     """
 
-    steps: int = 60
-    restarts: int = 3
-    damping: float = 1e-3
-    dense: int = 5000
-    noise: float = 0.0
-    smoothness: float = 0.0
-    hold_back_signal: bool = True
-    smooth_only: bool = True
-    #: Relative length of the residual from which on the objective counts as reached.
-    reached: float = 1e-5
+    reads_channel: ClassVar[bool] = True
 
-    def __post_init__(self) -> None:
-        problems = []
-        for name in ("steps", "restarts"):
-            if getattr(self, name) < 1:
-                problems.append(f"{name}: expected at least 1, got {getattr(self, name)}")
-        for name in ("damping", "reached"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"{name}: expected a positive number, got {getattr(self, name)}")
-        for name in ("dense", "noise", "smoothness"):
-            if not 0 <= getattr(self, name) < math.inf:
-                problems.append(f"{name}: expected a number >= 0, got {getattr(self, name)}")
-        if self.smoothness and not self.noise:
-            problems.append("smoothness: expected together with noise, against which the prior is weighed")
-        if problems:
-            raise ValueError("GaussNewton:\n  - " + "\n  - ".join(problems))
+    steps: int = setting(60, "Trial steps at most, accepted or not.", ge=1)
+    restarts: int = setting(3, "Tries from different starts.", ge=1)
+    damping: float = setting(1e-3, "mu at the start: how much of the mean diagonal of J'J is added to it.", gt=0)
+    dense: int = setting(5000, "Unknowns up to which the Jacobian is made.", ge=0)
+    noise: float = setting(0.0, "Standard deviation of noise on the update, where the channel does not tell it.", ge=0)
+    smoothness: float = setting(
+        0.0,
+        "Standard deviation of neighbouring pixels' differences under the prior, where noise is known; 0 for none.",
+        ge=0,
+    )
+    hold_output_gradient: bool = setting(
+        True, "Take the loss's gradient at the output from the head's bias where it is seen."
+    )
+    smooth_only: bool = setting(True, "Decline models with kinks such as ReLU.")
+    reached: float = setting(1e-5, "Relative norm of the residual at which the objective counts as reached.", gt=0)
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
@@ -88,15 +83,17 @@ class GaussNewton(Attack):
                 "smooth_only=False tries all the same"
             )
         wide = observation.to(dtype=torch.float64)
-        observed = torch.cat([value.flatten() for value in as_gradient(wide).values()])
-        signal = self._back_signal(wide) if self.hold_back_signal and not self.noise else None
+        levels = self._noise_levels(wide)
+        held = self._output_gradient(wide) if self.hold_output_gradient and levels is None else None
         targets, flags, notes, method = find_targets(wide, generator)
         if targets is None:
-            if signal is None:
+            if held is None:
                 raise NotApplicable("the labels are not known and cannot be read off the update; grant or give them")
-            # The held back-signal stands for the loss, so any label will do.
+            # The held output gradient stands for the loss, so any label will do.
             targets = torch.zeros(1, dtype=torch.int64, device=wide.device)
-        mapping = GradientMap.of(wide, targets, back_signal=signal)
+        # In units of its noise every entry counts as much as it tells.
+        mapping = dataclasses.replace(GradientMap.of(wide, targets, output_gradient=held), scales=levels)
+        observed = mapping.joined(as_gradient(wide))
         if affordable_steps(mapping) < LEAST_STEPS:
             raise NotApplicable(
                 f"too large for second-order steps: an update of {mapping.entries} entries from {len(targets)} examples"
@@ -129,7 +126,7 @@ class GaussNewton(Attack):
                 "residual": relative,
                 "products": best.products,
                 "jacobians": best.builds,
-                "back_signal_held": signal is not None,
+                "output_gradient_held": held is not None,
             },
         )
 
@@ -143,13 +140,14 @@ class GaussNewton(Attack):
     ) -> tuple[list[Fit], bool]:
         """The fits, and whether the best can be trusted: it explains the update, or another start ended there too."""
         search = LevenbergMarquardt(steps=self.steps, damping=self.damping, dense=self.dense)
-        prior = Roughness(mapping.shape, self.noise / self.smoothness) if self.smoothness else None
+        noisy = mapping.scales is not None
+        prior = Roughness(mapping.shape, 1 / self.smoothness) if self.smoothness and noisy else None
         fits: list[Fit] = []
         for _ in range(self.restarts):
             start = torch.rand(mapping.unknowns, generator=generator, dtype=torch.float64).to(observed)
             fit = search.run(mapping, observed, start, prior=prior, progress=progress)
             fits.append(fit)
-            if self._explains(fit, observed, enough):
+            if _explains(fit, observed, enough, noisy):
                 return fits, bool(observed.any())
             for other in fits[:-1]:
                 # What is left is then noise, or a defence's doing, and no fault of the search.
@@ -157,15 +155,16 @@ class GaussNewton(Attack):
                     return fits, True
         return fits, False
 
-    def _explains(self, fit: Fit, observed: Tensor, enough: float) -> bool:
-        """Whether what is left of the residual is rounding, or the noise that is known to be there."""
-        residual = float(fit.residual.norm())
-        if not self.noise:
-            return residual <= enough * float(observed.norm())
-        # Of as many draws as there are entries, the length is within a few per cent of this.
-        return fit.at_rest and residual <= 1.2 * self.noise * math.sqrt(len(observed))
+    def _noise_levels(self, observation: Observation) -> dict[str, float] | None:
+        """The noise on each tensor as far as it is known: by hand, or from the defence's channel; None without any."""
+        channel = Channel(noise=self.noise) if observation.channel is None or self.noise else observation.channel
+        if not channel.noisy:
+            return None
+        levels = {name: channel.level(name) for name in observation.message.update}
+        least = 1e-6 * max(levels.values())
+        return {name: max(level, least) for name, level in levels.items()}
 
-    def _back_signal(self, observation: Observation) -> Tensor | None:
+    def _output_gradient(self, observation: Observation) -> Tensor | None:
         """The derivative of the loss by the logits of one example, where the head's bias shows it."""
         if observation.num_examples != 1:
             return None
@@ -173,18 +172,15 @@ class GaussNewton(Attack):
             head = find_head(observation.model, observation.input_shape, observation.num_classes)
         except ValueError:
             return None
-        if head.bias_name is None or not _is_last(observation, head):
+        if head.bias_name is None or not head.last:
             return None
         return as_gradient(observation).get(head.bias_name)
 
 
-def _is_last(observation: Observation, head: Head) -> bool:
-    """Whether the head's outputs are the model's, with no softmax or activation behind them."""
-    twin = copy.deepcopy(observation.model).eval()
-    seen: list[Tensor] = []
-    twin.get_submodule(head.module_name).register_forward_hook(lambda module, args, output: seen.append(output))
-    draws = torch.Generator().manual_seed(0)
-    like = next(twin.parameters())
-    with torch.no_grad():
-        output = twin(torch.randn((8, *observation.input_shape), generator=draws).to(like))
-    return torch.equal(seen[-1], output)
+def _explains(fit: Fit, observed: Tensor, enough: float, noisy: bool) -> bool:
+    """Whether what is left of the residual is rounding, or the noise that is known to be there."""
+    residual = float(fit.residual.norm())
+    if not noisy:
+        return residual <= enough * float(observed.norm())
+    # In units of the noise, of as many draws as there are entries, the norm is within a few per cent of this.
+    return fit.at_rest and residual <= 1.2 * math.sqrt(len(observed))

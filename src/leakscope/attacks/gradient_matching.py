@@ -4,36 +4,31 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
 from leakscope.labels import local_steps, mean_gradient_scale, recover_labels
-from leakscope.loss import as_labels
 from leakscope.matching import Matcher, Victim
-from leakscope.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMatching(Attack):
-    """Base of attacks that search an input whose update is the observed one.
+    """Base of attacks that search an input whose update is the observed one."""
 
-    ``labels``: "recover" takes known labels where the knowledge grants them and otherwise infers them from the update
-    before the search; "joint" optimises them along with the input.
-    """
+    reads_channel: ClassVar[bool] = True
 
-    iterations: int = 300
-    restarts: int = 1
-    labels: Literal["recover", "joint"] = "recover"
-    compile: Literal["auto", "never", "always"] = "auto"
-
-    def __post_init__(self) -> None:
-        if self.labels not in ("recover", "joint"):
-            raise ValueError(f"labels: expected 'recover' or 'joint', got {self.labels!r}")
-        if self.iterations < 1 or self.restarts < 1:
-            raise ValueError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
+    iterations: int = setting(300, "Steps of the search; with L-BFGS one evaluation a step.", ge=1)
+    restarts: int = setting(1, "Searches from different starts, side by side; the smallest objective wins.", ge=1)
+    labels: Literal["recover", "joint"] = setting(
+        "recover", "Labels that are not known: inferred before the search, or searched along with the input."
+    )
+    compile: Literal["auto", "never", "always"] = setting("auto", "Whether the step is compiled.")
 
     @abstractmethod
     def matcher(self, observation: Observation) -> Matcher:
@@ -53,14 +48,14 @@ class GradientMatching(Attack):
         match = matcher.run(
             Victim.of(observation),
             self._observed(observation, matcher),
-            shape=(copies * examples, *observation.input_shape),
-            box=observation.value_range,
-            targets=None if targets is None else targets.repeat(copies),
-            num_classes=observation.num_classes,
+            inputs=observation.inputs,
+            count=copies * examples,
+            targets=None if targets is None else torch.cat([targets] * copies),
+            output_shape=observation.output_shape,
             generator=generator,
             progress=progress,
         )
-        labels = targets if match.label_logits is None else as_labels(match.label_logits)[:examples]
+        labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
             labels=labels,
@@ -95,19 +90,26 @@ class GradientMatching(Attack):
         self, observation: Observation, generator: torch.Generator
     ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
         """Targets (None where they are optimised), flags, notes, and how they were found."""
-        if observation.labels is None and self.labels == "joint":
+        if observation.labels is None and self.labels == "joint" and observation.task.searchable:
             return None, (), (), "joint"
-        return find_targets(observation, generator)
+        targets, flags, notes, method = find_targets(observation, generator)
+        if targets is None and not observation.task.searchable:
+            raise NotApplicable(
+                f"the labels are not known, and {observation.task!r} does not say how to search them; grant them"
+            )
+        return targets, flags, notes, method
 
 
 def find_targets(
     observation: Observation, generator: torch.Generator
 ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
     """Known or recovered labels (None where they cannot be read), flags, notes, and how they were found."""
+    if observation.labels is None and not observation.task.has_classes:
+        return None, (), (), "joint"  # no rule reads them, and nothing is uncertain about a search
     try:
         found = recover_labels(observation, generator=generator)
     except ValueError as error:
-        return None, ("labels uncertain",), (f"labels optimised along, for they cannot be read: {error}",), "joint"
+        return None, ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",), "joint"
     flags = () if found.exact else ("labels uncertain",)
     return found.labels, flags, found.notes, found.method
 

@@ -2,7 +2,7 @@
 
 Cangxiong Chen and Neill Campbell, "Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient
 Matching", BMVC 2022. From the last layer to the first: u x = v are the linear equations of a layer's input x (see
-limits/constraints.py), its least-squares solution is the start, and Adam minimises
+equations/constraints.py), its least-squares solution is the start, and Adam minimises
 
     mu1 sum_l (1 - cos(dL/dw_l(x), g_l)) + mu2 TV(x) + mu3 |u x - v|^2    over the tensors l of this and later layers
 
@@ -39,7 +39,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import scipy.linalg
@@ -47,17 +47,20 @@ import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.attacks.recursion import Solver, Walk, mean_gradient, reconstruction, walk_back
-from leakscope.limits.activations import Unsupported
-from leakscope.limits.chain import Chain, Stage, read_chain
-from leakscope.limits.constraints import signal_at_input, stage_system
-from leakscope.limits.linear_system import LinearSystem
-from leakscope.limits.security import MAX_UNKNOWNS
+from leakscope.attacks.rgap import Solver, Walk, mean_gradient, reconstruction, walk_back
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.inputs import InputSpace
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.equations.constraints import signal_at_input, stage_system
+from leakscope.equations.linear_system import MAX_RANKED, LinearSystem
 from leakscope.matching import Adam, Cosine, Ramp, RelativeSquaredL2, total_variation
 from leakscope.matching.optimisers import Schedule
 from leakscope.matching.priors import TVVariant
-from leakscope.observation import Observation, ValueRange
+from leakscope.matching.search import search
+from leakscope.network.activations import Unsupported
+from leakscope.network.chain import Chain, Stage, read_chain
 
 Weights = tuple[float, float, float]
 #: Equations that are met to this share count as free of errors.
@@ -68,15 +71,9 @@ _EXACT = 1e-3
 class Hybrid(Attack):
     """Solve each layer's equations, last one first, and search where they leave something open.
 
-    ``iterations`` and ``weights`` (matching, TV, equations) have one entry a layer, the input's first; the last entry
-    holds for all deeper ones. ``fade``: what the weight of TV is multiplied by over the search. ``trust`` leaves out
-    the terms that say nothing new or are known to be wrong (see the module); without it every layer is searched with
-    all three. ``clamp`` keeps the input in its value range, and other layers' inputs in that of their activation.
-    ``clip`` is the largest size of a tanh output that is inverted; None takes what the update's precision can tell
-    from 1.
+    ``iterations`` and ``weights`` have one entry a layer, the input's first; the last entry holds for all deeper ones.
     """
 
-    requires = ("num_examples",)
     presets = MappingProxyType(
         {
             "paper": MappingProxyType(
@@ -96,40 +93,30 @@ class Hybrid(Attack):
         }
     )
 
-    form: Literal["soft", "constrained"] = "soft"
-    iterations: int | tuple[int, ...] = (2000, 1000)
-    weights: tuple[Weights, ...] = ((1.0, 3.0, 1.0),)
-    fade: float = 1 / 30
-    distance: Literal["squared", "cosine"] = "squared"
-    tv_variant: TVVariant = "joint"
-    lr: float = 0.05
-    schedule: Schedule = "cosine"
-    trust: bool = True
-    clamp: bool = True
-    clip: float | None = None
+    form: Literal["soft", "constrained"] = setting("soft", "The equations as a penalty, or kept to the letter.")
+    iterations: int | tuple[int, ...] = setting((2000, 1000), "Steps of the search, one number a layer.", ge=1)
+    weights: tuple[Weights, ...] = setting(
+        ((1.0, 3.0, 1.0),), "Of matching, total variation and equations, one row a layer.", ge=0
+    )
+    fade: float = setting(1 / 30, "What the weight of total variation is multiplied by over the search.", gt=0, le=1)
+    distance: Literal["squared", "cosine"] = setting("squared", "How two gradients are compared.")
+    tv_variant: TVVariant = setting("joint", "Which definition of total variation.")
+    lr: float = setting(0.05, "Step size of Adam.", gt=0)
+    schedule: Schedule = setting("cosine", "How the step size falls over the run.")
+    trust: bool = setting(True, "Leave out terms that say nothing new or are known to be wrong.")
+    clamp: bool = setting(True, "Keep the input in its value range, other layers' in that of their activation.")
+    clip: float | None = setting(
+        None,
+        "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1.",
+        gt=0,
+        lt=1,
+    )
 
-    def __post_init__(self) -> None:
-        iterations = (self.iterations,) if isinstance(self.iterations, int) else tuple(self.iterations)
-        object.__setattr__(self, "iterations", iterations)
-        object.__setattr__(self, "weights", tuple(tuple(map(float, row)) for row in self.weights))
-        problems = []
-        if self.form not in ("soft", "constrained"):
-            problems.append(f"form: expected 'soft' or 'constrained', got {self.form!r}")
-        if self.distance not in ("squared", "cosine"):
-            problems.append(f"distance: expected 'squared' or 'cosine', got {self.distance!r}")
-        if self.tv_variant not in get_args(TVVariant):
-            problems.append(f"tv_variant: expected one of {', '.join(get_args(TVVariant))}, got {self.tv_variant!r}")
-        if not iterations or min(iterations) < 1:
-            problems.append(f"iterations: expected one or more numbers of at least 1, got {iterations}")
-        if not self.weights or any(len(row) != 3 or min(row) < 0 for row in self.weights):
-            problems.append(f"weights: expected rows of three numbers of at least 0, got {self.weights}")
-        if not 0 < self.fade <= 1:
-            problems.append(f"fade: expected 0 < fade <= 1, got {self.fade}")
-        if self.clip is not None and not 0 < self.clip < 1:
-            problems.append(f"clip: expected 0 < clip < 1 or None, got {self.clip}")
-        if problems:
-            raise ValueError("Hybrid:\n  - " + "\n  - ".join(problems))
-        Adam(lr=self.lr, schedule=self.schedule)  # complains of its own settings
+    def problems(self) -> list[str]:
+        if isinstance(self.iterations, int):
+            object.__setattr__(self, "iterations", (self.iterations,))
+        empty = [name for name in ("iterations", "weights") if not getattr(self, name)]
+        return [f"{name}: expected one entry at least, got none" for name in empty]
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
@@ -145,7 +132,7 @@ class Hybrid(Attack):
             clip=1 - 4 * torch.finfo(observation.dtype).eps if self.clip is None else self.clip,
             ranks=True,
             settings=self,
-            box=observation.value_range,
+            inputs=observation.inputs,
         )
         walk, notes = walk_back(solver, observation, scaled, why, progress)
         found = reconstruction(observation, walk, notes)
@@ -168,13 +155,13 @@ class _HybridSolver(Solver):
     linear = False
 
     settings: Hybrid
-    box: ValueRange | None
+    inputs: InputSpace
 
     def _solve(self, walk: Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
         system = stage_system(stage, outputs, signal, self.update)
         solution = system.solve()
         residual = max(solution.residual, self.misfit(stage, signal, solution.x))
-        spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+        spectrum = system.spectrum_up_to(MAX_RANKED)
         rank = None if spectrum is None else spectrum.rank
         # A linear layer with a bias shows its input whatever went wrong behind it.
         layer = stage.operations[0]
@@ -214,19 +201,12 @@ class _HybridSolver(Solver):
     def _projection(self, stage: Stage) -> Callable[[Tensor], Tensor]:
         """To the nearest valid inputs of a stage, for rows of flat inputs."""
         number = self.chain.stages.index(stage)
-        if not self.settings.clamp or (number == 0 and self.box is None):
-            return lambda rows: rows
+        if not self.settings.clamp or (number == 0 and not self.inputs.bounded):
+            return _anywhere
         if number > 0:
             before = self.chain.stages[number - 1].activation
             return lambda rows: before(before.inverse(rows, self.clip))
-        assert self.box is not None
-        low, high = self.box.bounds(torch.zeros((1, *stage.input_shape), dtype=torch.float64))
-
-        def project(rows: Tensor) -> Tensor:
-            pictures = rows.reshape(-1, *stage.input_shape)
-            return torch.minimum(torch.maximum(pictures, low), high).reshape(rows.shape)
-
-        return project
+        return lambda rows: self.inputs.project(rows.reshape(-1, *stage.input_shape)).reshape(rows.shape)
 
     def _damped(self, system: LinearSystem, x: np.ndarray, stage: Stage) -> np.ndarray:
         """The most probable input if the target has errors of the size that redundant equations show.
@@ -235,13 +215,14 @@ class _HybridSolver(Solver):
         """
         balanced = system.balanced
         gap = balanced.matrix @ x - balanced.target
-        spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+        spectrum = system.spectrum_up_to(MAX_RANKED)
         rank = min(system.rows, system.unknowns) if spectrum is None else spectrum.rank
         noise = float(gap @ gap) / max(1, system.rows - rank)
         centre, variance = np.zeros_like(x), max(float(np.mean(x**2)), 1e-30)
-        if self.box is not None and stage is self.chain.stages[0]:
-            low, high = self.box.bounds(torch.zeros((1, *stage.input_shape), dtype=torch.float64))
-            centre = ((low + high) / 2).expand(1, *stage.input_shape).reshape(-1).numpy()
+        if self.inputs.bounded and stage is self.chain.stages[0]:
+            like = torch.zeros((1, *stage.input_shape), dtype=torch.float64)
+            low, high = self.inputs.from_unit(like), self.inputs.from_unit(like + 1)
+            centre = ((low + high) / 2).reshape(-1).numpy()
             variance = float(((high - low) ** 2).mean()) / 12
         left = balanced.target - balanced.matrix @ centre
         move = scipy.sparse.linalg.lsmr(
@@ -283,56 +264,62 @@ class _Search:
         return frozenset(name for name in names if name in self.update and bool(self.update[name].any()))
 
     def run(self, start: np.ndarray) -> tuple[np.ndarray, tuple[float, float], float]:
-        """The best input; the objective before and after; how far its update is from the seen one, relatively."""
-        rule, steps = self.settings, self.steps
+        """The best input; the objective before and after; how far its update is from the observed one, relatively."""
+        origin = torch.from_numpy(start)
+        objective = self._objective()
+        free = _null_space(self.system) if self.constrained else None
+        # Clamping would break equations that are kept to the letter.
+        project = self.project if free is None else _anywhere
+        first = project(origin[None]) if free is None else torch.zeros_like(origin)[None]
+
+        def point(row: Tensor) -> Tensor:
+            return row if free is None else origin + free(row)
+
+        def evaluate(rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
+            value, final, gradient = objective(point(rows[0]), step)
+            return value[None], final[None, None], (gradient if free is None else free(gradient))[None]
+
+        rule = self.settings
+        result = search(
+            evaluate,
+            first,
+            Adam(lr=rule.lr, schedule=rule.schedule),
+            project=project,
+            iterations=self.steps,
+            evaluations=self.steps + 1,  # where the last step led counts too
+        )
+        best = point(result.points[0])
+        return best.numpy(), (float(result.curves[0]), float(result.judged)), self._mismatch(best)
+
+    def _objective(self) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
+        """The objective with TV as it counts at a step, as it counts in the end, and the gradient of the first."""
+        rule = self.settings
         matching, variation, linear = rule.at(self.number)[1]
         if rule.trust:
             # The equations hold all that the gradients say, or they are wrong and the gradients hold it all.
             matching, linear = (0.0, linear) if self.alone else (matching, 0.0)
-        fading = Ramp(first=1.0, last=rule.fade, steps=steps)
-        constrained = self.constrained
-        free = _null_space(self.system) if constrained else None
+        linear = 0.0 if self.constrained else linear
+        fading = Ramp(first=1.0, last=rule.fade, steps=self.steps)
         system = self.system.balanced if rule.trust else self.system
-        origin = torch.from_numpy(start)
         matrix, transposed = system.matrix, system.matrix.T.tocsr()
 
-        def point(row: Tensor) -> Tensor:
-            return row[0] if free is None else origin + free(row[0])
-
-        def evaluate(x: Tensor, factor: float) -> tuple[float, float, Tensor]:
-            """The objective with TV as it counts now, as it counts in the end, and the gradient of the first."""
+        def objective(x: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
             picture = x.reshape(self.shape).clone().requires_grad_()
             tv = variation * total_variation(picture, rule.tv_variant)
             rest = matching * self._distance(picture) if matching > 0 else torch.zeros_like(tv)
-            total = factor * tv + rest
+            total = float(fading(torch.tensor(float(step)))) * tv + rest
             gradient = torch.zeros_like(x)
             if total.requires_grad:
                 gradient = torch.autograd.grad(total, picture)[0].flatten()
-            value, final = float(total.detach()), float((rule.fade * tv + rest).detach())
-            if linear > 0 and not constrained:
+            value, final = total.detach(), (rule.fade * tv + rest).detach()
+            if linear > 0:
                 gap = matrix @ x.numpy() - system.target
                 square = linear * float(gap @ gap)
                 value, final = value + square, final + square
                 gradient = gradient + 2 * linear * torch.from_numpy(transposed @ gap)
             return value, final, gradient
 
-        # Clamping would break the equations.
-        project = (lambda rows: rows) if constrained else self.project
-        first = torch.zeros_like(origin)[None] if constrained else project(origin[None])
-        state = Adam(lr=rule.lr, schedule=rule.schedule).begin(first, steps, project)
-        best, lowest, before = point(first), math.inf, math.nan
-        for step in range(steps + 1):
-            x = point(state.ask())
-            value, final, gradient = evaluate(x, float(fading(torch.tensor(float(step)))))
-            before = final if step == 0 else before
-            if final < lowest:
-                best, lowest = x, final
-            usable = math.isfinite(value) and bool(torch.isfinite(gradient).all())
-            if not usable or step == steps:
-                break
-            moved = gradient if free is None else free(gradient)
-            state.tell(torch.tensor([value]), moved[None], torch.ones(1, dtype=torch.bool))
-        return best.numpy(), (before, lowest), self._mismatch(best)
+        return objective
 
     def _candidate(self, picture: Tensor) -> dict[str, Tensor]:
         """The update of the layers from this one on, with the derivative at the last layer's output held."""
@@ -357,6 +344,10 @@ class _Search:
         return math.sqrt(float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate)))
 
 
+def _anywhere(rows: Tensor) -> Tensor:
+    return rows
+
+
 def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:
     """The projection onto the directions that the equations leave open, from the smaller Gram matrix.
 
@@ -365,10 +356,10 @@ def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:
     >>> [round(value, 9) for value in free(torch.tensor([1.0, 0.0], dtype=torch.float64)).tolist()]
     [0.5, -0.5]
     """
-    spectrum = system.spectrum_up_to(MAX_UNKNOWNS)
+    spectrum = system.spectrum_up_to(MAX_RANKED)
     if spectrum is None:
         raise NotApplicable(
-            f"the constrained form decomposes systems of up to {MAX_UNKNOWNS} rows or unknowns, got {system.rows} and "
+            f"the constrained form decomposes systems of up to {MAX_RANKED} rows or unknowns, got {system.rows} and "
             f"{system.unknowns}. Use form='soft'."
         )
     if spectrum.rank == system.unknowns:

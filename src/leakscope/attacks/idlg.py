@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from leakscope.attacks.dlg import DLG
+from leakscope.contracts.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
 class IDLG(DLG):
     """DLG with the labels recovered first."""
 
-    labels: Literal["recover", "joint"] = "recover"
+    labels: Literal["recover", "joint"] = setting(
+        "recover", "Labels that are not known: inferred before the search, or searched along with the input."
+    )

@@ -19,9 +19,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.base import NotApplicable
 from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.matching import (
+    DISTANCES,
     Adam,
     BatchNormStatistics,
     Matcher,
@@ -33,7 +37,7 @@ from leakscope.matching import (
     as_distance,
     steps_in_order,
 )
-from leakscope.observation import Observation
+from leakscope.matching.optimisers import Schedule
 
 _PAPER = {
     "iterations": 4000,
@@ -58,25 +62,17 @@ class InvertingGradients(GradientMatching):
         {"paper": _PAPER, "paper-trained": {**_PAPER, "iterations": 24_000, "restarts": 8, "tv": 0.1}}
     )
 
-    distance: str = "direction-l1"
-    tv: float = 0.03
-    batchnorm: float = 0.0
-    lr: float = 0.1
-    gradient: Literal["plain", "sign", "soft_sign"] = "plain"
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
-    start: Literal["grey", "normal", "uniform"] = "grey"
-    space: Literal["unit", "model"] = "unit"
-    update: Literal["auto", "gradient", "unroll"] = "auto"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_distance(self.distance)
-        Adam(lr=self.lr, gradient=self.gradient, schedule=self.schedule)
-        Pixels(space=self.space, start=self.start)
-        if self.update not in ("auto", "gradient", "unroll"):
-            raise ValueError(f"update: expected 'auto', 'gradient' or 'unroll', got {self.update!r}")
-        if self.tv < 0 or self.batchnorm < 0:
-            raise ValueError(f"tv and batchnorm: expected weights >= 0, got {self.tv} and {self.batchnorm}")
+    distance: str = setting("direction-l1", "How two updates are compared.", choices=DISTANCES)
+    tv: float = setting(0.03, "Weight of total variation.", ge=0)
+    batchnorm: float = setting(0.0, "Weight of the BatchNorm-statistics prior; 0 leaves it out.", ge=0)
+    lr: float = setting(0.1, "Step size of Adam.", gt=0)
+    gradient: Literal["plain", "sign", "soft_sign"] = setting(
+        "plain", "What Adam is given: the gradient, its sign, or a soft sign."
+    )
+    schedule: Schedule = setting("cosine", "How the step size falls over the run.")
+    start: Start = setting("grey", "Where the search starts.")
+    space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
+    update: Literal["auto", "gradient", "unroll"] = setting("auto", "How a weight update is simulated.")
 
     def missing(self, observation: Observation) -> list[str]:
         needed = super().missing(observation)

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.matching import (
     LBFGS,
     Adam,
@@ -29,35 +31,26 @@ from leakscope.matching import (
     Prior,
     RelativeSquaredL2,
 )
-from leakscope.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
 class LearnFromGradients(GradientMatching):
     """Gradient matching with a decaying norm or orthogonality prior, from a uniform start."""
 
-    iterations: int = 2000
-    labels: Literal["recover", "joint"] = "joint"
-    weight: float = 0.1
-    decay: float = 0.9
-    every: int = 10
-    squared: bool = True
-    optimizer: Literal["lbfgs", "adam"] = "lbfgs"
-    lr: float = 0.05
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.optimizer not in ("lbfgs", "adam"):
-            raise ValueError(f"optimizer: expected 'lbfgs' or 'adam', got {self.optimizer!r}")
-        Adam(lr=self.lr)
-        if self.weight < 0 or not 0 < self.decay <= 1 or self.every < 1:
-            raise ValueError(
-                f"expected weight >= 0, 0 < decay <= 1, every >= 1; got {self.weight}, {self.decay}, {self.every}"
-            )
+    iterations: int = setting(2000, "Steps of the search.", ge=1)
+    labels: Literal["recover", "joint"] = setting(
+        "joint", "Labels that are not known: inferred before the search, or searched along with the input."
+    )
+    weight: float = setting(0.1, "The prior's weight at the start.", ge=0)
+    decay: float = setting(0.9, "Factor of the prior's weight.", gt=0, le=1)
+    every: int = setting(10, "Steps between two decays.", ge=1)
+    squared: bool = setting(True, "Squared norm instead of the plain one.")
+    optimizer: Literal["lbfgs", "adam"] = setting("lbfgs", "Which optimiser.")
+    lr: float = setting(0.05, "Step size of Adam.", gt=0)
 
     def matcher(self, observation: Observation) -> Matcher:
         prior: Prior
-        size = math.prod(observation.input_shape)
+        size = observation.inputs.size
         if observation.num_examples == 1:
             weight = self.weight / (size if self.squared else math.sqrt(size))
             prior = L2Norm(weight=weight, squared=self.squared, decay=self.decay, every=self.every)

@@ -1,7 +1,8 @@
 """Closed-form inversion of a first linear layer.
 
 Le Trieu Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", 2018; Geiping et al.
-2020, proposition 3.1; Qian and Hansen 2021. For z = W x + b with back-signals D (examples x units): dW = D'X, db = D'1.
+2020, proposition 3.1; Qian and Hansen 2021. For z = W x + b with output gradients D (examples x units): dW = D'X,
+db = D'1.
 
 One example: x = dW_k / db_k for every unit k; the least-squares combination x = dW'db / ||db||^2 is used, because plain
 ratios blow up where db_k is tiny. Several examples: the row space of dW is the span of the inputs (exactly, when D has
@@ -12,35 +13,35 @@ A weight difference of several local steps is treated as one gradient, which is 
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.observation import Observation
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.network.layers import structure
 
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLayer(Attack):
-    """Solve for the input of a first linear layer; no search.
-
-    ``tolerance`` is the relative singular value below which a direction counts as rounding noise.
-    """
+    """Solve for the input of a first linear layer; no search."""
 
     requires = ()
 
-    tolerance: float = 1e-5
-
-    def __post_init__(self) -> None:
-        if not 0 < self.tolerance < 1:
-            raise ValueError(f"tolerance: expected 0 < tolerance < 1, got {self.tolerance}")
+    tolerance: float = setting(
+        1e-5, "Relative singular value below which a direction counts as rounding noise.", gt=0, lt=1
+    )
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        layer = first_linear(observation.model, observation.input_shape)
+        found = structure(observation.model, observation.input_shape).linear_first
+        if isinstance(found, str):
+            raise NotApplicable(found)
+        layer = found.name
         update = observation.message.update
         if f"{layer}.weight" not in update:
             raise NotApplicable(f"the update has no gradient of {layer}.weight of its own: frozen, or tied to another")
@@ -110,38 +111,4 @@ def _pictures_of(basis: Tensor, observation: Observation) -> Tensor:
     flat = basis * torch.where(basis.mean(1, keepdim=True) < 0, -1.0, 1.0)
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     unit = ((flat - low) / (high - low).clamp_min(1e-30)).reshape(shaped.shape)
-    return unit if observation.value_range is None else observation.value_range.from_unit(unit)
-
-
-def first_linear(model: nn.Module, input_shape: tuple[int, ...]) -> str:
-    """The name of the linear layer that reads the input itself, flattened at most; NotApplicable without one.
-
-    Found by running the model on a marked input: the first layer with parameters must be linear and receive exactly
-    the input's values in their order.
-    """
-    probe = copy.deepcopy(model).eval()
-    parameter = next(probe.parameters())
-    size = int(torch.tensor(input_shape).prod())
-    marked = torch.arange(1.0, size + 1).reshape(1, *input_shape).to(parameter) / size
-    seen: list[tuple[str, nn.Module, Tensor]] = []
-
-    def record(name: str, module: nn.Module) -> None:
-        def hook(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            if not seen and inputs:
-                seen.append((name, layer, inputs[0].detach()))
-
-        module.register_forward_pre_hook(hook)
-
-    for name, module in probe.named_modules():
-        if next(module.children(), None) is None and next(module.parameters(), None) is not None:
-            record(name, module)
-    with torch.no_grad():
-        probe(marked)
-    if not seen:
-        raise NotApplicable("the model runs no layer with parameters")
-    name, layer, received = seen[0]
-    if not isinstance(layer, nn.Linear):
-        raise NotApplicable(f"the first layer {name!r} is {type(layer).__name__}, not nn.Linear")
-    if received.shape != (1, size) or not torch.equal(received.flatten(), marked.flatten()):
-        raise NotApplicable(f"the first linear layer {name!r} does not read the input itself")
-    return name
+    return observation.inputs.from_unit(unit)

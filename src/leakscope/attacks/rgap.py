@@ -4,54 +4,66 @@ Junyi Zhu and Matthew Blaschko, "R-GAP: Recursive Gradient Attack on Privacy", I
 convolutions or linear layers, each followed by an activation f that can be inverted, the input x of a layer follows
 from the input y of the next one and the loss's derivative k by what the layer gives out:
 
-    z = f^-1(y),    k = (W_next' k_next) f'(z),    W x = z - b  and  K x = dL/dw        (see limits/constraints.py)
+    z = f^-1(y),    k = (W_next' k_next) f'(z),    W x = z - b  and  K x = dL/dw        (see equations/constraints.py)
 
 The recursion starts at the logits: k is the gradient of the last bias; without a bias and with one output (logistic
 loss, as in the paper) it follows from <w, dL/dw> by Lambert's W, without a bias and with several classes from the
-length that the layer's input must have for softmax and gradient to agree (limits/last_layer.py).
+length that the layer's input must have for softmax and gradient to agree (equations/last_layer.py).
 
 Differences from the paper and its code: padded pixels are no unknowns; the equations of a layer are brought to one
 scale and solved by sparse normal equations with corrections, in float64 whatever the update's precision; the margin is
 in closed form instead of 30 000 steps of descent, and if two margins or labels explain the update, both are followed
 and the better residual wins. In a LeakyReLU net without any bias both are exact, for it is homogeneous: there the
 larger picture that fits the value range is taken, and a note says so. Biases, linear layers anywhere, average pooling,
-several classes, BatchNorm that uses running statistics and residual blocks (limits/residual.py; they have two rows in
-``info["layers"]``, of which "(inner)" is the input of the body's second layer) are allowed. A weight difference of
+several classes, BatchNorm that uses running statistics and residual blocks (equations/residual.py; they have two rows
+in ``info["layers"]``, of which "(inner)" is the input of the body's second layer) are allowed. A weight difference of
 several local steps is taken for one gradient; several examples give one mixture.
 
 Where a layer has fewer independent equations than unknowns, its solution of least length is passed on and everything
 before it is an approximation; ``info["layers"]`` has rows, rank and unknowns of each.
+
+Hybrid (hybrid.py) walks the same way with another solver: ``Walk``, ``Solver`` and ``walk_back`` are shared.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
+from torch import Tensor, nn
 
-from leakscope.attacks.base import Attack, NotApplicable, Progress, Reconstruction
-from leakscope.attacks.recursion import Solver, mean_gradient, reconstruction, walk_back
-from leakscope.limits.activations import Unsupported
-from leakscope.limits.chain import read_chain
-from leakscope.observation import Observation
+from leakscope.attacks.gradient_matching import several_steps
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.equations.constraints import operation_offset, signal_at_input, stage_system
+from leakscope.equations.last_layer import LastSignal, logistic_signals, softmax_signals
+from leakscope.equations.linear_system import MAX_RANKED, LinearSystem, Solution
+from leakscope.equations.residual import ResidualSystem
+from leakscope.labels import mean_gradient_scale
+from leakscope.network.activations import Unsupported
+from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage, read_chain
+
+#: Possibilities at the logits that are followed to the next layer.
+_FOLLOWED = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RGAP(Attack):
-    """Solve for the input of every layer, last one first; no search.
+    """Solve for the input of every layer, last one first; no search."""
 
-    ``clip`` is the largest size of a tanh output that is inverted (0.9999 in published code); None takes the largest
-    that the update's precision can tell from 1. ``ranks`` computes the rank of each layer's equations for the report.
-    """
-
-    requires = ("num_examples",)
-
-    clip: float | None = None
-    ranks: bool = True
-
-    def __post_init__(self) -> None:
-        if self.clip is not None and not 0 < self.clip < 1:
-            raise ValueError(f"clip: expected 0 < clip < 1 or None, got {self.clip}")
+    clip: float | None = setting(
+        None,
+        "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1.",
+        gt=0,
+        lt=1,
+    )
+    ranks: bool = setting(True, "Compute the rank of each layer's equations.")
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
@@ -66,3 +78,268 @@ class RGAP(Attack):
         solver = Solver(chain=chain, update=update, clip=clip, ranks=self.ranks)
         walk, notes = walk_back(solver, observation, scaled, why, progress)
         return reconstruction(observation, walk, notes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Walk:
+    """A recursion that has come to the input ``x`` of a stage, with the loss's derivative by it.
+
+    ``start`` is the derivative at the logits it began with, ``residual`` the worst of the layers so far.
+    """
+
+    x: np.ndarray = field(repr=False)
+    signal: np.ndarray = field(repr=False)
+    start: np.ndarray = field(repr=False)
+    label: int
+    residual: float
+    layers: tuple[dict[str, Any], ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solver:
+    """Solves one stage after the other; ``linear``: what comes out is in proportion to what the walk began with."""
+
+    linear: ClassVar[bool] = True
+
+    chain: Chain
+    update: dict[str, Tensor]
+    clip: float
+    ranks: bool
+
+    def start(self, last: LastSignal) -> Walk:
+        """Through the last stage: its outputs follow from the input that its linear layer must have had."""
+        head = self.chain.stages[-1]
+        layer = head.operations[-1]
+        k = last.signal
+        size = float(k @ k)
+        gradient = self.update[str(layer.weight_name)].numpy()
+        features = gradient.T @ k / size if size > 0 else np.zeros(gradient.shape[1])
+        outputs = _weight(layer) @ features + operation_offset(layer)
+        began = Walk(x=features, signal=k, start=k, label=last.label, residual=last.mismatch, layers=())
+        return self._solve(began, head, outputs, k)
+
+    def step(self, walk: Walk, number: int) -> Walk:
+        """Through one more stage towards the input."""
+        stage = self.chain.stages[number]
+        if isinstance(stage, ResidualStage):
+            return self._solve_block(walk, stage, *self._behind(stage, stage.outer, walk.x, walk.signal))
+        return self._solve(walk, stage, *self._behind(stage, stage, walk.x, walk.signal))
+
+    def _behind(
+        self, stage: Stage, linear: Stage, values: np.ndarray, signal: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """What the activation of ``stage`` received from ``linear`` to give ``values``, and the loss's derivative."""
+        outputs = stage.activation.inverse(torch.from_numpy(values), self.clip)
+        layer = linear.operations[-1]
+        if isinstance(layer.module, nn.Linear) and layer.bias_name in self.update:
+            return outputs.numpy(), self.update[layer.bias_name].numpy()  # seen, not computed: free of earlier errors
+        return outputs.numpy(), signal * stage.activation.derivative(outputs).numpy()
+
+    def _solve(self, walk: Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+        system = stage_system(stage, outputs, signal, self.update)
+        solution = system.solve()
+        row = self._row(stage.name, system, max(solution.residual, self.misfit(stage, signal, solution.x)))
+        return _onward(walk, solution, signal_at_input(stage, signal), row)
+
+    def _solve_block(self, walk: Walk, block: ResidualStage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+        """Two systems: one for what the body's second layer receives, one for the block's input."""
+        systems = ResidualSystem(block=block, outputs=outputs, output_gradient=signal, update=self.update)
+        first = systems.first.solve()
+        hidden = systems.hidden(first.x)
+        inside = {
+            "layer": f"{block.name} (inner)",
+            "rows": systems.first.rows,
+            "unknowns": block.outer.unknowns,
+            "rank": systems.hidden_rank(MAX_RANKED) if self.ranks else None,
+            "condition": 1.0,  # that of the block's own system counts
+            "residual": max(first.residual, self.misfit(block.outer, signal, hidden)),
+        }
+        received, inner_signal = self._behind(block.inner, block.inner, hidden, systems.signal_at_hidden)
+        system = systems.second(hidden, received, inner_signal)
+        solution = system.solve()
+        misfits = [self.misfit(block.inner, inner_signal, solution.x)]
+        if block.shortcut is not None:
+            misfits.append(self.misfit(block.shortcut, signal, solution.x))
+        row = self._row(block.name, system, max(solution.residual, *misfits))
+        return _onward(walk, solution, systems.signal_at_input(inner_signal), row, inside)
+
+    def _row(self, name: str, system: LinearSystem, residual: float) -> dict[str, Any]:
+        spectrum = system.spectrum_up_to(MAX_RANKED) if self.ranks else None
+        return {
+            "layer": name,
+            "rows": system.rows,
+            "unknowns": system.unknowns,
+            "rank": None if spectrum is None else spectrum.rank,
+            "condition": None if spectrum is None else spectrum.condition,
+            "residual": residual,
+        }
+
+    def misfit(self, stage: Stage, signal: np.ndarray, x: np.ndarray) -> float:
+        """How much of a first linear layer's gradient is not k x'; its reduced equations cannot tell."""
+        layer = stage.operations[0]
+        if len(stage.operations) > 1 or not isinstance(layer.module, nn.Linear) or layer.weight_name not in self.update:
+            return 0.0
+        gradient = self.update[layer.weight_name].numpy()
+        size = float(np.linalg.norm(gradient))
+        return float(np.linalg.norm(gradient - np.outer(signal, x))) / size if size > 0 else 0.0
+
+
+def _onward(walk: Walk, solution: Solution, signal: np.ndarray, *rows: dict[str, Any]) -> Walk:
+    """The walk one stage nearer to the input, whose rows of the report stand before those so far."""
+    worst = max(walk.residual, *(row["residual"] for row in rows))
+    return dataclasses.replace(walk, x=solution.x, signal=signal, residual=worst, layers=(*rows, *walk.layers))
+
+
+def walk_back(
+    solver: Solver, observation: Observation, scaled: bool, why: str, progress: Progress | None
+) -> tuple[Walk, tuple[str, ...]]:
+    """From the last stage to the input: the walk that explains the update best, and what is to be said of it."""
+    stages = solver.chain.stages
+    # Where s times the input makes s times the logits, and no search disturbs it, one walk stands for all of a label.
+    similar = solver.linear and homogeneous(solver.chain)
+    signals = last_signals(observation, stages[-1], solver.update, None if scaled else why)
+    followed = signals
+    if similar:
+        followed = list({signal.label: signal for signal in reversed(signals)}.values())
+    walks = consistent([solver.start(signal) for signal in followed])
+    for number in reversed(range(len(stages) - 1)):
+        walks = consistent([solver.step(walk, number) for walk in walks])
+        if progress is not None:
+            progress(len(stages) - number, len(stages), walks[0].residual)
+    if similar:
+        walks = [multiple(walk, signal) for walk in walks for signal in signals if signal.label == walk.label]
+    return choose(walks, observation)
+
+
+def mean_gradient(observation: Observation) -> tuple[dict[str, Tensor], bool, str]:
+    """The update as one mean gradient in float64; whether its length is known, and if not, why."""
+    scale, notes = mean_gradient_scale(observation)
+    factor = 1.0 if scale is None else scale
+    update = {n: v.detach().to("cpu", torch.float64) / factor for n, v in observation.message.update.items()}
+    return update, scale is not None, "" if scale is not None else notes[0]
+
+
+def last_signals(
+    observation: Observation, head: Stage, update: dict[str, Tensor], no_scale: str | None
+) -> list[LastSignal]:
+    """What the loss's derivative at the logits can be."""
+    layer = head.operations[-1]
+    block = isinstance(head, ResidualStage)
+    if block or not isinstance(layer.module, nn.Linear) or layer.weight_name not in update:
+        last = f"{head.name!r} (a residual block)" if block else f"{layer.name!r} ({layer.kind})"
+        raise NotApplicable(
+            f"the recursion starts at the gradient of a linear layer that gives the logits; {last} is none, or is "
+            "frozen"
+        )
+    if not observation.task.has_classes:
+        raise NotApplicable(f"the recursion starts at the gradient of a cross-entropy, not of {observation.task!r}")
+    known = None if observation.labels is None else int(observation.labels[0])
+    if layer.bias_name in update:
+        signal = update[layer.bias_name].numpy()
+        label = int(signal[0] < 0) if len(signal) == 1 else int(signal.argmin())
+        return [LastSignal(signal=signal, label=label if known is None else known)]
+    if no_scale is not None:
+        raise NotApplicable(
+            f"the last layer {layer.name!r} has no bias, so the update's length is needed, but {no_scale}"
+        )
+    weight, gradient = _weight(layer), update[layer.weight_name].numpy()
+    if not gradient.any():
+        return [LastSignal(signal=np.zeros(len(weight)), label=known or 0)]
+    bias = None if layer.module.bias is None else layer.module.bias.detach().numpy()
+    labels = None if known is None else (known,)
+    if len(weight) == 1 and bias is None and head.activation.homogeneous:
+        return logistic_signals(weight, gradient, labels or (0, 1), head.activation)
+    found = softmax_signals(weight, bias, gradient, labels, head.activation)
+    return [signal for signal in found if signal.mismatch <= 10 * found[0].mismatch + 1e-9][:_FOLLOWED]
+
+
+def homogeneous(chain: Chain) -> bool:
+    """Whether s times the input makes s times the logits for every s > 0."""
+    inner = [stage.inner for stage in chain.stages if isinstance(stage, ResidualStage)]
+    operations = [operation for stage in chain.stages for operation in stage.operations]
+    shifts = any(o.bias_name or isinstance(o.module, BATCH_NORMS) for o in operations)
+    return all(stage.activation.homogeneous for stage in (*chain.stages, *inner)) and not shifts
+
+
+def multiple(walk: Walk, signal: LastSignal) -> Walk:
+    """The walk that would have begun with ``signal``: the input is as much longer as the derivative is shorter."""
+    length = float(np.linalg.norm(signal.signal))
+    return walk if length == 0 else dataclasses.replace(walk, x=walk.x * (float(np.linalg.norm(walk.start)) / length))
+
+
+def consistent(walks: list[Walk]) -> list[Walk]:
+    """Those that explain the equations so far about as well as the best."""
+    best = min(walk.residual for walk in walks)
+    return [walk for walk in walks if walk.residual <= 10 * best + 1e-9]
+
+
+def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str, ...]]:
+    """The one picture to return of several that explain the update; by the value range, for nothing else is left."""
+    if len(walks) == 1:
+        return walks[0], ()
+    if not observation.inputs.bounded:
+        chosen = min(walks, key=lambda walk: float(np.linalg.norm(walk.x)))
+        how = "the one of least length"
+    else:
+
+        def rank(walk: Walk) -> tuple[float, float]:
+            unit = observation.inputs.to_unit(torch.from_numpy(walk.x).reshape(1, *observation.input_shape))
+            outside = float((unit - unit.clamp(-0.05, 1.05)).abs().max())
+            return outside, -float(np.linalg.norm(walk.x))
+
+        chosen = min(walks, key=rank)
+        how = "the largest that fits the value range"
+    return chosen, (f"{len(walks)} inputs explain the update equally well; returned is {how}",)
+
+
+def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...]) -> Reconstruction:
+    """The result of a walk, ``notes`` being what was to be said of its choice among others."""
+    examples = observation.num_examples or 1
+    unique = not notes and examples == 1 and not several_steps(observation)
+    x = torch.from_numpy(walk.x).to(device=observation.device, dtype=observation.dtype)
+    flags: list[str] = []
+    if not bool(torch.isfinite(x).all()):
+        x = torch.zeros_like(x)
+        flags.append("non-finite objective")
+    if several_steps(observation):
+        flags.append("steps not simulated")
+    if examples > 1:
+        flags.append("mixture")
+        notes += (f"one mixture of {examples} examples was solved for; it stands in every row",)
+    empty = not any(bool(value.any()) for value in observation.message.update.values())
+    if examples == 1 and (walk.residual > 0.1 or empty):  # a mixture never fits, and has its own flag
+        flags.append("ill-conditioned")
+    if walk.residual > 0.1:
+        notes += (f"no single input explains the update: the equations are off by {walk.residual:.0%}",)
+    short = [row for row in walk.layers if row["rank"] is not None and row["rank"] < row["unknowns"]]
+    for row in short:
+        left = row["unknowns"] - row["rank"]
+        notes += (f"layer {row['layer']!r} leaves {left} of {row['unknowns']} directions of its input open",)
+    labels = observation.labels
+    if labels is None and examples == 1:
+        labels = torch.tensor([walk.label], device=observation.device)
+    return Reconstruction(
+        inputs=x.reshape(1, *observation.input_shape).repeat(examples, *(1 for _ in observation.input_shape)),
+        labels=labels,
+        scores=torch.full((examples,), walk.residual if math.isfinite(walk.residual) else math.inf),
+        flags=tuple(flags),
+        notes=notes,
+        info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
+        diagnosis=_certificate(walk, len(x)) if unique else None,
+    )
+
+
+def _certificate(walk: Walk, unknowns: int) -> Diagnosis | None:
+    """Recovered, where every layer had as many independent equations as unknowns and they agree; else None."""
+    conditions = [math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers]
+    full = all(row["rank"] == row["unknowns"] for row in walk.layers)
+    if not full or not walk.residual * max(conditions) <= RECOVERED:
+        return None
+    reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
+    return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)
+
+
+def _weight(layer: Operation) -> np.ndarray:
+    module = layer.module
+    assert isinstance(module, nn.Linear)
+    return np.asarray(module.weight.detach().numpy())

@@ -14,31 +14,24 @@ squared distance. AdamW in the paper as cited second-hand; plain Adam here, weig
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.matching import Adam, GaussianKernel, Matcher, Pixels, Prior, RelativeSquaredL2, TotalVariation
-from leakscope.observation import Observation
 
 
 @dataclass(frozen=True, kw_only=True)
 class SAPAG(GradientMatching):
     """Match gradients tensor by tensor under an adaptive Gaussian kernel."""
 
-    iterations: int = 600
-    lr: float = 0.05
-    guard: float = 1.0
-    decreasing: bool = False
-    tv: float = 1e-3
-    start: Literal["grey", "normal", "uniform"] = "grey"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        Adam(lr=self.lr)
-        GaussianKernel(guard=self.guard)
-        Pixels(start=self.start)
-        if self.tv < 0:
-            raise ValueError(f"tv: expected a weight >= 0, got {self.tv}")
+    iterations: int = setting(600, "Steps of the search.", ge=1)
+    lr: float = setting(0.05, "Step size of Adam.", gt=0)
+    guard: float = setting(1.0, "Least width of a kernel, in current mean squared differences.", ge=0)
+    decreasing: bool = setting(False, "Whether the weight of a tensor falls with its depth.")
+    tv: float = setting(1e-3, "Weight of total variation.", ge=0)
+    start: Start = setting("grey", "Where the search starts.")
 
     def matcher(self, observation: Observation) -> Matcher:
         priors: tuple[Prior, ...] = (TotalVariation(weight=self.tv),) if self.tv else ()

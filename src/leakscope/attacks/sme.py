@@ -29,7 +29,11 @@ from types import MappingProxyType
 from typing import Literal
 
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.contracts.inputs import Start
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.settings import setting
 from leakscope.matching import (
+    DISTANCES,
     Adam,
     BatchNormStatistics,
     Matcher,
@@ -41,8 +45,8 @@ from leakscope.matching import (
     TotalVariation,
     as_distance,
 )
+from leakscope.matching.optimisers import Schedule
 from leakscope.matching.priors import TVVariant
-from leakscope.observation import Observation
 
 _PAPER = {
     "iterations": 1000,
@@ -69,28 +73,18 @@ class SME(GradientMatching):
         }
     )
 
-    iterations: int = 500
-    distance: str = "direction-l1"
-    tv: float = 0.05
-    tv_variant: TVVariant = "l1mean_avg"
-    batchnorm: float = 0.0
-    beta: float = 0.5
-    beta_lr: float = 1e-3
-    beta_every: int = 20
-    lr: float = 0.2
-    schedule: Literal["constant", "step", "cosine"] = "cosine"
-    start: Literal["grey", "normal", "uniform"] = "grey"
-    space: Literal["unit", "model"] = "unit"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        as_distance(self.distance)
-        Adam(lr=self.lr, schedule=self.schedule)
-        Pixels(space=self.space, start=self.start)
-        TotalVariation(weight=self.tv, variant=self.tv_variant)
-        SegmentGradient(beta=self.beta, step=self.beta_lr, every=self.beta_every)
-        if self.tv < 0 or self.batchnorm < 0:
-            raise ValueError(f"tv and batchnorm: expected weights >= 0, got {self.tv} and {self.batchnorm}")
+    iterations: int = setting(500, "Steps of the search.", ge=1)
+    distance: str = setting("direction-l1", "How two updates are compared.", choices=DISTANCES)
+    tv: float = setting(0.05, "Weight of total variation.", ge=0)
+    tv_variant: TVVariant = setting("l1mean_avg", "Which definition of total variation.")
+    batchnorm: float = setting(0.0, "Weight of the BatchNorm-statistics prior; 0 leaves it out.", ge=0)
+    beta: float = setting(0.5, "Where the search for the point begins: 0 before, 1 after.", ge=0, le=1)
+    beta_lr: float = setting(1e-3, "Step size of Adam for beta; 0 keeps it where it is.", ge=0)
+    beta_every: int = setting(20, "Steps between two derivatives by beta.", ge=1)
+    lr: float = setting(0.2, "Step size of Adam.", gt=0)
+    schedule: Schedule = setting("cosine", "How the step size falls over the run.")
+    start: Start = setting("grey", "Where the search starts.")
+    space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
 
     def matcher(self, observation: Observation) -> Matcher:
         priors: list[Prior] = []

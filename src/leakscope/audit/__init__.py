@@ -12,49 +12,38 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from leakscope.audit.controls import CONTROLS
     from leakscope.audit.default import DEFAULT_SPEC
-    from leakscope.audit.executors import ExecutorError
+    from leakscope.audit.executors import EXECUTORS, Executor, ExecutorError
+    from leakscope.audit.findings import FINDINGS
     from leakscope.audit.run import Audit, audit, run_spec
-    from leakscope.audit.spec import AuditSpec, Policy, SpecError, load_spec, parse_yaml, read_yaml
-    from leakscope.audit.store import Row, Store, StoreError, StoreMismatch
-    from leakscope.audit.summary import MeasureSummary, SettingSummary, summarise
-    from leakscope.audit.verdict import SettingVerdict, StrongestExample, Verdict, judge, judge_store
+    from leakscope.audit.spec import AuditSpec, SpecError, load_spec, parse_yaml, read_yaml
 
 _NAMES = {
+    "controls": ("CONTROLS",),
     "default": ("DEFAULT_SPEC",),
-    "executors": ("ExecutorError",),
+    "executors": ("EXECUTORS", "Executor", "ExecutorError"),
+    "findings": ("FINDINGS",),
     "run": ("Audit", "audit", "run_spec"),
-    "spec": ("AuditSpec", "Policy", "SpecError", "load_spec", "parse_yaml", "read_yaml"),
-    "store": ("Row", "Store", "StoreError", "StoreMismatch"),
-    "summary": ("MeasureSummary", "SettingSummary", "summarise"),
-    "verdict": ("SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
+    "spec": ("AuditSpec", "SpecError", "load_spec", "parse_yaml", "read_yaml"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "CONTROLS",
     "DEFAULT_SPEC",
+    "EXECUTORS",
+    "FINDINGS",
     "Audit",
     "AuditSpec",
+    "Executor",
     "ExecutorError",
-    "MeasureSummary",
-    "Policy",
-    "Row",
-    "SettingSummary",
-    "SettingVerdict",
     "SpecError",
-    "Store",
-    "StoreError",
-    "StoreMismatch",
-    "StrongestExample",
-    "Verdict",
     "audit",
-    "judge",
-    "judge_store",
     "load_spec",
     "parse_yaml",
     "read_yaml",
     "run_spec",
-    "summarise",
 ]
 
 

@@ -1,24 +1,26 @@
-"""From the words of a spec to protocols, defences, attacks and knowledge; rooms are loaded when needed."""
+"""From the words of a spec to protocols, defences, attacks, tasks and knowledge; rooms are loaded when needed."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import re
-import typing
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError, PydanticUndefinedAnnotation
+from pydantic import BaseModel, ConfigDict, Field
 
-from leakscope.audit.names import find_name, folded, kebab
+from leakscope.contracts.registry import Registry, find_name, folded
+from leakscope.contracts.settings import Described
+
+if TYPE_CHECKING:
+    from leakscope.contracts.protocol import Protocol
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
 
 class Part(BaseModel):
-    """A protocol, defence or attack: its name and settings, and the object itself if one was given."""
+    """A protocol, defence, attack or task: its name and settings, and the object itself."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True)
 
@@ -32,13 +34,13 @@ class Part(BaseModel):
 
 
 def protocol_part(value: Any) -> Part:
-    from leakscope.federation import PROTOCOLS, Protocol
+    from leakscope.federation import PROTOCOLS
 
-    return _part(value, PROTOCOLS, Protocol, "protocol")
+    return _part(value, PROTOCOLS)
 
 
 def defense_part(value: Any) -> Part:
-    from leakscope.defenses import DEFENSES, Defense
+    from leakscope.defenses import DEFENSES
 
     if value is None:
         return Part(name="none")
@@ -48,39 +50,33 @@ def defense_part(value: Any) -> Part:
             return Part(name="none")
         if folded(name) == "none":
             raise ValueError(f"none: expected no settings, got {', '.join(options)}")
-        find_name(name, ["none", *DEFENSES], [(cls.__name__, entry) for entry, cls in DEFENSES.items()])
-    return _part(value, DEFENSES, Defense, "defence")
+        if ":" not in name:
+            find_name(name, ["none", *DEFENSES], [(e.target.__name__, e.name) for e in DEFENSES.values()])
+    return _part(value, DEFENSES)
 
 
 def attack_part(value: Any) -> Part:
     from leakscope.attacks import ATTACKS
 
-    return _part(value, {name: entry.cls for name, entry in ATTACKS.items()}, None, "attack")
+    return _part(value, ATTACKS)
 
 
-def standard_attacks(protocols: Sequence[Part]) -> list[str]:
-    """The attacks that "standard" means for these protocols: all that fit one of them."""
-    from leakscope.attacks import STANDARD, STANDARD_VERTICAL, STANDARD_WEIGHT_UPDATES
+def task_part(value: Any) -> Part:
+    """A task by name, or the user's own: a class that inherits Task, or a function loss(outputs, targets)."""
+    from leakscope.contracts.registry import import_object
+    from leakscope.contracts.task import TASKS, CustomLoss, Task
 
-    trained = any(part.instance.kind == "weight_delta" for part in protocols)
-    wholes = () if _all_vertical(protocols) else (*STANDARD, *(STANDARD_WEIGHT_UPDATES if trained else ()))
-    return [*wholes, *(STANDARD_VERTICAL if any(map(is_vertical, protocols)) else ())]
-
-
-def default_knowledge(protocols: Sequence[Part]) -> str:
-    """The preset that counts where a spec says nothing: the server of vertical learning announces the batches."""
-    return "vertical_server" if _all_vertical(protocols) else "honest_server"
-
-
-def is_vertical(part: Part) -> bool:
-    """Whether in this protocol workers own different features of the same samples."""
-    from leakscope.federation import Vertical
-
-    return isinstance(part.instance, Vertical)
+    if callable(value) and not isinstance(value, Task | type):
+        value = CustomLoss(name=f"{value.__module__}:{value.__qualname__}", function=value)
+    if isinstance(value, str | Mapping) and ":" in (named := _named(value, "task"))[0]:
+        target = import_object("task", named[0])
+        if not (isinstance(target, type) and issubclass(target, Task)):
+            value = CustomLoss.load(named[0], **named[1])
+    return _part(value, TASKS)
 
 
-def _all_vertical(protocols: Sequence[Part]) -> bool:
-    return bool(protocols) and all(map(is_vertical, protocols))
+def protocol_objects(parts: Sequence[Part]) -> list[Protocol]:
+    return [part.instance for part in parts]
 
 
 def model_names() -> list[str]:
@@ -120,7 +116,7 @@ def in_memory_data(value: Any) -> dict[str, Any]:
 
 def knowledge_fields(value: Any) -> dict[str, Any]:
     """All fields of the Knowledge that a preset's name, a mapping or a Knowledge means."""
-    from leakscope.observation import KNOWLEDGE_PRESETS, Knowledge
+    from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 
     if isinstance(value, Knowledge):
         return dataclasses.asdict(value)
@@ -131,18 +127,20 @@ def knowledge_fields(value: Any) -> dict[str, Any]:
     options = dict(value)
     if isinstance(options.get("labels"), bool):
         options["labels"] = "yes" if options["labels"] else "no"  # YAML reads the words yes and no as booleans
-    return dataclasses.asdict(construct(Knowledge, options))
+    return dataclasses.asdict(Knowledge.build(options))
 
 
-def _part(value: Any, table: Mapping[str, type], base: type | None, kind: str) -> Part:
+def _part(value: Any, table: Registry[Any]) -> Part:
     if isinstance(value, Part):
         return value
     if not isinstance(value, str | Mapping):
-        return _given(value, table, base, kind)
-    name, options = _named(value, kind)
-    known = find_name(name, table, [(cls.__name__, entry) for entry, cls in table.items()])
+        return _given(value, table)
+    name, options = _named(value, table.kind)
+    own = ":" in name
+    known = name if own else find_name(name, table, [(e.target.__name__, e.name) for e in table.values()])
+    cls: type[Described] = table.target(known)
     try:
-        instance = construct(table[known], _with_preset(table[known], options))
+        instance = cls.build(_with_preset(cls, options))
     except ValueError as error:
         raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=_plain_fields(instance), instance=instance)
@@ -166,84 +164,42 @@ def _named(value: str | Mapping[str, Any], kind: str) -> tuple[str, dict[str, An
         name, options = next(iter(value.items()))
     else:
         raise ValueError(
-            f"expected a {kind}'s name, or one name with its settings as in {{name: {{setting: value}}}}, "
+            f"expected {_a(kind)}'s name, or one name with its settings as in {{name: {{setting: value}}}}, "
             f"got the keys {', '.join(map(str, value))}"
         )
     options = {} if options is None else options
     if not isinstance(name, str):
-        raise ValueError(f"expected the name of a {kind}, got {name!r}")
+        raise ValueError(f"expected the name of {_a(kind)}, got {name!r}")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
         raise ValueError(f"{name}: expected a mapping of settings, got {options!r}")
     return name, dict(options)
 
 
-def _given(value: Any, table: Mapping[str, type], base: type | None, kind: str) -> Part:
-    fits = callable(value) if base is None else isinstance(value, base)
-    if isinstance(value, type) or not fits:
-        raise ValueError(f"expected the name of a {kind} or a {kind} object, got {value!r}")
+def _given(value: Any, table: Registry[Any]) -> Part:
+    if isinstance(value, type) or table.base is None or not isinstance(value, table.base):
+        raise ValueError(f"expected the name of {_a(table.kind)} or {_a(table.kind)} object, got {value!r}")
     if _ADDRESS.search(repr(value)):
         raise ValueError(
-            f"expected a {kind} whose repr tells all its settings, got {value!r}; make it a frozen dataclass"
+            f"expected {_a(table.kind)} whose repr tells all its settings, got {value!r}; make it a frozen dataclass"
         )
-    name = next((entry for entry, cls in table.items() if type(value) is cls), kebab(type(value).__name__))
-    return Part(name=name, options=_plain_fields(value), instance=value)
+    return Part(name=table.name_of(type(value)), options=_plain_fields(value), instance=value)
 
 
 def _plain_fields(instance: Any) -> dict[str, Any]:
     """The settings of a dataclass; what JSON cannot hold is told by its repr."""
-    if not dataclasses.is_dataclass(instance):
-        return {}
-    plain = {}
-    for field in dataclasses.fields(instance):
+    settings = {}
+    for field in dataclasses.fields(instance) if dataclasses.is_dataclass(instance) else ():
         value = getattr(instance, field.name)
         try:
-            plain[field.name] = json.loads(json.dumps(value, allow_nan=False))
+            settings[field.name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
-            plain[field.name] = repr(value)
-    return plain
+            settings[field.name] = without_addresses(repr(value))
+    return settings
 
 
-def construct(cls: type, options: Mapping[str, Any]) -> Any:
-    """``cls(**options)``, with every unknown, missing or mistyped setting told in one ValueError."""
-    fields = {field.name: field for field in dataclasses.fields(cls) if field.init}
-    problems, values = [], {}
-    hints = _hints(cls)
-    for name, value in options.items():
-        if name not in fields:
-            problems.append(_unknown_setting(name, fields))
-            continue
-        try:
-            values[name] = TypeAdapter(hints[name]).validate_python(value) if name in hints else value
-        except ValidationError as error:
-            reasons = {e["msg"].replace("Input should be ", "", 1) for e in error.errors()}
-            problems.append(f"{name}: expected {' or '.join(sorted(reasons))}, got {value!r}")
-        except (PydanticSchemaGenerationError, PydanticUndefinedAnnotation):
-            values[name] = value  # a type only the class itself can check
-    for name, field in fields.items():
-        unset = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
-        if unset and name not in options:
-            problems.append(f"{name}: expected a value, got nothing")
-    if problems:
-        raise ValueError("\n".join(problems))
-    try:
-        return cls(**values)
-    except TypeError as error:
-        raise ValueError(str(error)) from error
-
-
-def _unknown_setting(name: str, fields: Iterable[str]) -> str:
-    try:
-        meant = find_name(name, fields)
-    except ValueError as error:
-        return f"unknown setting {name!r}: {error}"
-    return f"unknown setting {name!r}: expected it spelt {meant!r}, got {name!r}"
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    try:
-        return typing.get_type_hints(cls)
-    except (NameError, TypeError):
-        return {}
+def _a(noun: str) -> str:
+    """The noun with its article."""
+    return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def lines(message: str) -> list[str]:
@@ -252,8 +208,8 @@ def lines(message: str) -> list[str]:
     >>> lines("FedAvg:\\n  - epochs: expected at least 1, got 0")
     ['epochs: expected at least 1, got 0']
     """
-    found = [line.strip().removeprefix("- ").strip() for line in message.splitlines() if line.strip()]
-    return [line for line in found if not line.endswith(":")] or found
+    stripped = [line.strip().removeprefix("- ").strip() for line in message.splitlines() if line.strip()]
+    return [line for line in stripped if not line.endswith(":")] or stripped
 
 
 def without_addresses(text: str) -> str:

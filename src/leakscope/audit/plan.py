@@ -1,4 +1,8 @@
-"""The grid as a list of jobs, in a fixed order, each with a key of everything its result depends on."""
+"""The grid as a list of jobs, in a fixed order, each with a key of everything its result depends on.
+
+Three kinds of jobs: attempts, controls, and findings. Those on the same client form a group, so that its update is made
+once for all of them.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,28 @@ from typing import Any
 import torch
 
 from leakscope import __version__
+from leakscope.audit.findings import FINDINGS
 from leakscope.audit.setup import Setup, tensor_bytes
+from leakscope.results.records import JobRecord
 
 
 @dataclass(frozen=True)
 class Job:
-    """One cell of the grid: numbers point into the spec's lists, ``control`` jobs have no defence."""
+    """One thing to do; numbers point into the spec's lists.
+
+    An attempt has an attack; a control has one and its ``control`` kind, and no defence (None); a finding has its
+    ``finding`` kind and no attack.
+    """
 
     key: str
     position: int
     protocol: int
     defense: int | None
-    attack: int
     seed: int
     batch: int
-
-    @property
-    def control(self) -> bool:
-        return self.defense is None
+    attack: int | None = None
+    control: str | None = None
+    finding: str | None = None
 
 
 def canonical(value: Any) -> str:
@@ -65,6 +73,7 @@ def identity(setup: Setup) -> dict[str, Any]:
         "torch version": torch.__version__,
         "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
         "data": {"name": setup.data.name, "fingerprint": setup.data_fingerprint},
+        "task": spec.task.identity(),
         "candidates for identification": setup.candidates_fingerprint,
         "LPIPS weights": setup.lpips_fingerprint,
         "examples": sum(len(batch) for batch in setup.batches),
@@ -83,76 +92,129 @@ def identity(setup: Setup) -> dict[str, Any]:
 
 
 def make_plan(setup: Setup) -> list[Job]:
-    """Every job: protocol x (defences, then the control) x attack x seed x batch."""
-    spec = setup.spec
-    prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
-    settings: list[int | None] = [*range(len(spec.defenses)), *([None] if spec.controls else [])]
-    common = {
-        "leakscope": __version__,
-        "torch": torch.__version__,
-        "model": setup.model_fingerprint,
-        "candidates": setup.candidates_fingerprint,
-        "lpips": setup.lpips_fingerprint,
-        "knowledge": spec.knowledge,
-        "device": spec.device,
-        "dtype": spec.dtype,
-        "threads": spec.threads,
-        "pictures": setup.pictures,
-    }
+    """Every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
+    return [*_attempts(setup), *_findings(setup, len(_attempts(setup)))]
+
+
+def _attempts(setup: Setup) -> list[Job]:
+    spec, keys = setup.spec, _Keys(setup)
     jobs: list[Job] = []
+    settings: list[tuple[int | None, str | None]] = [(number, None) for number in range(len(spec.defenses))]
+    settings += [(None, kind) for kind in spec.controls]
     for protocol in range(len(spec.protocols)):
-        for defense in settings:
+        for defense, control in settings:
             for attack in range(len(spec.attacks)):
                 for seed in spec.seeds:
                     for batch in range(len(setup.batches)):
-                        key = content_hash(
-                            {
-                                **common,
-                                "protocol": spec.protocols[protocol].identity(),
-                                "defense": "none" if defense is None else spec.defenses[defense].identity(),
-                                "control": defense is None,
-                                "attack": spec.attacks[attack].identity(),
-                                "seed": seed,
-                                "batch": batch,
-                                "examples": prints[batch],
-                            }
-                        )
-                        jobs.append(Job(key, len(jobs), protocol, defense, attack, seed, batch))
+                        told = {"control": control, "attack": spec.attacks[attack].identity()}
+                        key = keys.of(protocol, defense, seed, batch, told)
+                        jobs.append(Job(key, len(jobs), protocol, defense, seed, batch, attack, control))
     return jobs
 
 
-def describe(setup: Setup, job: Job) -> dict[str, Any]:
-    """The job as the store and the report tell it."""
+def _findings(setup: Setup, start: int) -> list[Job]:
+    """What each protocol has to tell: of the first client of a setting, or of every client."""
+    spec, keys = setup.spec, _Keys(setup)
+    jobs: list[Job] = []
+    for protocol, part in enumerate(spec.protocols):
+        for kind in part.instance.findings():
+            if kind not in spec.findings:
+                continue
+            every = FINDINGS[kind].per == "client"
+            for defense in range(len(spec.defenses)):
+                for seed in spec.seeds if every else spec.seeds[:1]:
+                    for batch in range(len(setup.batches) if every else 1):
+                        key = keys.of(protocol, defense, seed, batch, {"finding": kind})
+                        jobs.append(Job(key, start + len(jobs), protocol, defense, seed, batch, finding=kind))
+    return jobs
+
+
+class _Keys:
+    """Hashes of everything that a result depends on."""
+
+    def __init__(self, setup: Setup) -> None:
+        spec = self._spec = setup.spec
+        self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
+        self._common = {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "model": setup.model_fingerprint,
+            "task": spec.task.identity(),
+            "candidates": setup.candidates_fingerprint,
+            "lpips": setup.lpips_fingerprint,
+            "knowledge": spec.knowledge,
+            "device": spec.device,
+            "dtype": spec.dtype,
+            "threads": spec.threads,
+            "pictures": setup.pictures,
+        }
+
+    def of(self, protocol: int, defense: int | None, seed: int, batch: int, told: dict[str, Any]) -> str:
+        return content_hash(
+            {
+                **self._common,
+                **told,
+                "protocol": self._spec.protocols[protocol].identity(),
+                "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
+                "seed": seed,
+                "batch": batch,
+                "examples": self._prints[batch],
+            }
+        )
+
+
+def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
+    """Whose update a job is about: jobs with the same answer share it.
+
+    Where a server may choose the model, an attack that does has clients of its own.
+    """
     spec = setup.spec
-    return {
-        "protocol": spec.protocols[job.protocol].identity(),
-        "defense": "none" if job.defense is None else spec.defenses[job.defense].identity(),
-        "control": job.control,
-        "attack": spec.attacks[job.attack].identity(),
-        "attack_name": spec.attacks[job.attack].name,
-        "seed": job.seed,
-        "batch": job.batch,
-        "indices": list(setup.batches[job.batch]),
-        "knowledge": spec.knowledge,
-    }
+    defense = "none" if job.defense is None else spec.defenses[job.defense].identity()
+    chooses = setup.knowledge.choose_weights or setup.knowledge.choose_structure
+    own = job.attack if chooses and job.attack is not None and spec.attacks[job.attack].instance.chooses_model else None
+    return job.protocol, defense, job.seed, job.batch, own
+
+
+def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
+    """The jobs by client, in the order in which each client first occurs; attempts before findings."""
+    groups: dict[tuple[Any, ...], list[Job]] = {}
+    for job in jobs:
+        groups.setdefault(client_of(setup, job), []).append(job)
+    return list(groups.values())
+
+
+def describe(setup: Setup, job: Job) -> JobRecord:
+    """The job as the store and the report tell it; a finding's attack is none."""
+    spec = setup.spec
+    attack = None if job.attack is None else spec.attacks[job.attack]
+    return JobRecord(
+        protocol=spec.protocols[job.protocol].identity(),
+        defense="none" if job.defense is None else spec.defenses[job.defense].identity(),
+        attack="none" if attack is None else attack.identity(),
+        attack_name=job.finding or "none" if attack is None else attack.name,
+        seed=job.seed,
+        batch=job.batch,
+        control=job.control,
+        indices=setup.batches[job.batch],
+        knowledge=spec.knowledge,
+    )
 
 
 def plan_summary(setup: Setup, jobs: list[Job]) -> dict[str, Any]:
-    """How many jobs there are, in all and for each protocol and defence, so that missing ones are noticed."""
+    """How many attempts and controls there are, in all and per setting, so that missing ones are noticed."""
     counts: dict[tuple[str, str], int] = {}
     for job in jobs:
-        if not job.control:
-            told = describe(setup, job)
-            cell = (told["protocol"], told["defense"])
+        if job.control is None and job.finding is None:
+            cell = describe(setup, job).setting
             counts[cell] = counts.get(cell, 0) + 1
     settings = [{"protocol": p, "defense": d, "jobs": n} for (p, d), n in counts.items()]
-    return {"total": len(jobs), "settings": settings}
+    findings = sum(job.finding is not None for job in jobs)
+    return {"total": len(jobs) - findings, "findings": findings, "settings": settings}
 
 
 def _batch_fingerprint(setup: Setup, number: int) -> str:
     x, y = setup.batch(number)
-    box = setup.data.value_range
-    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} {box.low} {box.high} {setup.data.num_classes}".encode())
+    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}".encode())
     digest.update(tensor_bytes(x))
     digest.update(tensor_bytes(y))
     return digest.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import platform
 import tempfile
@@ -15,27 +16,29 @@ import numpy
 import torch
 
 from leakscope import __version__
-from leakscope.audit.executors import default_workers, pack, run_processes, run_serial
-from leakscope.audit.job import Outcome, plain
-from leakscope.audit.plan import Job, content_hash, describe, identity, make_plan, plan_summary
+from leakscope.audit.attempts import Outcome
+from leakscope.audit.executors import EXECUTORS, Executor
+from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, SpecError, load_spec
-from leakscope.audit.store import DATABASE, Row, Store, StoreError, check_same_audit
-from leakscope.audit.verdict import StrongestExample, Verdict, judge_store
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import ValueRange
+from leakscope.results.records import FindingRow, Row, job_facts, plain
+from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
+from leakscope.results.verdict import StrongestExample, Verdict, judge
 
 Progress = Callable[[dict[str, Any]], None]
 
 
 class Audit:
-    """A finished audit: rows and verdict, read from its folder."""
+    """A finished audit: rows, findings and verdict, read from its folder. The verdict is made once, here."""
 
     def __init__(self, directory: Path, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
         self.directory = directory
         self._temporary = temporary  # a folder nobody asked for goes when the audit is no longer in use
         with Store.open(directory) as store:
             self.rows: list[Row] = store.rows()
-            self.verdict: Verdict = judge_store(store)
+            self.findings: list[FindingRow] = store.findings()
+            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"))
 
     @property
     def worst(self) -> StrongestExample | None:
@@ -54,7 +57,7 @@ class Audit:
         """
         from leakscope.report import write_report
 
-        return Path(write_report(self.directory, path, pictures=pictures))
+        return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
 
     def __repr__(self) -> str:
         worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"
@@ -111,7 +114,8 @@ def run_spec(
     ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
     after each round; then {"event": "planned", "total", "finished"}, and for each job
     {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
-    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store.
+    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
+    "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec)
 
@@ -122,13 +126,13 @@ def run_spec(
     setup = build_setup(checked, trained)
     rehearse(setup)
     jobs = make_plan(setup)
-    if checked.executor == "processes":
-        pack(setup)
+    executor: Executor = EXECUTORS.target(checked.executor)(checked.workers, checked.timeout)
+    executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
     try:
         with _open_store(setup, jobs, directory) as store:
-            _run(setup, jobs, store, progress)
+            _run(setup, jobs, store, executor, progress)
         return Audit(directory, temporary)
     except BaseException:
         if temporary is not None:
@@ -162,7 +166,7 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
         check_same_audit(store, known)
         # These change how the rows are made or judged, not what is in them, so the newest wish counts.
         store.set_meta("spec", setup.spec.normalised())
-        store.set_meta("policy", setup.spec.policy.model_dump())
+        store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
     except BaseException:
         store.close()
         raise
@@ -198,17 +202,18 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
             "credits": data.credits,
             "shape": list(data.x.shape[1:]),
             "num_classes": data.num_classes,
+            "task": spec.task.identity(),
             "class_names": None if data.class_names is None else list(data.class_names),
             "count": len(data),
             "fingerprint": setup.data_fingerprint,
         },
-        "policy": spec.policy.model_dump(),
+        "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _run(setup: Setup, jobs: list[Job], store: Store, progress: Progress | None) -> None:
+def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:
     status = store.finished()
     # What failed may have failed for a passing reason, such as memory, and is tried again.
     todo = [job for job in jobs if status.get(job.key) not in ("done", "refused")]
@@ -216,14 +221,18 @@ def _run(setup: Setup, jobs: list[Job], store: Store, progress: Progress | None)
 
     def emit(event: dict[str, Any]) -> None:
         if progress is not None:
-            job = event["job"]
-            progress({**event, "job": describe(setup, job), "key": job.key, "position": job.position})
+            job: Job = event["job"]
+            told = {**job_facts(describe(setup, job)), "finding": job.finding}
+            progress({**event, "job": told, "key": job.key, "position": job.position})
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed
-        store.record(outcome.row(setup, job), outcome.tensors, outcome.history)
+        if job.finding is None:
+            store.record(outcome.row(setup, job), outcome.tensors, outcome.history)
+        else:
+            store.record_finding(outcome.finding(setup, job))
         completed += 1
-        found = [e["psnr"] for e in (outcome.result or {}).get("examples", []) if e["psnr"] is not None]
+        examples = (outcome.result or {}).get("examples", []) if job.finding is None else []
         emit(
             {
                 "event": "finished",
@@ -231,7 +240,7 @@ def _run(setup: Setup, jobs: list[Job], store: Store, progress: Progress | None)
                 "status": outcome.status,
                 "seconds": outcome.seconds,
                 "error": outcome.error,
-                "psnr": max(found, default=None),
+                "psnr": max((e["psnr"] for e in examples if e["psnr"] is not None), default=None),
                 "completed": completed,
                 "total": len(jobs),
             }
@@ -239,9 +248,4 @@ def _run(setup: Setup, jobs: list[Job], store: Store, progress: Progress | None)
 
     if progress is not None:
         progress({"event": "planned", "total": len(jobs), "finished": completed})
-    if setup.spec.executor == "processes":
-        workers = setup.spec.workers or default_workers(setup.spec.threads)
-        timeout = setup.spec.timeout
-        run_processes(setup, todo, workers=workers, timeout=timeout, emit=emit, record=record)
-    else:
-        run_serial(setup, todo, emit=emit, record=record)
+    executor.run(setup, grouped(setup, todo), emit=emit, record=record)

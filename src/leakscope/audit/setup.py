@@ -17,20 +17,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.parts import Part, is_vertical, lines, without_addresses
+from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, SpecError, TrainingSpec
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
-from leakscope.loss import label_count
-from leakscope.metrics import Lpips, find_lpips, load_lpips
+from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
-from leakscope.observation import Knowledge
 
 Rounds = Callable[[int, int, float], None]
 
 DEFAULT_EXAMPLES = 8
-MAX_CANDIDATES = 1000
-"""Identification asks for the nearest among at most so many examples, which keeps its cost in bounds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +83,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
         clients = _attempt("training", problems, lambda: _clients(asked, data))
     if problems or data is None or model is None or batches is None:
         raise SpecError(problems)
-    candidates = data.value_range.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
+    candidates = data.inputs.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
     setup = Setup(
         spec=spec,
         model=model,
@@ -119,6 +117,7 @@ def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress:
         rounds=asked.rounds,
         clients_per_round=asked.clients_per_round,
         protocol=FedAvg(epochs=asked.epochs, batch_size=asked.batch_size, lr=asked.lr),
+        task=setup.spec.task.instance,
     )
     problems: list[str] = []
     with _threads(setup.spec.threads):
@@ -158,35 +157,22 @@ def _threads(count: int) -> Iterator[None]:
 def rehearse(setup: Setup) -> None:
     """Let each protocol and defence make the first client's update once; SpecError with all that fail."""
     problems = []
-    used = [index for batch in setup.batches for index in batch]
-    highest = int(setup.data.y[torch.tensor(used)].max())
     x, y = setup.batch(0)
+    used = torch.tensor([index for batch in setup.batches for index in batch])
+    targets = setup.data.y[used]
     for number, protocol in enumerate(setup.spec.protocols):
-        if is_vertical(protocol) and protocol.instance.batch_size > len(x):
-            problems.append(
-                f"protocols[{number}]: batch_size: expected at most {len(x)}, which is the batch of the audit and so "
-                f"all samples that the workers share, got {protocol.instance.batch_size}"
-            )
-            continue
-        brief = _brief(protocol)
+        brief = protocol.model_copy(update={"instance": protocol.instance.rehearsal()})
         for place, defense in enumerate(setup.spec.defenses):
             try:
                 seen = observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
-                if highest >= label_count(seen.num_classes):
-                    problems.append(f"data: label {highest}, but the model has {seen.num_classes} outputs")
+                wrong = setup.spec.task.instance.problems_of(targets, len(targets), seen.output_shape)
+                problems += [f"data: {line}" for line in wrong]
             except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
                 said = "; ".join(lines(str(error))) or "no message"
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{said}")
     if problems:
         raise SpecError(list(dict.fromkeys(problems)))
-
-
-def _brief(protocol: Part) -> Part:
-    """The protocol as it is rehearsed: of the rounds of a vertical one, of which there may be hundreds, the first."""
-    if not is_vertical(protocol):
-        return protocol
-    return protocol.model_copy(update={"instance": dataclasses.replace(protocol.instance, rounds=1, whole_rounds=None)})
 
 
 def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:
@@ -198,8 +184,9 @@ def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, g
         defense.instance,
         setup.knowledge,
         generator,
-        # A box read off the data itself serves the measures; the adversary must not learn it.
-        value_range=setup.data.value_range if setup.data.range_known else None,
+        # Bounds read off the data itself serve the measures; the adversary must not learn them.
+        inputs=setup.data.public_inputs,
+        task=setup.spec.task.instance,
         model_name=setup.spec.model.name,
     )
 
@@ -228,10 +215,10 @@ def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
         torch.random.default_generator.manual_seed(0)
         try:
             # In double precision, so that the number of threads does not show in the digits that count.
-            answer = copy.deepcopy(model).double().eval()(probe.double())
+            answer = outputs_of(copy.deepcopy(model).double().eval()(probe.double()))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return b""  # the rehearsal tells what is wrong with it
-    return tensor_bytes(answer.double().round(decimals=6)) if isinstance(answer, Tensor) else b""
+    return tensor_bytes(answer.double().round(decimals=6))
 
 
 def tensor_bytes(value: Tensor) -> bytes:
@@ -254,7 +241,7 @@ def _load(spec: AuditSpec) -> Examples:
     else:
         options = dict(asked.options)
         # A reader that knows how to stop early need not read the rest.
-        early = asked.limit if "limit" in DATA[asked.name].options() else None
+        early = asked.limit if asked.name in DATA and "limit" in DATA[asked.name].options() else None
         options |= {k: v for k, v in (("split", asked.split), ("limit", early)) if v is not None}
         data = load_data(asked.name, asked.path, **options)
     if asked.limit is not None:

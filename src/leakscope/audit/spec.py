@@ -16,8 +16,9 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
-from leakscope.audit.names import find_name, folded
 from leakscope.audit.parts import Part
+from leakscope.contracts.registry import find_name, folded
+from leakscope.results.policy import Policy
 
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
@@ -38,50 +39,62 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
-class Policy(_Strict):
-    """From where on a reconstruction counts as a leak; ``None`` switches a limit off.
-
-    >>> Policy().max_psnr, Policy().min_lift
-    (20.0, 3.0)
-    """
-
-    max_psnr: float = 20.0
-    min_lift: float = 3.0
-    max_ssim: Annotated[float, Field(ge=-1, le=1)] | None = None
-    max_identification: Annotated[float, Field(ge=0, le=1)] | None = None
+def _told(help: str, **bounds: Any) -> Any:
+    """A key of a spec: its one sentence, which the help and the docs show, and its bounds."""
+    return Field(description=help, **bounds)
 
 
 class ModelSpec(_Strict):
-    name: str
-    options: dict[str, Any] = {}
-    seed: int = 0
-    weights: Path | None = None
+    name: Annotated[str, _told("a [reference model](models-and-data.md#models) or `package.module:factory`")]
+    options: Annotated[dict[str, Any], _told("the model's own options")] = {}
+    seed: Annotated[int, _told("seed of the initial weights")] = 0
+    weights: Annotated[
+        Path | None, _told("a `.safetensors` file of the state dictionary, loaded over the initial weights")
+    ] = None
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
 class DataSpec(_Strict):
-    name: str
-    path: Path | None = None
-    split: str | None = None
-    limit: Annotated[int, Field(ge=1)] | None = None
-    options: dict[str, Any] = {}
-    mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    name: Annotated[str, _told("a [data set](models-and-data.md#data) or `package.module:function`")]
+    path: Annotated[Path | None, _told("where the files are; default: the folder `LEAKSCOPE_DATA`")] = None
+    split: Annotated[str | None, _told("a split, where the reader has them")] = None
+    limit: Annotated[
+        int | None, _told("use only the first so many examples; also shrinks the pool for identification", ge=1)
+    ] = None
+    options: Annotated[dict[str, Any], _told("the reader's own options")] = {}
+    mean: Annotated[
+        tuple[float, ...] | None,
+        _told("with `std`: normalise (unit value − mean) / std, one number a channel or one for all"),
+    ] = None
+    std: Annotated[tuple[float, ...] | None, _told("see `mean`")] = None
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
 class TrainingSpec(_Strict):
     """Federated training on the audit's data before the audit: the model is attacked as it is in round ``rounds``."""
 
-    rounds: Annotated[int, Field(ge=1)]
-    split: Literal["group", "dirichlet", "iid"] = "iid"
-    clients: Annotated[int, Field(ge=1)] | None = None
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    clients_per_round: Annotated[int, Field(ge=1)] = 10
-    epochs: Annotated[int, Field(ge=1)] = 1
-    batch_size: Annotated[int, Field(ge=1)] = 10
-    lr: Annotated[float, Field(gt=0)] = 0.01
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    rounds: Annotated[
+        int, _told("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
+    ]
+    split: Annotated[
+        Literal["group", "dirichlet", "iid"],
+        _told("how the data is divided: at random, with label shares from a Dirichlet, or a client a group"),
+    ] = "iid"
+    clients: Annotated[
+        int | None, _told("how many clients; required with `iid` and `dirichlet`, not for `group`", ge=1)
+    ] = None
+    alpha: Annotated[
+        float | None, _told("with `dirichlet`, and required there: the smaller, the fewer clients share a class", gt=0)
+    ] = None
+    clients_per_round: Annotated[
+        int, _told("clients that the server draws each round; all of them where there are fewer", ge=1)
+    ] = 10
+    epochs: Annotated[int, _told("local epochs, as in [FedAvg](protocols-and-defenses.md)", ge=1)] = 1
+    batch_size: Annotated[int, _told("size of the local batches", ge=1)] = 10
+    lr: Annotated[float, _told("local learning rate of SGD", gt=0)] = 0.01
+    seed: Annotated[
+        int, _told("seed of the split, of the server's draws and of the order of local batches", ge=0, lt=2**63)
+    ] = 0
 
     def describe(self) -> str:
         """In one line, for reports.
@@ -128,7 +141,7 @@ def _known_model(model: ModelSpec) -> ModelSpec:
 def _known_data(data: DataSpec) -> DataSpec:
     if (data.mean is None) != (data.std is None):
         raise ValueError("expected both mean and std, or neither")
-    if data.instance is not None:
+    if data.instance is not None or ":" in data.name:
         return data
     return data.model_copy(update={"name": find_name(data.name, parts.data_names())})
 
@@ -166,10 +179,47 @@ def _attacks(value: Any, info: ValidationInfo) -> Any:
     wanted: list[Any] = []
     for item in items:
         if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            wanted += [name for name in parts.standard_attacks(_protocols(info)) if folded(name) not in chosen]
+            wanted += [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
         else:
             wanted.append(item)
     return wanted
+
+
+def _standard(protocols: list[Part]) -> list[str]:
+    from leakscope.attacks import standard_attacks
+
+    return standard_attacks(parts.protocol_objects(protocols))
+
+
+def _controls(value: Any) -> Any:
+    """true is every kind of control, false is none."""
+    from leakscope.audit.controls import CONTROLS
+
+    if isinstance(value, bool):
+        return list(CONTROLS) if value else []
+    return [find_name(str(kind), CONTROLS) for kind in _listed(value)]
+
+
+def _findings(value: Any) -> Any:
+    """true is every kind of finding that a protocol has, false is none."""
+    from leakscope.audit.findings import FINDINGS
+
+    if isinstance(value, bool):
+        return list(FINDINGS) if value else []
+    return [find_name(str(kind), FINDINGS) for kind in _listed(value)]
+
+
+def _executor(value: str) -> str:
+    from leakscope.audit.executors import EXECUTORS
+
+    if ":" in value:
+        EXECUTORS.target(value)  # the user's own: package.module:Class
+        return value
+    return EXECUTORS.find(value).name
+
+
+def _policy(value: Any) -> Any:
+    return Policy.build(value) if isinstance(value, Mapping) else value
 
 
 def _seeds(value: Any) -> Any:
@@ -195,7 +245,11 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
-    return parts.knowledge_fields(parts.default_knowledge(_protocols(info)) if value is None else value)
+    if value is None:
+        from leakscope.contracts.protocol import default_knowledge
+
+        value = default_knowledge(parts.protocol_objects(_protocols(info)))
+    return parts.knowledge_fields(value)
 
 
 def _protocols(info: ValidationInfo) -> list[Part]:
@@ -208,41 +262,108 @@ def _dtype(value: str | None) -> str | None:
     return None if value is None else find_name(value.removeprefix("torch."), ["float32", "float64"])
 
 
-_Positive = Annotated[int, Field(ge=1)]
 _Protocol = Annotated[Part, BeforeValidator(parts.protocol_part)]
 _Defense = Annotated[Part, BeforeValidator(parts.defense_part)]
 _Attack = Annotated[Part, BeforeValidator(parts.attack_part)]
+_Task = Annotated[Part, BeforeValidator(parts.task_part)]
+_ONCE = (BeforeValidator(_listed), AfterValidator(_distinct))
 
 
 class AuditSpec(_Strict):
-    """One audit: protocols x defences x attacks x seeds x batches, with a null control beside each attack."""
+    """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
-    model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_known_model)]
-    data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_known_data)]
-    training: Annotated[TrainingSpec | None, AfterValidator(_whole_training)] = None
-    examples: _Positive | None = None
-    batch: _Positive = 1
-    protocols: Annotated[list[_Protocol], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(
+    model: Annotated[
+        ModelSpec,
+        BeforeValidator(_model),
+        AfterValidator(_known_model),
+        _told("the victim; see the keys of `model`"),
+    ]
+    data: Annotated[
+        DataSpec,
+        BeforeValidator(_data),
+        AfterValidator(_known_data),
+        _told("the private examples; see the keys of `data`"),
+    ]
+    task: Annotated[
+        _Task,
+        _told(
+            "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`", validate_default=True
+        ),
+    ] = Field(default_factory=lambda: "classification")
+    training: Annotated[
+        TrainingSpec | None,
+        AfterValidator(_whole_training),
+        _told("federated training before the audit; see the keys of `training`; default: the model as it is"),
+    ] = None
+    examples: Annotated[
+        int | None,
+        _told(
+            "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
+            "as the data goes",
+            ge=1,
+        ),
+    ] = None
+    batch: Annotated[
+        int,
+        _told(
+            "examples a client holds, in vertical learning the samples that the workers share; batch b holds the "
+            "examples b·batch to (b+1)·batch − 1",
+            ge=1,
+        ),
+    ] = 1
+    protocols: Annotated[list[_Protocol], *_ONCE, _told("[protocols](protocols-and-defenses.md)")] = Field(
         default_factory=lambda: ["fedsgd"], validate_default=True
     )
-    defenses: Annotated[list[_Defense], BeforeValidator(_listed), AfterValidator(_distinct)] = Field(
-        default_factory=lambda: ["none"], validate_default=True
+    defenses: Annotated[
+        list[_Defense], *_ONCE, _told("[defences](protocols-and-defenses.md#defences); `none` is the bare update")
+    ] = Field(default_factory=lambda: ["none"], validate_default=True)
+    attacks: Annotated[
+        list[_Attack],
+        BeforeValidator(_attacks),
+        AfterValidator(_distinct),
+        _told("[attacks](attacks.md), or `package.module:Class`; `standard` stands for several"),
+    ] = Field(default_factory=lambda: ["standard"], validate_default=True)
+    knowledge: Annotated[
+        dict[str, Any],
+        BeforeValidator(_knowledge),
+        _told("[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols"),
+    ] = Field(default=None, validate_default=True)
+    seeds: Annotated[
+        list[int], BeforeValidator(_seeds), AfterValidator(_distinct), _told("a number n means the seeds 0 to n − 1")
+    ] = [0]
+    policy: Annotated[Policy, BeforeValidator(_policy), _told("limits of the verdict; see the keys of `policy`")] = (
+        Policy()
     )
-    attacks: Annotated[list[_Attack], BeforeValidator(_attacks), AfterValidator(_distinct)] = Field(
-        default_factory=lambda: ["standard"], validate_default=True
-    )
-    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = Field(default=None, validate_default=True)
-    seeds: Annotated[list[int], BeforeValidator(_seeds), AfterValidator(_distinct)] = [0]
-    policy: Policy = Policy()
-    pictures: bool | None = None
-    controls: bool = True
-    lpips: Path | None = None
-    device: str = "cpu"
-    dtype: Annotated[str | None, AfterValidator(_dtype)] = None
-    threads: _Positive = 1
-    executor: Literal["serial", "processes"] = "serial"
-    workers: _Positive | None = None
-    timeout: Annotated[float, Field(gt=0)] | None = None
+    pictures: Annotated[
+        bool | None, _told("whether originals and reconstructions are kept; default: only if not private")
+    ] = None
+    controls: Annotated[
+        list[str], BeforeValidator(_controls), _told("controls beside each attack: `true`, `false` or their kinds")
+    ] = Field(default_factory=lambda: True, validate_default=True)
+    findings: Annotated[
+        list[str],
+        BeforeValidator(_findings),
+        _told("what is told of settings beside attacks: `true`, `false` or their kinds"),
+    ] = Field(default_factory=lambda: True, validate_default=True)
+    lpips: Annotated[
+        Path | None, _told("file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one")
+    ] = None
+    device: Annotated[str, _told("where attacks run, as torch names it")] = "cpu"
+    dtype: Annotated[
+        str | None,
+        AfterValidator(_dtype),
+        _told("precision of attacks, `float32` or `float64`; default: that of the update"),
+    ] = None
+    threads: Annotated[int, _told("threads per job", ge=1)] = 1
+    executor: Annotated[
+        str,
+        AfterValidator(_executor),
+        _told("where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`"),
+    ] = "serial"
+    workers: Annotated[int | None, _told("parallel jobs; default: processors divided by `threads`", ge=1)] = None
+    timeout: Annotated[
+        float | None, _told("seconds after which a job is stopped and counts as failed; needs `processes`", gt=0)
+    ] = None
 
     @classmethod
     def parse(cls, mapping: Any, source: str = "audit spec") -> AuditSpec:
@@ -308,7 +429,7 @@ def _across(mapping: Mapping[str, Any]) -> list[str]:
     examples, batch = mapping.get("examples"), mapping.get("batch", 1)
     if type(examples) is int and type(batch) is int and examples >= 1 and batch >= 1 and examples % batch:
         problems.append(f"examples: expected a multiple of batch ({batch}), got {examples}")
-    if mapping.get("timeout") is not None and mapping.get("executor", "serial") == "serial":
+    if mapping.get("timeout") is not None and folded(str(mapping.get("executor", "serial"))) == "serial":
         problems.append("timeout: expected executor 'processes', as only a process of its own can be stopped")
     return problems
 
@@ -335,4 +456,4 @@ def _line(error: ErrorDetails) -> str:
     return f"{where}: {message[0].lower()}{message[1:]}, got {got!r}"
 
 
-_NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec, "policy": Policy}
+_NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec}

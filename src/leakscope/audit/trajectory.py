@@ -1,4 +1,4 @@
-"""What many local steps hide of an update: the truth's side of it, for the report and never for an attack.
+"""The finding "trajectory": what many local steps hide of an update.
 
 See :mod:`leakscope.limits.surrogate` for what the numbers mean. All gradients are of the mean loss on the client's
 whole data, in the mode of the model that the protocol uses.
@@ -12,14 +12,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from leakscope.federation import Defense, FedAvg, Protocol
-from leakscope.federation.base import batch_gradient, client_copy, own_randomness
+from leakscope.audit.findings import Subject
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.protocol import client_copy
+from leakscope.contracts.task import outputs_of
+from leakscope.federation import FedAvg
+from leakscope.federation.client import batch_gradient, own_randomness
 from leakscope.federation.trajectory import Trajectory
 from leakscope.limits import cosine_profile, drift_bound, leading_shares
-from leakscope.loss import client_loss
-from leakscope.observation import Observation
 
 MAX_STEPS = 50
 MIN_STEPS = 3
@@ -29,49 +31,29 @@ MAX_ENTRIES = 50_000_000
 Weights = Mapping[str, Tensor]
 
 
-def describe_update(
-    protocol: Protocol,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    defense: Defense | None,
-    generator: torch.Generator,
-    observation: Observation,
-) -> dict[str, Any]:
-    """Whether the observed weight update could pass for one gradient; plain JSON values, or only a ``reason``.
+def describe_update(subject: Subject) -> dict[str, Any]:
+    """Whether the observed weight update could pass for one gradient; or only a ``reason``.
 
-    ``generator`` must stand where the one of the observation stood: the training is repeated. The segment runs along
-    the update as it was sent, which is all that an attack has; ``message_cosine`` is its cosine with what the training
-    did, below 1 only where a defence changed the message. Losses, shares and the bound are those of the training.
+    The segment runs along the update as it was sent, which is all that an attack has; ``message_cosine`` is its cosine
+    with what the training did, below 1 only where a defence changed the message. Losses, shares and the bound are those
+    of the training, which is repeated.
     """
-    try:
-        return _describe(protocol, model, x, y, defense, generator, observation)
-    except Exception as error:  # noqa: BLE001 - the attack's result is worth keeping whatever goes wrong here
-        return {"reason": f"{type(error).__name__}: {error}"}
-
-
-def _describe(
-    protocol: Protocol,
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    defense: Defense | None,
-    generator: torch.Generator,
-    observation: Observation,
-) -> dict[str, Any]:
-    message = observation.message
+    message, protocol = subject.observation.message, subject.protocol
     if message.kind != "weight_delta":
         return {"reason": f"the message is a {message.kind}, not a weight update"}
     if not isinstance(protocol, FedAvg):
         return {"reason": f"{type(protocol).__name__} does not tell the steps of its training"}
     size = sum(value.numel() for value in message.update.values())
     limit = max(MIN_STEPS, min(MAX_STEPS, MAX_ENTRIES // size))
-    path = protocol.trajectory(model, x, y, defense, generator, limit=limit)
-    client = _Client(protocol, model, x, y)
+    model = subject.observation.model  # the one the client was sent
+    path = protocol.trajectory(
+        model, subject.x, subject.y, subject.defense, subject.draws(), limit=limit, task=subject.task
+    )
+    client = _Client(subject, protocol)
     start = path.weights[0]
     shares, constants = _along(path, client)
     trained = {name: start[name] - path.after[name] for name in start}
-    known = {
+    facts = {
         "steps": path.steps,
         "chosen": list(path.kept),
         "shares": shares,
@@ -85,9 +67,9 @@ def _describe(
         message.update,
         lambda beta: client.gradient({name: start[name] - beta * value for name, value in message.update.items()}),
     )
-    bound, why = _bound(protocol, path, known)
+    bound, why = _bound(protocol, path, facts)
     return {
-        **known,
+        **facts,
         "betas": list(profile.betas),
         "cosines": [_finite(value) for value in profile.cosines],
         "best_beta": _finite(profile.best_beta),
@@ -101,21 +83,21 @@ def _describe(
 class _Client:
     """Loss and gradient of the client's whole data at any weights; random models draw the same each time."""
 
-    def __init__(self, protocol: FedAvg, model: nn.Module, x: Tensor, y: Tensor) -> None:
-        self._model = client_copy(model, protocol.batchnorm)
+    def __init__(self, subject: Subject, protocol: FedAvg) -> None:
+        self._model = client_copy(subject.observation.model, protocol.batchnorm)
         self._trained = {name: p for name, p in self._model.named_parameters() if p.requires_grad}
-        self._x, self._y = x.detach(), y
+        self._x, self._y, self._task = subject.x.detach(), subject.y, subject.task
 
     def gradient(self, weights: Weights) -> dict[str, Tensor]:
         self._load(weights)
         draws = torch.Generator().manual_seed(0)
         with own_randomness(draws):
-            return batch_gradient(self._model, self._x, self._y, "mean", Defense(), draws)
+            return batch_gradient(self._model, self._x, self._y, "mean", self._task, Defense(), draws)
 
     def loss(self, weights: Weights) -> float:
         self._load(weights)
         with torch.no_grad(), own_randomness(torch.Generator().manual_seed(0)):
-            return float(client_loss(self._model(self._x.clone()), self._y))
+            return float(self._task.loss(outputs_of(self._model(self._x.clone())), self._y))
 
     def _load(self, weights: Weights) -> None:
         with torch.no_grad():

@@ -7,15 +7,14 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
+from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.data.cifar import load_cifar10, load_cifar100
 from leakscope.data.embedded import load_tiles
 from leakscope.data.examples import Examples, from_tensors
@@ -36,15 +35,12 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class DataEntry:
+@dataclass(frozen=True, kw_only=True)
+class DataEntry(Entry):
     """One row of the table. ``needs_path``: files are needed, from ``path`` or from LEAKSCOPE_DATA."""
 
-    name: str
-    summary: str
     shape: tuple[int, ...] | None
     needs_path: bool
-    loader: Callable[..., Examples]
 
     def options(self) -> tuple[str, ...]:
         """Names of the options beside the path.
@@ -52,9 +48,15 @@ class DataEntry:
         >>> DATA["mnist"].options()
         ('split', 'limit')
         """
-        fixed = self.loader.keywords if isinstance(self.loader, partial) else {}
+        fixed = self.target.keywords if isinstance(self.target, partial) else {}
         hidden = {"path", "name", "file_name", *fixed}
-        return tuple(name for name in inspect.signature(self.loader).parameters if name not in hidden)
+        return tuple(name for name in inspect.signature(self.target).parameters if name not in hidden)
+
+
+def _entry(
+    name: str, summary: str, shape: tuple[int, ...] | None, needs_path: bool, loader: Callable[..., Examples]
+) -> DataEntry:
+    return DataEntry(name, loader, summary, shape=shape, needs_path=needs_path)
 
 
 def _pack(name: str, file_name: str, **fixed: Any) -> Callable[..., Examples]:
@@ -62,32 +64,32 @@ def _pack(name: str, file_name: str, **fixed: Any) -> Callable[..., Examples]:
 
 
 _ENTRIES = (
-    DataEntry("tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles),
-    DataEntry("cifar10", "CIFAR-10, binary or Python version", (3, 32, 32), True, load_cifar10),
-    DataEntry("cifar100", "CIFAR-100, binary or Python version", (3, 32, 32), True, load_cifar100),
-    DataEntry("mnist", "MNIST, idx files", (1, 28, 28), True, load_mnist),
-    DataEntry("emnist", "EMNIST, idx files", (1, 28, 28), True, load_emnist),
-    DataEntry("npz", "your own .npz pack: x, y, optional writer, scale, split", None, True, load_npz),
-    DataEntry("folder", "your own pictures, one subfolder a class", None, True, load_folder),
-    DataEntry("femnist", "FEMNIST of LEAF, femnist.npz", (1, 28, 28), True, _pack("femnist", "femnist.npz")),
-    DataEntry("yale", "Yale faces, yale32.npz", (1, 32, 32), True, _pack("yale", "yale32.npz")),
-    DataEntry("orl", "ORL faces, orl32.npz", (1, 32, 32), True, _pack("orl", "orl32.npz")),
-    DataEntry("ecg", "MIT-BIH heart beats, ecg_mitbih.npz", (1, 256), True, _pack("ecg", "ecg_mitbih.npz")),
-    DataEntry(
+    _entry("tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles),
+    _entry("cifar10", "CIFAR-10, binary or Python version", (3, 32, 32), True, load_cifar10),
+    _entry("cifar100", "CIFAR-100, binary or Python version", (3, 32, 32), True, load_cifar100),
+    _entry("mnist", "MNIST, idx files", (1, 28, 28), True, load_mnist),
+    _entry("emnist", "EMNIST, idx files", (1, 28, 28), True, load_emnist),
+    _entry("npz", "your own .npz pack: x, y, optional writer, scale, split", None, True, load_npz),
+    _entry("folder", "your own pictures, one subfolder a class", None, True, load_folder),
+    _entry("femnist", "FEMNIST of LEAF, femnist.npz", (1, 28, 28), True, _pack("femnist", "femnist.npz")),
+    _entry("yale", "Yale faces, yale32.npz", (1, 32, 32), True, _pack("yale", "yale32.npz")),
+    _entry("orl", "ORL faces, orl32.npz", (1, 32, 32), True, _pack("orl", "orl32.npz")),
+    _entry("ecg", "MIT-BIH heart beats, ecg_mitbih.npz", (1, 256), True, _pack("ecg", "ecg_mitbih.npz")),
+    _entry(
         "bloodcells",
         "blood cells, bloodcells64.npz",
         (3, 64, 64),
         True,
         _pack("bloodcells", "bloodcells64.npz"),
     ),
-    DataEntry(
+    _entry(
         "brain",
         "slices of a T1 brain template, brain64.npz",
         (1, 64, 64),
         True,
         _pack("brain", "brain64.npz", x_key="x_t1", y_key="y_t1", names_key="t1_names"),
     ),
-    DataEntry(
+    _entry(
         "photos",
         "open photos, each its own class, photos224_open.npz",
         (3, 224, 224),
@@ -95,23 +97,33 @@ _ENTRIES = (
         _pack("photos", "photos224_open.npz", y_key=None, names_key="names"),
     ),
 )
-DATA: Mapping[str, DataEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+DATA: Registry[DataEntry] = Registry("data", _ENTRIES)
 
 
 def load_data(name: str, path: str | Path | None = None, **options: Any) -> Examples:
     """Read the data set called ``name`` from ``path``, or from the folder LEAKSCOPE_DATA if there is no path.
 
-    ``options`` are the reader's own, such as ``split`` and ``limit``; ``DATA[name].options()`` lists them.
+    ``options`` are the reader's own, such as ``split`` and ``limit``; ``DATA[name].options()`` lists them. A name
+    ``package.module:function`` is the user's own reader, which returns Examples or a pair (x, y) of tensors.
     """
-    if not isinstance(name, str):
-        raise TypeError(f"load_data: expected the name of a data set, got {type(name).__name__}")
-    entry = DATA.get(name)
-    if entry is None:
-        close = difflib.get_close_matches(name.lower(), DATA, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise ValueError(f"unknown data {name!r}.{hint} Known: {', '.join(DATA)}.")
+    if isinstance(name, str) and ":" in name:
+        return _own(name, {**({} if path is None else {"path": path}), **options})
+    entry = DATA.find(name)
     unknown = sorted(set(options) - set(entry.options()))
     if unknown:
         known = ", ".join(entry.options())
         raise ValueError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
-    return entry.loader(path, **options)
+    found: Examples = entry.target(path, **options)
+    return found
+
+
+def _own(name: str, options: dict[str, Any]) -> Examples:
+    try:
+        found = import_object("data", name)(**options)
+    except TypeError as error:
+        raise ValueError(f"data {name!r}: {error}") from error
+    if isinstance(found, tuple) and len(found) == 2:
+        found = from_tensors(*found, name=name)
+    if not isinstance(found, Examples):
+        raise ValueError(f"data {name!r}: expected Examples or a pair (x, y) of tensors, got {type(found).__name__}")
+    return found

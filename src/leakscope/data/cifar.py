@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data.array_pickle import read_array_pickle
 from leakscope.data.examples import Examples
 from leakscope.data.files import (
@@ -24,7 +25,6 @@ from leakscope.data.files import (
     label_problem,
     read_whole,
 )
-from leakscope.observation import ValueRange
 
 PIXELS = 3 * 32 * 32
 _CREDITS = "CIFAR: Alex Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."

@@ -10,12 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 
 
 @dataclass(frozen=True, eq=False)
 class Examples:
-    """Inputs (N, *shape) as float32 in model space, labels (N,) as int64, and what is known about them.
+    """Inputs (N, *shape) as float32 in model space, targets, and what is known about them.
+
+    Targets are class numbers (N,) as int64, or whatever else the client's task reads: numbers (N, ...) as float32, or
+    class numbers at each position. ``num_classes`` is the number of classes, or of numbers an example has.
+    ``space`` is where the inputs live, where that is not the box of ``value_range``.
 
     ``private`` data is never shown in a report unless asked for; published data sets are not private.
     ``group`` says to whom an example belongs, for instance the writer of a character. ``range_known`` is false
@@ -36,6 +40,7 @@ class Examples:
     private: bool = True
     group: Tensor | None = field(default=None, repr=False)
     range_known: bool = True
+    space: InputSpace | None = None
 
     def __post_init__(self) -> None:
         problems = _problems(self)
@@ -49,6 +54,16 @@ class Examples:
     def shape(self) -> tuple[int, ...]:
         """The shape of one example."""
         return tuple(self.x.shape[1:])
+
+    @property
+    def inputs(self) -> InputSpace:
+        """The space that the inputs live in, in which results are measured."""
+        return Box(self.shape, self.value_range) if self.space is None else self.space
+
+    @property
+    def public_inputs(self) -> InputSpace:
+        """The same as far as an adversary may know it: bounds read off the examples themselves are not told."""
+        return self.inputs if self.range_known else Box(self.shape)
 
     def subset(self, indices: Sequence[int] | Tensor) -> Examples:
         """The examples with these numbers, in this order."""
@@ -116,13 +131,13 @@ def from_tensors(
             f"from_tensors: expected two tensors, got {type(x).__name__} and {type(y).__name__}. "
             "Use torch.as_tensor on arrays and lists."
         )
-    if x.is_complex() or y.is_complex() or y.is_floating_point():
-        raise ValueError(f"from_tensors: expected real inputs and integer labels, got {x.dtype} and {y.dtype}")
+    if x.is_complex() or y.is_complex():
+        raise ValueError(f"from_tensors: expected real inputs and targets, got {x.dtype} and {y.dtype}")
     # Copies, so that later changes of the caller's tensors do not reach the examples.
     x = x.detach().to(device="cpu", dtype=torch.float32, copy=True)
-    y = y.detach().to(device="cpu", dtype=torch.int64, copy=True)
+    y = y.detach().to(device="cpu", dtype=torch.float32 if y.is_floating_point() else torch.int64, copy=True)
     if num_classes is None:
-        num_classes = int(y.max()) + 1 if y.numel() else 1
+        num_classes = classes_of(y)
     return Examples(
         x=x,
         y=y,
@@ -132,6 +147,17 @@ def from_tensors(
         private=private,
         range_known=value_range is not None or natural_range(x) == ValueRange(),
     )
+
+
+def classes_of(y: Tensor) -> int:
+    """How many classes there are as far as the targets tell, or how many numbers an example has.
+
+    >>> classes_of(torch.tensor([0, 3, 1])), classes_of(torch.rand(5, 2))
+    (4, 2)
+    """
+    if y.is_floating_point():
+        return y[0].numel() if len(y) else 1
+    return int(y.max()) + 1 if y.numel() else 1
 
 
 def natural_range(x: Tensor) -> ValueRange:
@@ -159,8 +185,12 @@ def _problems(examples: Examples) -> list[str]:
         problems.append(f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
     elif not bool(torch.isfinite(x).all()):
         problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
-    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-        problems.append(f"y: expected {x.shape[:1].numel()} int64 labels, got {y.dtype} {tuple(y.shape)}")
+    if y.dtype not in (torch.int64, torch.float32) or y.shape[:1] != x.shape[:1]:
+        problems.append(
+            f"y: expected {x.shape[:1].numel()} int64 labels, or float32 targets, got {y.dtype} {tuple(y.shape)}"
+        )
+    elif y.is_floating_point():
+        problems += [] if bool(torch.isfinite(y).all()) else ["y: expected finite values, got NaN or infinity"]
     elif y.numel() and (int(y.min()) < 0 or int(y.max()) >= examples.num_classes):
         problems.append(
             f"y: expected labels from 0 to {examples.num_classes - 1}, got {int(y.min())} to {int(y.max())}. "
@@ -171,7 +201,7 @@ def _problems(examples: Examples) -> list[str]:
     names = examples.class_names
     if names is not None and len(names) != examples.num_classes:
         problems.append(f"class_names: expected {examples.num_classes}, got {len(names)}")
-    if examples.group is not None and examples.group.shape != y.shape:
+    if examples.group is not None and examples.group.shape != y.shape[:1]:
         problems.append(f"group: expected one number an example, got shape {tuple(examples.group.shape)}")
     channels = len(examples.value_range.low)
     if channels > 1 and x.dim() >= 2 and x.shape[1] != channels:

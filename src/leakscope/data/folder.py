@@ -13,9 +13,9 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
 from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit
-from leakscope.observation import ValueRange
 
 # Only formats whose decoders are part of Pillow itself; some others start foreign programs.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
 from leakscope.data.files import (
     MAX_BYTES,
@@ -25,7 +26,6 @@ from leakscope.data.files import (
     find_file,
     label_problem,
 )
-from leakscope.observation import ValueRange
 
 # Variant -> number of classes. Letters are numbered from 1 in the files, the others from 0.
 EMNIST_CLASSES = {"balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10}

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.data.examples import Examples, natural_range
+from leakscope.contracts.inputs import ValueRange
+from leakscope.data.examples import Examples, classes_of, natural_range
 from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit, find_file
-from leakscope.observation import ValueRange
 
 LAYOUTS = ("auto", "hwc", "chw", "hw", "signal", "table")
 _GROUPS = ("group", "writer", "record")
@@ -137,11 +137,11 @@ def load_npz(
     x, value_range = _to_float(pack, raw)
     x = _arrange(file, x, checked_layout, scaled="scale" in pack.names)
     count = x.shape[0]
-    y = torch.arange(count) if y_key is None else _integers(pack, y_key, count)
+    y = torch.arange(count) if y_key is None else _targets(pack, y_key, count)
     group_key = next((key for key in _GROUPS if key in pack.names), None)
     group = None if group_key is None else _integers(pack, group_key, count)
     class_names = pack.text(names_key)
-    classes = len(class_names) if class_names else int(y.max()) + 1
+    classes = len(class_names) if class_names else classes_of(y)
     if num_classes is not None:
         if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
             raise ValueError(f"{name}: num_classes: expected a number of at least 1, got {num_classes!r}")
@@ -164,6 +164,14 @@ def load_npz(
         private=private,
         group=None if group is None else group[chosen],
     )
+
+
+def _targets(pack: Pack, key: str, count: int) -> Tensor:
+    """Class numbers, or other targets: one row of numbers an example."""
+    values = pack.array(key, "uif")
+    if values.ndim < 1 or values.shape[0] != count:
+        raise ValueError(f"{pack.file}: array {key!r}: expected {count} targets, got shape {values.shape}")
+    return torch.from_numpy(values.astype(np.float32 if values.dtype.kind == "f" else np.int64))
 
 
 def _integers(pack: Pack, key: str, count: int) -> Tensor:

@@ -19,7 +19,7 @@ __all__ = ["split_by_group", "split_dirichlet", "split_iid"]
 def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]:
     """One client a group, such as a writer, in ascending order; of each at most its first ``limit`` examples.
 
-    >>> from leakscope.observation import ValueRange
+    >>> from leakscope.contracts.inputs import ValueRange
     >>> group = torch.tensor([7, 3, 7, 7])
     >>> demo = Examples(torch.zeros(4, 2), torch.zeros(4).long(), 1, ValueRange(), "demo", group=group)
     >>> [rows.tolist() for rows in split_by_group(demo, limit=2)]

@@ -19,44 +19,42 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for, problems_of
-from leakscope.federation import Defense
-from leakscope.federation.base import Gradient
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Reduction
+from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for
 
 
 @dataclass(frozen=True, kw_only=True)
 class DPSGD(Defense):
-    """Clip each example's gradient to length ``clip``; noise for ``epsilon`` (1 unless told) or a ``noise_multiplier``.
+    """Clip each example's gradient to norm ``clip``; noise for ``epsilon`` (1 unless told) or a ``noise_multiplier``.
 
     The noise on the sum of the examples' gradients has a standard deviation of the multiplier times ``clip``; on
     their mean it is that over the number of examples. ``epsilon`` and ``delta`` hold for ``steps`` such gradients.
     """
 
-    clip: float = 3.0
-    epsilon: float | None = None
-    noise_multiplier: float | None = None
-    delta: float = 1e-5
-    steps: int = 1
-    sampling_rate: float = 1.0
+    clip: float = setting(3.0, "The largest norm of an example's gradient.", gt=0)
+    epsilon: float | None = setting(None, "The promise of all steps together; 1 unless told.", gt=0)
+    noise_multiplier: float | None = setting(None, "The noise on the sum in units of clip, instead of epsilon.", ge=0)
+    delta: float = setting(1e-5, "Chance with which the promise may fail.", gt=0, lt=1)
+    steps: int = setting(1, "Noisy gradients that the promise is for.", ge=1)
+    sampling_rate: float = setting(1.0, "Chance with which an example is in a batch.", gt=0, le=1)
 
-    def __post_init__(self) -> None:
-        problems = []
-        if not 0 < self.clip < float("inf"):
-            problems.append(f"clip: expected a finite positive number, got {self.clip}")
+    def problems(self) -> list[str]:
         if self.epsilon is None and self.noise_multiplier is None:
             # Filled in here, so that the repr, which identifies the defence, tells the promise.
             object.__setattr__(self, "epsilon", 1.0)
-        given = {"epsilon": self.epsilon, "noise_multiplier": self.noise_multiplier}
-        numbers = {name: value for name, value in given.items() if value is not None}
-        if len(numbers) == 2:
-            problems.append(
+        elif self.epsilon is not None and self.noise_multiplier is not None:
+            return [
                 f"epsilon, noise_multiplier: expected only one, got {self.epsilon} and {self.noise_multiplier}; "
                 "each follows from the other"
-            )
-        problems += problems_of(**numbers, sampling_rate=self.sampling_rate, steps=self.steps, delta=self.delta)
-        if problems:
-            raise ValueError("DPSGD:\n  - " + "\n  - ".join(problems))
-        _ = self.noise  # an epsilon out of reach is told now, not by the client
+            ]
+        try:
+            _ = self.noise  # an epsilon out of reach is told now, not by the client
+        except ValueError as error:
+            return [str(error)]
+        return []
 
     @property
     def noise(self) -> float:
@@ -80,6 +78,10 @@ class DPSGD(Defense):
             return self.epsilon
         return epsilon_of(self.noise, self.sampling_rate, self.steps, self.delta)
 
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        sigma = self.noise * self.clip
+        return Channel(clip=self.clip, clip_per="example", noise=sigma / examples if reduction == "mean" else sigma)
+
     def protect_example_gradients(self, gradients: Gradient, generator: torch.Generator) -> Gradient:
         factors = clip_factors(gradients, self.clip)
         protected = {}
@@ -94,11 +96,11 @@ class DPSGD(Defense):
 
 
 def clip_factors(gradients: Gradient, clip: float) -> Tensor:
-    """For each example the factor, at most 1, that brings the length over all tensors together down to ``clip``.
+    """For each example the factor, at most 1, that brings the norm over all tensors together down to ``clip``.
 
     >>> clip_factors({"w": torch.tensor([[3.0, 0.0], [0.3, 0.0]]), "b": torch.tensor([4.0, 0.4])}, clip=1.0).tolist()
     [0.2, 1.0]
     """
     squares = [value.double().reshape(len(value), -1).square().sum(1) for value in gradients.values()]
-    lengths = torch.stack(squares).sum(0).sqrt()
-    return torch.where(lengths > clip, clip / lengths, torch.ones_like(lengths))
+    norms = torch.stack(squares).sum(0).sqrt()
+    return torch.where(norms > clip, clip / norms, torch.ones_like(norms))

@@ -17,7 +17,7 @@ in the positive, for the upper half stays small, and training drifts off.
 Where the paper is not clear. It sorts by magnitude but compares signed values: ``order`` has both, "magnitude" as
 printed, where the rule sends the most negative numbers for the entries next to zero; "signed" is the one that makes
 sense. It does not tell sigma, the number of candidates and the threshold. In ``units`` "relative" sigma is in units of
-each tensor's root mean square and the threshold in units of the update's length, so that the same settings do for
+each tensor's root mean square and the threshold in units of the update's norm, so that the same settings do for
 every model; "absolute" is as printed. Equal entries are put in a random order. In high dimension all candidates are
 about equally far, so a few do, and a threshold that is not met at once hardly ever is: ``retries`` has an end.
 """
@@ -33,8 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.federation import Defense
-from leakscope.federation.base import Gradient
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.settings import setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,28 +45,12 @@ class FakeGradients(Defense):
     farther than ``threshold``, this is done again up to ``retries`` times, and then it is an error.
     """
 
-    sigma: float = 0.5
-    threshold: float = 2.0
-    candidates: int = 4
-    retries: int = 10
-    order: Literal["signed", "magnitude"] = "signed"
-    units: Literal["relative", "absolute"] = "relative"
-
-    def __post_init__(self) -> None:
-        problems = []
-        for name in ("sigma", "threshold"):
-            if not 0 < getattr(self, name) < math.inf:
-                problems.append(f"{name}: expected a finite positive number, got {getattr(self, name)}")
-        for name, least in (("candidates", 1), ("retries", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                problems.append(f"{name}: expected a whole number of at least {least}, got {value!r}")
-        if self.order not in ("signed", "magnitude"):
-            problems.append(f"order: expected 'signed' or 'magnitude', got {self.order!r}")
-        if self.units not in ("relative", "absolute"):
-            problems.append(f"units: expected 'relative' or 'absolute', got {self.units!r}")
-        if problems:
-            raise ValueError("FakeGradients:\n  - " + "\n  - ".join(problems))
+    sigma: float = setting(0.5, "Size of the random numbers.", gt=0)
+    threshold: float = setting(2.0, "How far the nearest random vector may be.", gt=0)
+    candidates: int = setting(4, "Random vectors drawn at a time.", ge=1)
+    retries: int = setting(10, "How often all are drawn anew before it is an error.", ge=0)
+    order: Literal["signed", "magnitude"] = setting("signed", "How the entries are sorted.")
+    units: Literal["relative", "absolute"] = setting("relative", "Units of sigma and threshold.")
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
@@ -99,8 +83,8 @@ class FakeGradients(Defense):
 
     def _nearest(self, true: Mapping[str, Tensor], generator: torch.Generator) -> Gradient:
         """The candidate nearest to the sorted update; ValueError if none comes within the threshold."""
-        length = math.sqrt(sum(_square(value) for value in true.values()))
-        unit = length if self.units == "relative" else 1.0
+        norm = math.sqrt(sum(_square(value) for value in true.values()))
+        unit = norm if self.units == "relative" else 1.0
         sizes = {name: self._size(value) for name, value in true.items()}
         nearest: Gradient = {}
         least = math.inf
@@ -115,7 +99,7 @@ class FakeGradients(Defense):
                 return nearest
         raise ValueError(
             f"FakeGradients: expected a candidate within the threshold of {self.threshold:g}"
-            f"{' times the length of the update' if self.units == 'relative' else ''}, got {least / unit:.4g} as the "
+            f"{' times the norm of the update' if self.units == 'relative' else ''}, got {least / unit:.4g} as the "
             f"nearest of {(1 + self.retries) * self.candidates}. Use a larger threshold, more candidates, or a sigma "
             "nearer to the size of the entries. The more entries, the less the distance varies between draws, so the "
             "number of candidates hardly matters for a whole model."

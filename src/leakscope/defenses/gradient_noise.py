@@ -10,19 +10,17 @@ from dataclasses import dataclass
 
 import torch
 
-from leakscope.federation import Defense
-from leakscope.federation.base import Gradient
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientNoise(Defense):
     """Add independent Gaussian noise of standard deviation ``sigma`` to every entry of the message."""
 
-    sigma: float = 0.01
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sigma < float("inf"):
-            raise ValueError(f"sigma: expected a finite number >= 0, got {self.sigma}")
+    sigma: float = setting(0.01, "Standard deviation of the noise, in units of the update.", ge=0)
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         # Drawn on the CPU, so that the noise is the same on every device.
@@ -30,3 +28,6 @@ class GradientNoise(Defense):
             name: value + self.sigma * torch.randn(value.shape, generator=generator).to(value)
             for name, value in update.items()
         }
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        return Channel(noise=self.sigma)

@@ -7,27 +7,22 @@ Gradient Descent", EMNLP 2017. Theory takes one threshold for the whole update, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
-from leakscope.federation import Defense
-from leakscope.federation.base import Gradient
+from leakscope.contracts.channel import Channel, PruneScope
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Reduction
 
 
 @dataclass(frozen=True, kw_only=True)
 class GradientPruning(Defense):
     """Set the ``fraction`` of entries with the smallest magnitude to zero; exactly floor(fraction * n) of them."""
 
-    fraction: float = 0.9
-    scope: Literal["tensor", "global"] = "tensor"
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.fraction < 1:
-            raise ValueError(f"fraction: expected 0 <= fraction < 1, got {self.fraction}")
-        if self.scope not in ("tensor", "global"):
-            raise ValueError(f"scope: expected 'tensor' or 'global', got {self.scope!r}")
+    fraction: float = setting(0.9, "Share of the entries set to zero.", ge=0, lt=1)
+    scope: PruneScope = setting("tensor", "Whether of each tensor or of the whole update.")
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         if self.scope == "tensor":
@@ -35,6 +30,9 @@ class GradientPruning(Defense):
         pieces = self._prune(torch.cat([v.flatten() for v in update.values()]))
         parts = pieces.split([v.numel() for v in update.values()])
         return {name: part.reshape(v.shape) for (name, v), part in zip(update.items(), parts, strict=True)}
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        return Channel(prune=self.fraction, prune_scope=self.scope)
 
     def _prune(self, flat: Tensor) -> Tensor:
         # A stable sort makes ties, such as many exact zeros, deterministic.

@@ -1,25 +1,21 @@
 """How an update comes about: the client's side of a protocol, and training over several rounds."""
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
-from leakscope.federation.base import Defense, Protocol
+from leakscope.contracts.protocol import Protocol
+from leakscope.contracts.registry import Entry, Registry
 from leakscope.federation.checkpoints import cached_training
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
 from leakscope.federation.training import FederatedTraining, TrainingRun
 from leakscope.federation.vertical import Vertical
 
-PROTOCOLS: Mapping[str, type[Protocol]] = MappingProxyType({"fedsgd": FedSGD, "fedavg": FedAvg, "vertical": Vertical})
+PROTOCOLS: Registry[Entry] = Registry(
+    "protocol",
+    (
+        Entry("fedsgd", FedSGD, "one gradient of the client's whole batch"),
+        Entry("fedavg", FedAvg, "local training over epochs and batches; the difference of weights is sent"),
+        Entry("vertical", Vertical, "workers own different features of the same samples; one gradient a round"),
+    ),
+    Protocol,
+)
 
-__all__ = [
-    "PROTOCOLS",
-    "Defense",
-    "FedAvg",
-    "FedSGD",
-    "FederatedTraining",
-    "Protocol",
-    "TrainingRun",
-    "Vertical",
-    "cached_training",
-]
+__all__ = ["PROTOCOLS", "FedAvg", "FedSGD", "FederatedTraining", "TrainingRun", "Vertical", "cached_training"]

@@ -23,7 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from leakscope import __version__
-from leakscope.federation.base import Defense
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.files import atomic_write
+from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import (
     Client,
     FederatedTraining,
@@ -32,7 +34,6 @@ from leakscope.federation.training import (
     check_clients,
     initial_copy,
 )
-from leakscope.observation_files import atomic_write
 
 CHECKPOINT_FORMAT = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -66,7 +67,7 @@ def cached_training(
     $LEAKSCOPE_CACHE/training, else leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
     """
     wanted = training.wanted_rounds(at)
-    check_clients(model, clients, seed)
+    check_clients(model, clients, seed, training.task)
     home = cache_folder(folder) / training_key(training, model, clients, seed=seed, defense=defense)
     try:
         if wanted[-1] > 1:
@@ -146,7 +147,7 @@ def _answer(model: nn.Module, x: Tensor) -> Tensor:
         torch.random.default_generator.manual_seed(0)
         try:
             # In double precision, so that the number of threads does not show in the digits that count.
-            said = copy.deepcopy(model).double().eval()(x.double())
+            said = outputs_of(copy.deepcopy(model).double().eval()(x.double()))
         except (RuntimeError, ValueError, TypeError):
             return torch.zeros(0)  # a model that cannot work in double precision
     return said.double().round(decimals=6)

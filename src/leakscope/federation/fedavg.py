@@ -5,6 +5,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -12,53 +13,52 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation.base import (
-    Defense,
-    Gradient,
-    Protocol,
-    batch_gradient,
-    check_batch,
-    client_copy,
-    client_generator,
-    own_randomness,
-)
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.observation import LocalTraining, UpdateKind
+from leakscope.contracts.protocol import check_batch, client_copy, client_generator
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Classification, Task
+from leakscope.federation.client import OneMessage, batch_gradient, own_randomness
 from leakscope.federation.trajectory import Trajectory, chosen_steps
-from leakscope.observation import LocalTraining, UpdateKind
 
 #: Told before each local step: its number, the weights it starts from, and the gradient it will follow.
 Record = Callable[[int, Mapping[str, Tensor], Gradient], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedAvg(Protocol):
-    """Local training with mini-batches of mean cross-entropy; the last batch may be smaller."""
+class FedAvg(OneMessage):
+    """Local training with mini-batches of the mean loss; the last batch may be smaller."""
 
     kind: ClassVar[UpdateKind] = "weight_delta"
 
-    epochs: int = 1
-    batch_size: int = 10
-    lr: float = 0.01
-    shuffle: bool = True
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    momentum: float = 0.0
+    epochs: int = setting(1, "Local epochs.", ge=1)
+    batch_size: int = setting(10, "Examples in a local batch.", ge=1)
+    lr: float = setting(0.01, "The client's learning rate.", gt=0)
+    shuffle: bool = setting(True, "Whether each epoch visits the examples in another order.")
+    optimizer: Literal["sgd", "adam"] = setting("sgd", "The client's optimiser.")
+    momentum: float = setting(0.0, "Momentum of SGD.", ge=0, lt=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = []
-        if self.epochs < 1:
-            problems.append(f"epochs: expected at least 1, got {self.epochs}")
-        if self.batch_size < 1:
-            problems.append(f"batch_size: expected at least 1, got {self.batch_size}")
-        if not self.lr > 0:
-            problems.append(f"lr: expected a positive number, got {self.lr}")
-        if self.optimizer not in ("sgd", "adam"):
-            problems.append(f"optimizer: expected 'sgd' or 'adam', got {self.optimizer!r}")
-        if not 0 <= self.momentum < 1:
-            problems.append(f"momentum: expected 0 <= momentum < 1, got {self.momentum}")
-        elif self.momentum and self.optimizer != "sgd":
-            problems.append("momentum: applies to optimizer='sgd' only; set it to 0")
-        if problems:
-            raise ValueError("FedAvg:\n  - " + "\n  - ".join(problems))
+    def problems(self) -> list[str]:
+        if self.momentum and self.optimizer != "sgd":
+            return ["momentum: applies to optimizer='sgd' only; set it to 0"]
+        return []
+
+    def findings(self) -> tuple[str, ...]:
+        return ("trajectory",)
+
+    def channel(self, defense: Defense, examples: int) -> Channel | None:
+        """Of the difference of weights: noise of every step adds up; clipping of single steps leaves no one factor."""
+        if not defense.acts_on_steps:
+            return super().channel(defense, examples)
+        step = defense.channel(examples=min(self.batch_size, examples))
+        if step is None or step.masked or isinstance(step.noise, Mapping) or self.optimizer != "sgd" or self.momentum:
+            return None
+        return Channel(noise=self.lr * math.sqrt(self.steps(examples)) * step.noise)
+
+    def steps(self, examples: int) -> int:
+        """Local steps on so many examples."""
+        return self.epochs * -(-examples // self.batch_size)
 
     def trajectory(
         self,
@@ -69,14 +69,16 @@ class FedAvg(Protocol):
         generator: torch.Generator | None = None,
         *,
         limit: int = 50,
+        task: Task | None = None,
     ) -> Trajectory:
         """The way of the training that :meth:`observe` makes of the same arguments, bit for bit.
 
         Truth, for the audit alone: no adversary sees it. At most ``limit`` sets of weights are kept, evenly spread,
         among them those before the first and before the last step.
         """
-        check_batch(model, x, y, None)
-        kept = chosen_steps(self.epochs * -(-len(x) // self.batch_size), limit)
+        task = Classification() if task is None else task
+        check_batch(model, x, y, None, task)
+        kept = chosen_steps(self.steps(len(x)), limit)
         weights: list[Gradient] = []
         norms: list[float] = []
         wanted = frozenset(kept)
@@ -90,7 +92,7 @@ class FedAvg(Protocol):
         generator = generator if generator is not None else client_generator()
         client = client_copy(model, self.batchnorm)
         with own_randomness(generator):
-            self._train(client, x, y, defense if defense is not None else Defense(), generator, record=record)
+            self._train(client, x, y, task, defense if defense is not None else Defense(), generator, record=record)
         after = {name: p.detach().clone() for name, p in client.named_parameters() if p.requires_grad}
         return Trajectory(kept=kept, weights=tuple(weights), after=after, norms=tuple(norms))
 
@@ -99,6 +101,7 @@ class FedAvg(Protocol):
         client: nn.Module,
         x: Tensor,
         y: Tensor,
+        task: Task,
         defense: Defense,
         generator: torch.Generator,
         *,
@@ -116,7 +119,7 @@ class FedAvg(Protocol):
             visits = torch.randperm(len(x), generator=generator) if self.shuffle else torch.arange(len(x))
             for batch in visits.split(self.batch_size):
                 rows = batch.to(x.device)
-                gradient = batch_gradient(client, x[rows], y[rows], "mean", defense, generator)
+                gradient = batch_gradient(client, x[rows], y[rows], "mean", task, defense, generator)
                 if record is not None:
                     record(len(order), trained, gradient)
                 for name, p in trained.items():

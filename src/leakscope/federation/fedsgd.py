@@ -11,27 +11,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation.base import Defense, Gradient, Protocol, batch_gradient
-from leakscope.observation import LocalTraining, Reduction, UpdateKind
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.observation import LocalTraining, UpdateKind
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Reduction, Task
+from leakscope.federation.client import OneMessage, batch_gradient
 
 
 @dataclass(frozen=True, kw_only=True)
-class FedSGD(Protocol):
-    """One gradient of the cross-entropy, averaged (``mean``) or added (``sum``) over the batch."""
+class FedSGD(OneMessage):
+    """One gradient of the client's loss, averaged (``mean``) or added (``sum``) over the batch."""
 
     kind: ClassVar[UpdateKind] = "gradient"
 
-    reduction: Reduction = "mean"
+    reduction: Reduction = setting("mean", "Whether the examples' gradients are averaged or added.")
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.reduction not in ("mean", "sum"):
-            raise ValueError(f"reduction: expected 'mean' or 'sum', got {self.reduction!r}")
+    def findings(self) -> tuple[str, ...]:
+        return ("floor",)
 
     def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator
+        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
     ) -> tuple[Gradient, LocalTraining]:
-        gradient = batch_gradient(client, x, y, self.reduction, defense, generator)
+        gradient = batch_gradient(client, x, y, self.reduction, task, defense, generator)
         return gradient, LocalTraining(epochs=1)
 
     def _reduction(self) -> Reduction:

@@ -14,10 +14,13 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation.base import Defense, check_batch, client_copy
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import BatchNormMode
+from leakscope.contracts.protocol import check_batch, client_copy
+from leakscope.contracts.settings import Described, setting
+from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.fedavg import FedAvg
-from leakscope.loss import client_loss
-from leakscope.observation import BatchNormMode, Knowledge
 
 Client = tuple[Tensor, Tensor]
 Progress = Callable[[int, int, float], None]
@@ -31,7 +34,7 @@ _TOLD = 5
 class TrainingRun:
     """``models[r]`` is what a client receives in round r; ``losses[r - 1]`` is the training loss of that model.
 
-    The loss is the mean cross-entropy over all examples of the clients that the server drew for the round.
+    The loss is the mean loss over all examples of the clients that the server drew for the round.
     """
 
     models: Mapping[int, nn.Module] = field(repr=False)
@@ -44,7 +47,7 @@ class TrainingRun:
 
 
 @dataclass(frozen=True, kw_only=True)
-class FederatedTraining:
+class FederatedTraining(Described):
     """In each round some clients train from the global weights; the server subtracts the weighted mean of updates.
 
     A client's update is the one that ``protocol.observe`` makes, defence included, and counts by its number of
@@ -53,20 +56,10 @@ class FederatedTraining:
     the number of the client, so a training that goes on from round r is the training in one go.
     """
 
-    rounds: int = 10
-    clients_per_round: int = 10
+    rounds: int = setting(10, "Rounds of training.", ge=1)
+    clients_per_round: int = setting(10, "Clients that the server draws each round.", ge=1)
     protocol: FedAvg = field(default_factory=FedAvg)
-
-    def __post_init__(self) -> None:
-        problems = []
-        for name in ("rounds", "clients_per_round"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
-        if not isinstance(self.protocol, FedAvg):
-            problems.append(f"protocol: expected a FedAvg, whose updates are weights, got {self.protocol!r}")
-        if problems:
-            raise ValueError("FederatedTraining:\n  - " + "\n  - ".join(problems))
+    task: Task = field(default_factory=Classification)
 
     def run(
         self,
@@ -85,7 +78,7 @@ class FederatedTraining:
         each round. The caller's model and torch's global generator stay as they are.
         """
         wanted = self.wanted_rounds(at)
-        check_clients(model, clients, seed)
+        check_clients(model, clients, seed, self.task)
         current, losses, kept = initial_copy(model), [], {}
         for number in range(1, wanted[-1] + 1):
             if number in wanted:
@@ -108,7 +101,7 @@ class FederatedTraining:
     ) -> tuple[nn.Module, float]:
         """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
-        loss = _mean_loss(model, [clients[client] for client in chosen], self.protocol.batchnorm)
+        loss = _mean_loss(model, [clients[client] for client in chosen], self.protocol.batchnorm, self.task)
         total = sum(len(clients[client][1]) for client in chosen)
         # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
         mean = {
@@ -118,7 +111,8 @@ class FederatedTraining:
             x, y = clients[client]
             try:
                 seen = self.protocol.observe(
-                    model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)
+                    *(model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)),
+                    task=self.task,
                 )
             except ValueError as error:
                 raise ValueError(f"round {number}, client {client}: {error}") from error
@@ -174,7 +168,7 @@ def initial_copy(model: nn.Module) -> nn.Module:
     return initial
 
 
-def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNormMode) -> float:
+def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNormMode, task: Task) -> float:
     """Mean loss over all examples, in the mode in which clients train."""
     probe = client_copy(model, batchnorm)
     total, count = 0.0, 0
@@ -184,19 +178,20 @@ def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNorm
             # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
             chunks = -(-len(x) // LOSS_CHUNK)
             for inputs, labels in zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True):
-                total += float(client_loss(probe(inputs.clone()), labels, "sum"))
+                total += float(task.loss(outputs_of(probe(inputs.clone())), labels, "sum"))
             count += len(x)
     return total / count
 
 
-def check_clients(model: nn.Module, clients: Sequence[Client], seed: int) -> None:
+def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: Task) -> None:
     """Raise one ValueError with what is wrong, before a round that runs hours later finds it."""
     problems = []
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         problems.append(f"seed: expected a whole number of at least 0, got {seed!r}")
     if not len(clients):
         problems.append("clients: expected at least one pair (x, y), got none")
-    outputs, kind = 0, None
+    outputs: tuple[int, ...] = ()
+    kind = None
     for number, client in enumerate(clients):
         try:
             x, y = client
@@ -204,20 +199,14 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int) -> Non
                 raise ValueError("expected a pair (x, y) of tensors with at least one example")
             if kind != (x.shape[1:], x.dtype):
                 # The model itself need only be asked once for each kind of input.
-                outputs, kind = check_batch(model, x, y, None), (x.shape[1:], x.dtype)
-            _check_values(x, y, outputs)
+                outputs, kind = check_batch(model, x, y, None, task), (x.shape[1:], x.dtype)
+            wrong = [] if bool(torch.isfinite(x).all()) else ["x: has NaN or infinite values"]
+            wrong += task.problems_of(y, len(x), outputs)
+            if wrong:
+                raise ValueError(" ".join(wrong))
         except (TypeError, ValueError) as error:
             said = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
             problems.append(f"client {number}: " + " ".join(said))
     if problems:
         more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
         raise ValueError("federated training:\n  - " + "\n  - ".join(problems[:_TOLD] + more))
-
-
-def _check_values(x: Tensor, y: Tensor, outputs: int) -> None:
-    if y.dtype != torch.int64 or y.shape != x.shape[:1]:
-        raise ValueError(f"y: expected int64 class numbers of shape ({len(x)},), got {y.dtype} {tuple(y.shape)}")
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError("x: has NaN or infinite values")
-    if int(y.min()) < 0 or int(y.max()) >= outputs:
-        raise ValueError(f"y: labels must lie in 0..{outputs - 1} for this model, got {int(y.min())}..{int(y.max())}")

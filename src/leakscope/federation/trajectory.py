@@ -13,7 +13,7 @@ class Trajectory:
     """Weights before some of the local steps and after the last one, and how long each step's gradient was.
 
     ``weights[n]`` are those before step ``kept[n]``, the first step being 0; ``after`` are those at the end, so that
-    ``weights[0] - after`` is the update before a defence of the message. ``norms`` has one length for every step: of
+    ``weights[0] - after`` is the update before a defence of the message. ``norms`` has one norm for every step: of
     the mini-batch gradient that the client stepped along, after the defence.
     """
 

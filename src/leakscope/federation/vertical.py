@@ -10,7 +10,7 @@ observation, those of later rounds follow from the gradients it has seen and the
 from __future__ import annotations
 
 import copy
-import math
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -19,22 +19,17 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from leakscope.federation.base import (
-    Defense,
-    Gradient,
-    Protocol,
-    batch_gradient,
-    batchnorm_statistics,
-    check_batch,
-    client_copy,
-    client_generator,
-    finite,
-    own_randomness,
-)
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
+from leakscope.contracts.protocol import Protocol, check_batch, client_copy, client_generator
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Classification, Task, outputs_of
+from leakscope.federation.batches import Sampling, default_rounds, draw_batches
+from leakscope.federation.client import batch_gradient, batchnorm_statistics, finite, own_randomness
 from leakscope.federation.training import TrainingRun
-from leakscope.loss import client_loss
-from leakscope.observation import Knowledge, LocalTraining, Message, Observation, UpdateKind, ValueRange
-from leakscope.vertical import Sampling, VerticalModel, default_rounds, draw_batches
+from leakscope.models.split import VerticalModel
 
 Progress = Callable[[int, int, float], None]
 
@@ -49,70 +44,38 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Vertical(Protocol):
-    """``rounds`` batches of ``batch_size`` samples of a :class:`~leakscope.vertical.VerticalModel`.
+    """``rounds`` batches of ``batch_size`` samples of a ``VerticalModel``.
 
     ``sampling``: "uniform" draws each batch anew, without replacement, as the paper has it; "epochs" shuffles the
     samples and goes through them. ``rounds=None`` is a quarter more than an adversary needs at least. After each
     round every weight moves by ``lr`` times the protected gradient; with 0 the model is static, which is the
-    adversary's best case. ``whole_rounds`` saves memory where the model is static: of later rounds only the gradients
-    of biases are kept.
+    adversary's best case. ``whole_rounds`` saves memory where the model is static.
     """
 
     kind: ClassVar[UpdateKind] = "gradient"
+    sends_rounds: ClassVar[bool] = True
+    default_knowledge: ClassVar[Knowledge] = Knowledge.vertical_server
 
-    batch_size: int = 8
-    rounds: int | None = None
-    lr: float = 0.0
-    sampling: Sampling = "uniform"
-    whole_rounds: int | None = None
+    batch_size: int = setting(8, "Samples in a batch.", ge=1)
+    rounds: int | None = setting(None, "Batches; None is a quarter more than an adversary needs at least.", ge=1)
+    lr: float = setting(0.0, "Learning rate between rounds; with 0 the model stands still.", ge=0)
+    sampling: Sampling = setting("uniform", "Batches drawn anew, or passes through shuffled samples.")
+    whole_rounds: int | None = setting(None, "Rounds kept whole; of later ones only gradients of biases.", ge=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        problems = []
-        for name in ("batch_size", "rounds", "whole_rounds"):
-            value = getattr(self, name)
-            missing = value is None and name != "batch_size"
-            if not missing and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
-        if not 0 <= self.lr < math.inf:
-            problems.append(f"lr: expected a finite number >= 0, got {self.lr}")
-        if self.sampling not in ("uniform", "epochs"):
-            problems.append(f"sampling: expected 'uniform' or 'epochs', got {self.sampling!r}")
+    def problems(self) -> list[str]:
         if self.whole_rounds is not None and self.lr:
-            problems.append("whole_rounds: expected None where lr > 0, for the weights follow from whole gradients")
-        if problems:
-            raise ValueError("Vertical:\n  - " + "\n  - ".join(problems))
+            return ["whole_rounds: expected None where lr > 0, for the weights follow from whole gradients"]
+        return []
 
-    def observe(
-        self,
-        model: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        defense: Defense | None = None,
-        knowledge: Knowledge = Knowledge.vertical_server,
-        generator: torch.Generator | None = None,
-        *,
-        value_range: ValueRange | None = None,
-        num_classes: int | None = None,
-        model_name: str | None = None,
-    ) -> Observation:
-        """What the server sees of all rounds on the samples (x, y), one message a round.
+    def findings(self) -> tuple[str, ...]:
+        return ("rounds", "cost") if self.lr > 0 else ("rounds",)
 
-        Messages carry the indices of their batch only if the knowledge has ``batch_indices``: secure shuffling
-        hides them.
-        """
-        self._check(model, x)
-        return super().observe(
-            model,
-            x,
-            y,
-            defense,
-            knowledge,
-            generator,
-            value_range=value_range,
-            num_classes=num_classes,
-            model_name=model_name,
-        )
+    def rehearsal(self) -> Vertical:
+        """The first of its rounds, of which there may be hundreds."""
+        return dataclasses.replace(self, rounds=1, whole_rounds=None)
+
+    def channel(self, defense: Defense, examples: int) -> Channel | None:
+        return super().channel(defense, self.batch_size)
 
     def train(
         self,
@@ -122,17 +85,20 @@ class Vertical(Protocol):
         defense: Defense | None = None,
         generator: torch.Generator | None = None,
         progress: Progress | None = None,
+        task: Task | None = None,
     ) -> TrainingRun:
         """The training itself, for what a defence costs: the loss of each round's batch, and the model after all.
 
         With the same generator the rounds are those that :meth:`observe` shows.
         """
-        self._check(model, x)
-        check_batch(model, x, y, None)
+        task = Classification() if task is None else task
+        self.check(model, x)
+        check_batch(model, x, y, None, task)
         client = client_copy(model, self.batchnorm)
         generator = generator if generator is not None else client_generator()
         rounds, losses = self.count_rounds(len(x)), []
-        for played in self.play(client, x, y, defense if defense is not None else Defense(), generator, losses=True):
+        guard = defense if defense is not None else Defense()
+        for played in self.play(client, x, y, task, guard, generator, losses=True):
             losses.append(float("nan") if played.loss is None else played.loss)
             if progress is not None:
                 progress(len(losses), rounds, losses[-1])
@@ -145,6 +111,7 @@ class Vertical(Protocol):
         client: nn.Module,
         x: Tensor,
         y: Tensor,
+        task: Task,
         defense: Defense,
         generator: torch.Generator,
         losses: bool = False,
@@ -159,8 +126,8 @@ class Vertical(Protocol):
                 if losses:
                     # On a copy, with numbers drawn apart: looking at the loss must not change the training.
                     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                        loss = float(client_loss(copy.deepcopy(client)(x[rows].clone()), y[rows]))
-                update, _ = self._train(client, x[rows], y[rows], defense, generator)
+                        loss = float(task.loss(outputs_of(copy.deepcopy(client)(x[rows].clone())), y[rows]))
+                update = batch_gradient(client, x[rows], y[rows], "mean", task, defense, generator)
             update = finite(defense.protect_message(update, generator))
             yield Round(indices, loss, update)
             if self.lr:
@@ -178,6 +145,7 @@ class Vertical(Protocol):
         client: nn.Module,
         x: Tensor,
         y: Tensor,
+        task: Task,
         defense: Defense,
         knowledge: Knowledge,
         generator: torch.Generator,
@@ -185,7 +153,7 @@ class Vertical(Protocol):
         trained = ((name, value) for name, value in client.named_parameters() if value.requires_grad)
         kept = {name for name, value in trained if value.dim() == 1}
         messages = []
-        for number, played in enumerate(self.play(client, x, y, defense, generator)):
+        for number, played in enumerate(self.play(client, x, y, task, defense, generator)):
             rows = played.indices.to(x.device)
             partial = bool(kept) and self.whole_rounds is not None and number >= self.whole_rounds
             messages.append(
@@ -201,12 +169,7 @@ class Vertical(Protocol):
             )
         return tuple(messages), LocalTraining(batch_size=self.batch_size, learning_rate=self.lr, optimizer="sgd")
 
-    def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, defense: Defense, generator: torch.Generator
-    ) -> tuple[Gradient, LocalTraining]:
-        return batch_gradient(client, x, y, "mean", defense, generator), LocalTraining()
-
-    def _check(self, model: nn.Module, x: Tensor) -> None:
+    def check(self, model: nn.Module, x: Tensor) -> None:
         if not isinstance(model, VerticalModel):
             raise ValueError(
                 f"Vertical: expected a VerticalModel, whose workers own the features, got {type(model).__name__}; "

@@ -10,20 +10,17 @@ from leakscope.labels.counts import (
     scale_from_absent_classes,
 )
 from leakscope.labels.gradinversion import gradinversion_labels
-from leakscope.labels.head import Head, find_head
 from leakscope.labels.idlg import idlg_label
 from leakscope.labels.llg import llg_bias_labels, llg_labels
 from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, mean_gradient_scale, recover_labels
 
 __all__ = [
     "METHODS",
-    "Head",
     "RecoveredLabels",
     "bias_label",
     "bias_present",
     "certain_counts_from_bias",
     "counts_to_labels",
-    "find_head",
     "gradinversion_labels",
     "idlg_label",
     "label_counts_from_bias",

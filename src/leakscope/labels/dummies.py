@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from leakscope.labels.head import Head, run_dummies
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import InputSpace
+from leakscope.network.layers import Head
+from leakscope.network.recorder import probe
 
 DUMMIES = 256
 
@@ -24,20 +23,15 @@ class DummyStatistics:
     feature_sum_deviation: float
 
 
-def dummy_inputs(
-    input_shape: tuple[int, ...], box: ValueRange | None, generator: torch.Generator, count: int = DUMMIES
-) -> Tensor:
-    """Standard normal inputs, clamped to the box where it is known.
+def dummy_inputs(inputs: InputSpace, generator: torch.Generator, count: int = DUMMIES) -> Tensor:
+    """Standard normal inputs, moved into the valid ones where these are known.
 
-    >>> x = dummy_inputs((1, 2, 2), ValueRange(), torch.Generator().manual_seed(0))
+    >>> from leakscope.contracts.inputs import Box, ValueRange
+    >>> x = dummy_inputs(Box((1, 2, 2), ValueRange()), torch.Generator().manual_seed(0))
     >>> tuple(x.shape), x.min().item(), x.max().item()
     ((256, 1, 2, 2), 0.0, 1.0)
     """
-    dummies = torch.randn((count, *input_shape), generator=generator, device=generator.device)
-    if box is None:
-        return dummies
-    low, high = box.bounds(dummies)
-    return torch.minimum(torch.maximum(dummies, low), high)
+    return inputs.project(torch.randn((count, *inputs.shape), generator=generator, device=generator.device))
 
 
 def cautious_mean(probabilities: Tensor) -> Tensor:
@@ -64,19 +58,10 @@ def dummy_statistics(model: nn.Module, head: Head, dummies: Tensor) -> DummyStat
     >>> dummy_statistics(net, Head("0.weight", None, "0"), torch.ones(3, 2)).feature_sum
     2.0
     """
-    twin = copy.deepcopy(model).eval()
-    like = next(twin.parameters())
-    sums: list[Tensor] = []
-
-    def remember(module: nn.Module, args: Any) -> None:
-        sums.append(args[0].detach().double().flatten(1).sum(dim=1))
-
-    handle = twin.get_submodule(head.module_name).register_forward_pre_hook(remember)
-    try:
-        logits = run_dummies(twin, dummies.to(device=like.device, dtype=like.dtype))
-    finally:
-        handle.remove()
-    probabilities = cautious_mean(logits.double().softmax(dim=1))
+    like = next(model.parameters())
+    record = probe(model, dummies.to(device=like.device, dtype=like.dtype), lambda name, _: name == head.module_name)
+    sums = record.of(head.module_name)[-1].inputs.double().flatten(1).sum(dim=1)
+    probabilities = cautious_mean(record.outputs.double().softmax(dim=1))
     if not bool(torch.isfinite(probabilities).all()):
         raise ValueError("the model gives non-finite outputs for dummy inputs, so labels cannot be counted")
-    return DummyStatistics(probabilities, float(sums[-1].mean()), float(sums[-1].std(correction=0)))
+    return DummyStatistics(probabilities, float(sums.mean()), float(sums.std(correction=0)))

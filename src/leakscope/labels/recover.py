@@ -15,12 +15,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.observation import Observation
 from leakscope.labels.bias_sign import bias_label, bias_present
 from leakscope.labels.counts import (
     counts_to_labels,
@@ -30,14 +33,10 @@ from leakscope.labels.counts import (
 )
 from leakscope.labels.dummies import DummyStatistics, dummy_inputs, dummy_statistics
 from leakscope.labels.gradinversion import gradinversion_labels
-from leakscope.labels.head import Head, find_head
 from leakscope.labels.idlg import idlg_label
 from leakscope.labels.llg import llg_bias_labels, llg_labels
-from leakscope.observation import Observation
+from leakscope.network.layers import Head, find_head
 
-METHODS = ("auto", "idlg", "bias", "bias_counts", "weight_counts", "gradinversion", "llg", "llg_bias")
-_NEED_BIAS = ("bias", "bias_counts", "llg_bias")
-_NEED_SCALE = ("bias_counts", "weight_counts")
 Moment = Literal["average", "start", "end"]
 
 
@@ -80,45 +79,23 @@ def recover_labels(
     if moment not in ("average", "start", "end"):
         raise ValueError(f"moment: expected 'average', 'start' or 'end', got {moment!r}")
     if observation.labels is not None:
-        return RecoveredLabels(observation.labels.long(), "known", True)
+        return RecoveredLabels(observation.labels, "known", True)
     if observation.label_counts is not None:
         return RecoveredLabels(counts_to_labels(observation.label_counts.long()), "known counts", True)
-    total = observation.num_examples
-    if total is None:
-        raise ValueError(
-            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
-            "listed; set num_examples in the observation and in its knowledge."
-        )
-    head = find_head(observation.model, observation.input_shape, observation.num_classes)
-    update = observation.message.update
-    if head.weight_name not in update:
-        raise ValueError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
-    if head.bias_name not in update:
-        head = dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
+    total = _readable_total(observation)
+    head = _seen_head(observation)
     if observation.num_classes == 1:
         return _binary_label(observation, head)
-    scale, notes = mean_gradient_scale(observation)
-    statistics = None
-    # Momentum still adds gradients, with other weights; Adam does not. An unknown optimiser is taken for one that does.
-    added = observation.message.kind == "weight_delta" and observation.training.optimizer in (None, "sgd")
-    read_scale = scale is None and added and head.bias_name is not None
-    if method in _NEED_SCALE or (method == "auto" and total > 1 and (scale is not None or read_scale)):
-        statistics = _statistics(observation, head, generator, moment)
-    if statistics is not None and read_scale and head.bias_name is not None:
-        scale = scale_from_absent_classes(update[head.bias_name], statistics.probabilities)
-        if scale is None:
-            statistics = None
-        else:
-            notes = (*notes, "the scale was read off the classes that seem absent")
-    if method == "auto":
-        method = _choose(total, head, statistics)
-    if method in _NEED_BIAS and head.bias_name is None:
-        raise ValueError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
-    if method in ("idlg", "bias") and total != 1:
-        raise ValueError(f"method {method!r} reads the label of one example, got num_examples={total}")
-    if method in _NEED_SCALE and scale is None:
-        raise ValueError(f"method {method!r} needs the update's scale: {notes[0]}")
-    return _apply(observation, head, method, total, scale, statistics, notes)
+    evidence = _gather(observation, head, total, method, generator, moment)
+    method = _choose(evidence) if method == "auto" else method
+    rule = RULES[method]
+    _check_rule(method, rule, evidence, head)
+    labels, exact, notes = rule.read(evidence)
+    notes = (*evidence.notes, *notes)
+    silent = not bool((evidence.weight != 0).any() | (evidence.bias_or_zero != 0).any())
+    if silent:
+        notes += ("the head's update is zero throughout: these labels are a guess",)
+    return RecoveredLabels(labels, method, exact, notes)
 
 
 def local_steps(num_examples: int, epochs: int, batch_size: int) -> int:
@@ -130,6 +107,150 @@ def local_steps(num_examples: int, epochs: int, batch_size: int) -> int:
     return epochs * math.ceil(num_examples / batch_size)
 
 
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What the rules read: the head's update, how many examples are behind it, and what makes it a mean gradient."""
+
+    weight: Tensor
+    bias: Tensor | None
+    total: int
+    scale: float | None
+    statistics: DummyStatistics | None
+    notes: tuple[str, ...]
+
+    @property
+    def bias_or_zero(self) -> Tensor:
+        return self.weight.new_zeros(len(self.weight)) if self.bias is None else self.bias
+
+    def scaled(self) -> tuple[float, DummyStatistics]:
+        assert self.scale is not None
+        assert self.statistics is not None
+        return self.scale, self.statistics
+
+
+#: Labels, whether they are proved, and notes.
+Reading = tuple[Tensor, bool, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How a method reads the evidence, and what it needs."""
+
+    read: Callable[[Evidence], Reading]
+    bias: bool = False
+    scale: bool = False
+    single: bool = False
+
+
+def _by_bias_sign(evidence: Evidence) -> Reading:
+    bias = evidence.bias_or_zero
+    negative = len(bias_present(bias))
+    notes: tuple[str, ...] = ()
+    if negative != 1:
+        notes = (
+            f"{negative} bias entries are negative where one example makes exactly one: the update was "
+            "altered, or is no gradient of one example",
+        )
+    return torch.tensor([bias_label(bias)], device=bias.device), negative == 1, notes
+
+
+def _by_bias_counts(evidence: Evidence) -> Reading:
+    scale, statistics = evidence.scaled()
+    counts = label_counts_from_bias(evidence.bias_or_zero / scale, evidence.total, statistics.probabilities)
+    return counts_to_labels(counts), False, ()
+
+
+def _by_weight_counts(evidence: Evidence) -> Reading:
+    scale, found = evidence.scaled()
+    rows = evidence.weight / scale
+    counts = label_counts_from_weight(rows, evidence.total, found.probabilities, found.feature_sum)
+    return counts_to_labels(counts), False, ()
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "idlg": Rule(lambda e: (torch.tensor([idlg_label(e.weight)], device=e.weight.device), False, ()), single=True),
+        "bias": Rule(_by_bias_sign, bias=True, single=True),
+        "bias_counts": Rule(_by_bias_counts, bias=True, scale=True),
+        "weight_counts": Rule(_by_weight_counts, scale=True),
+        "gradinversion": Rule(lambda e: (gradinversion_labels(e.weight, e.total), False, ())),
+        "llg": Rule(lambda e: (llg_labels(e.weight, e.total), False, ())),
+        "llg_bias": Rule(lambda e: (llg_bias_labels(e.bias_or_zero, e.total), False, ()), bias=True),
+    }
+)
+METHODS = ("auto", *RULES)
+
+
+def _readable_total(observation: Observation) -> int:
+    if not observation.task.has_classes:
+        raise ValueError(f"the rules read class numbers, and the client's task is {observation.task!r}")
+    if observation.num_examples is None:
+        raise ValueError(
+            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
+            "listed; set num_examples in the observation and in its knowledge."
+        )
+    return observation.num_examples
+
+
+def _seen_head(observation: Observation) -> Head:
+    """The head with those of its parameters that the update holds."""
+    head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    if head.weight_name not in observation.message.update:
+        raise ValueError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+    if head.bias_name not in observation.message.update:
+        return dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
+    return head
+
+
+def _gather(
+    observation: Observation,
+    head: Head,
+    total: int,
+    method: str,
+    generator: torch.Generator | None,
+    moment: Moment,
+) -> Evidence:
+    """The evidence; statistics of dummy inputs only where the method, or the choice of one, wants them."""
+    update = observation.message.update
+    bias = None if head.bias_name is None else update[head.bias_name]
+    scale, notes = mean_gradient_scale(observation)
+    # Momentum still adds gradients, with other weights; Adam does not. An unknown optimiser is taken for one that does.
+    added = observation.message.kind == "weight_delta" and observation.training.optimizer in (None, "sgd")
+    read_scale = scale is None and added and bias is not None
+    wanted = method == "auto" and total > 1 and (scale is not None or read_scale)
+    statistics = None
+    if wanted or (method != "auto" and RULES[method].scale):
+        statistics = _statistics(observation, head, generator, moment)
+    if statistics is not None and read_scale and bias is not None:
+        scale = scale_from_absent_classes(bias, statistics.probabilities)
+        if scale is None:
+            statistics = None
+        else:
+            notes = (*notes, "the scale was read off the classes that seem absent")
+    return Evidence(update[head.weight_name], bias, total, scale, statistics, notes)
+
+
+def _choose(evidence: Evidence) -> str:
+    """The method of "auto"."""
+    statistics = evidence.statistics
+    if evidence.total == 1:
+        return "bias" if evidence.bias is not None else "idlg"
+    if evidence.bias is not None:
+        return "bias_counts" if statistics is not None else "llg_bias"
+    # Counting from row sums divides by the mean feature sum: only where this is of one sign for every input.
+    steady = statistics is not None and statistics.feature_sum > 2 * statistics.feature_sum_deviation
+    return "weight_counts" if steady else "llg"
+
+
+def _check_rule(method: str, rule: Rule, evidence: Evidence, head: Head) -> None:
+    if rule.bias and evidence.bias is None:
+        raise ValueError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
+    if rule.single and evidence.total != 1:
+        raise ValueError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
+    if rule.scale and evidence.scale is None:
+        raise ValueError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
+
+
 def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:
     """One output: its bias gradient is sigmoid(z) - y, so the sign tells the label of one example."""
     if head.bias_name is None or observation.num_examples != 1:
@@ -138,59 +259,6 @@ def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:
     exact = bool((gradient != 0).all())
     notes = () if exact else ("the head's bias update is zero: this label is a guess",)
     return RecoveredLabels((gradient < 0).long(), "bias", exact, notes)
-
-
-def _choose(total: int, head: Head, statistics: DummyStatistics | None) -> str:
-    if total == 1:
-        return "bias" if head.bias_name is not None else "idlg"
-    if head.bias_name is not None:
-        return "bias_counts" if statistics is not None else "llg_bias"
-    # Counting from row sums divides by the mean feature sum: only where this is of one sign for every input.
-    steady = statistics is not None and statistics.feature_sum > 2 * statistics.feature_sum_deviation
-    return "weight_counts" if steady else "llg"
-
-
-def _apply(
-    observation: Observation,
-    head: Head,
-    method: str,
-    total: int,
-    scale: float | None,
-    statistics: DummyStatistics | None,
-    notes: tuple[str, ...],
-) -> RecoveredLabels:
-    update = observation.message.update
-    weight = update[head.weight_name]
-    bias = update[head.bias_name] if head.bias_name is not None else weight.new_zeros(len(weight))
-    exact = False
-    if method == "idlg":
-        labels = torch.tensor([idlg_label(weight)], device=weight.device)
-    elif method == "bias":
-        labels = torch.tensor([bias_label(bias)], device=bias.device)
-        negative = len(bias_present(bias))
-        exact = negative == 1
-        if not exact:
-            notes += (
-                f"{negative} bias entries are negative where one example makes exactly one: the update was "
-                "altered, or is no gradient of one example",
-            )
-    elif method == "gradinversion":
-        labels = gradinversion_labels(weight, total)
-    elif method == "llg":
-        labels = llg_labels(weight, total)
-    elif method == "llg_bias":
-        labels = llg_bias_labels(bias, total)
-    elif scale is None or statistics is None:
-        raise ValueError(f"method {method!r} needs the update's scale")
-    elif method == "bias_counts":
-        counts = label_counts_from_bias(bias / scale, total, statistics.probabilities)
-        labels = counts_to_labels(counts)
-    else:
-        counts = label_counts_from_weight(weight / scale, total, statistics.probabilities, statistics.feature_sum)
-        labels = counts_to_labels(counts)
-    if not bool((weight != 0).any() | (bias != 0).any()):
-        notes += ("the head's update is zero throughout: these labels are a guess",)
-    return RecoveredLabels(labels, method, exact, notes)
 
 
 def mean_gradient_scale(observation: Observation) -> tuple[float | None, tuple[str, ...]]:
@@ -213,7 +281,7 @@ def _statistics(
 ) -> DummyStatistics:
     """Statistics of the model at the client's gradient; for local training the mean over its steps."""
     source = torch.Generator().manual_seed(0) if generator is None else generator
-    dummies = dummy_inputs(observation.input_shape, observation.value_range, source)
+    dummies = dummy_inputs(observation.inputs, source)
     start = dummy_statistics(observation.model, head, dummies)
     facts = observation.training
     if observation.message.kind == "gradient" or moment == "start":

@@ -2,8 +2,11 @@
 too, the least error behind noise, when the update of many local steps is as good as one gradient, and what batches that
 are announced by index give away of a vertical model."""
 
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.reconstruction import Diagnosis
+from leakscope.equations.decomposition import JacobianRank, rank_of
+from leakscope.equations.index_matrix import Identifiability, identify
 from leakscope.limits.bounds import Order, order_bounds
-from leakscope.limits.channel import Channel
 from leakscope.limits.counting import (
     Filters,
     HiddenUnits,
@@ -16,14 +19,12 @@ from leakscope.limits.counting import (
     output_side,
     single_example,
 )
-from leakscope.limits.cramer_rao import Floor, affordable_steps, cramer_rao
-from leakscope.limits.diagnosis import Diagnosis, diagnose
+from leakscope.limits.cramer_rao import Floor, cramer_rao
+from leakscope.limits.diagnosis import diagnose
 from leakscope.limits.index_alignment import (
-    Identifiability,
     RoundsNeeded,
     determined_inputs,
     distinct_columns,
-    identify,
     inputs_given_signals,
     rounds_needed,
     separable,
@@ -36,13 +37,14 @@ from leakscope.limits.index_bounds import (
     theorem1,
     theorem2,
 )
-from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, JacobianRank, gradient_map_at, jacobian_rank, rank_of
+from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, gradient_map_at, jacobian_rank
 from leakscope.limits.propositions import Proposition
 from leakscope.limits.report import Limits, limits
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
-from leakscope.limits.smoothness import kinks
 from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_bound, leading_shares, parallel_beta
 from leakscope.limits.vertical import VerticalLimits, WorkerLimits, layer_signals, vertical_limits
+from leakscope.matching.gradient_map import affordable_steps
+from leakscope.network.kinks import kinks
 
 __all__ = [
     "MAX_ENTRIES",

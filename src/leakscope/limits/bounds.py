@@ -19,7 +19,7 @@ from dataclasses import dataclass
 #: What the table takes for granted.
 CONDITIONS = (
     "one hidden layer with random Gaussian weights that the adversary knows",
-    "every example has length 1",
+    "every example has norm 1",
     "the examples are linearly independent, with smallest singular value pi > 0",
     "B is at most of the order d^(1/4)",
     "m is at least of the order B^2 d / pi^2, up to constants of the activation",

@@ -1,7 +1,7 @@
 """Equations against unknowns: the three propositions of "What Can We Learn from Gradients?" as calculators.
 
 Jia Qian, Lars Kai Hansen, 2021. A gradient is a set of equations in the inputs. Propositions 2 and 3 count the hidden
-features, the back-signals and the labels as free unknowns although the net ties them to the inputs, so an unmet
+features, the output gradients and the labels as free unknowns although the net ties them to the inputs, so an unmet
 condition does not exclude a recovery and a met one does not prove it: the rank in :mod:`leakscope.limits.jacobian`
 decides.
 

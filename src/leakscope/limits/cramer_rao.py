@@ -9,9 +9,10 @@ Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
 lacks the division by the batch size), where it is loosened to the right-hand side. Here the trace itself is computed:
 exactly, or for large problems by Hutchinson's estimator and conjugate gradients on products with F alone.
 
-Clipping by C has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere. Pruned and
-dropped entries are columns that are gone. The adversary is taken to know the labels and which entries were set to zero:
-one that does not can only do worse, so the floor holds for it too.
+Noise may differ from tensor to tensor: everything is then in its units. Each example's gradient may be clipped, as in
+DP-SGD. Clipping by C has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere.
+Pruned and dropped entries are columns that are gone. The adversary is taken to know the labels and which entries were
+set to zero: one that does not can only do worse, so the floor holds for it too.
 
 What it does not say: it speaks of unbiased estimates near the true inputs. A prior on natural pictures is a bias, and
 with one an attack may go below the floor. The order of the examples in a batch is taken for known. Where F is singular
@@ -20,25 +21,26 @@ the floor is infinite: in some direction the inputs can change without a trace.
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from leakscope.limits.channel import Channel
-from leakscope.limits.jacobian import MAX_SINGULAR_VALUES, Decomposition, decompose, make_jacobian, too_large
+from leakscope.contracts.channel import Channel
+from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
+from leakscope.limits.jacobian import make_jacobian, too_large
 from leakscope.limits.trace import inverse_trace, signs
-from leakscope.matching.gradient_map import GradientMap, Linearisation, Progress
+from leakscope.matching.gradient_map import MAX_PRODUCTS, GradientMap, Linearisation, Progress
 
 Method = Literal["auto", "exact", "estimate"]
 
 #: Defaults of the estimate: how many random directions, and how many steps of conjugate gradients for each.
 PROBES = 8
-STEPS = 300
-#: Entries times examples that a probe may go through in a minute or two of one processor, all probes together.
-_WORK = 3e7
+STEPS = MAX_PRODUCTS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,8 +52,10 @@ class Floor:
     exact. ``converged`` is the share of probes whose iteration had settled; the others stand too low, so that ``rmse``
     is a floor all the same. ``loosened`` is the cheap bound sqrt(n / trace(F)), never above ``rmse``.
     ``visible_rmse`` is the error along a direction that leaves a trace, in the root mean square. ``smallest`` and
-    ``condition`` are of the Jacobian of what is seen, without the noise. ``surviving`` is the share of its squared
-    length that pruning and dropout leave (1 - p_hat), ``clip_factor`` what clipping multiplied the gradient with.
+    ``condition`` are of the Jacobian of what is seen; ``sigma`` is the noise on an entry, 1 where it differs between
+    tensors and everything is in its units. ``surviving`` is the share of the Jacobian's squared norm that pruning and
+    dropout leave (1 - p_hat), ``clip_factor`` what clipping multiplied the gradient with; 1 where each of several
+    examples was clipped by itself.
     """
 
     rmse: float
@@ -83,39 +87,56 @@ class Floor:
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """A gradient on its way through a channel, at one point: everything but the Jacobian itself."""
+    """A gradient on its way through a channel, at one point: everything but the Jacobian itself.
+
+    Everything is in units of the noise on each tensor. Where the gradient is clipped, a change of it along itself is
+    lost: ``along`` reads that part of a change, ``lost`` is what it is taken off.
+    """
 
     local: Linearisation
+    sigma: float
+    norm: float
     factor: float
-    unit: Tensor | None
+    along: Tensor | None
+    lost: Tensor | None
     kept: Tensor | None
 
     @classmethod
-    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, seed: int) -> _Seen:
+    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, sigma: float, seed: int) -> _Seen:
         local = mapping.linearise(flat)
-        norm = float(local.value.norm())
+        raw = dataclasses.replace(mapping, scales=None).update(flat)
+        joined = torch.cat([value.flatten() for value in raw.values()])
+        norm = float(joined.norm())
         factor = channel.clip_factor(norm)
-        sizes = [value.numel() for value in mapping.victim.known.weights.values()]
-        kept = channel.kept(local.value.split(sizes), torch.Generator().manual_seed(seed))
-        return cls(local, factor, local.value / norm if factor < 1 else None, kept)
+        kept = channel.kept(list(raw.values()), torch.Generator().manual_seed(seed))
+        if factor == 1:
+            return cls(local, sigma, norm, factor, None, None, kept)
+        units = [torch.full_like(value, (mapping.scales or {}).get(name, 1.0)) for name, value in raw.items()]
+        scale = torch.cat([unit.flatten() for unit in units])
+        return cls(local, sigma, norm, factor, scale * joined / norm, joined / norm / scale, kept)
+
+    @property
+    def projects(self) -> bool:
+        """Whether clipping is an orthogonal projection here: where all noise is alike."""
+        return self.along is not None and self.lost is not None and torch.equal(self.along, self.lost)
 
     def forward(self, direction: Tensor) -> Tensor:
         """How what is seen changes, entries that are set to zero being still there."""
         change = self.local.forward(direction)
-        if self.unit is not None:
-            change = change - self.unit * (self.unit @ change)
+        if self.along is not None and self.lost is not None:
+            change = change - self.lost * (self.along @ change)
         return self.factor * change
 
     def backward(self, weights: Tensor) -> Tensor:
         """The transpose of ``forward``."""
-        if self.unit is not None:
-            weights = weights - self.unit * (self.unit @ weights)
+        if self.along is not None and self.lost is not None:
+            weights = weights - self.along * (self.lost @ weights)
         return self.factor * self.local.backward(weights)
 
     def columns(self, matrix: Tensor) -> tuple[Tensor, float]:
         """The Jacobian of what is seen from that of the gradient, one column an entry; and the share that survives."""
-        if self.unit is not None:
-            matrix.addr_(matrix @ self.unit, self.unit, alpha=-1)
+        if self.along is not None and self.lost is not None:
+            matrix.addr_(matrix @ self.along, self.lost, alpha=-1)
         matrix.mul_(self.factor)
         if self.kept is None:
             return matrix, 1.0
@@ -149,52 +170,67 @@ def cramer_rao(
     2.0
     """
     _check(mapping, flat, method, probes, steps)
-    seen = _Seen.at(mapping, flat, channel, seed)
+    if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clips_examples):
+        decomposition = None  # of another matrix
+    mapping, channel = _clipped(mapping, channel)
+    mapping, sigma = _in_units_of_noise(mapping, channel)
+    seen = _Seen.at(mapping, flat, channel, sigma, seed)
     if not bool(torch.isfinite(seen.local.value).all()):
         raise ValueError("flat: the gradient at this input has NaN or infinite entries; check model and input")
     exact: tuple[Decomposition, float] | str = "an estimate was asked for"
     if method != "estimate":
         exact = _decomposed(mapping, flat, seen, decomposition, progress)
     if not isinstance(exact, str):
-        return _exact(mapping, channel, seen, *exact)
+        return _exact(mapping, seen, *exact)
     if method == "exact":
         raise ValueError(f"cramer_rao: not possible exactly: {exact}. Use method='estimate'.")
-    return _estimate(mapping, channel, seen, probes, steps, seed, progress)
+    return _estimate(mapping, seen, probes, steps, seed, progress)
 
 
-def affordable_steps(mapping: GradientMap) -> int:
-    """Steps a probe for which an estimate takes a minute or two; by size and not by the clock, so that it repeats.
+def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Channel]:
+    """Where each of several examples is clipped, the map itself does it, and the channel no longer."""
+    if not channel.clips_examples:
+        return mapping, channel
+    alone = dataclasses.replace(channel, clip_per="batch")
+    if len(mapping.targets) == 1:
+        return mapping, alone
+    inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per="example"))
+    return dataclasses.replace(mapping, victim=inner), dataclasses.replace(alone, clip=None)
 
-    Two at least: even those give more than the loosened bound.
-    """
-    return int(min(STEPS, max(2, _WORK / (mapping.entries * mapping.shape[0]))))
+
+def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, float]:
+    """The map in units in which all noise is alike, and its level there."""
+    levels = {name: channel.level(name) for name in mapping.names}
+    if len(set(levels.values())) == 1 or not all(levels.values()):
+        return mapping, max(levels.values())
+    return dataclasses.replace(mapping, scales=levels), 1.0
 
 
 def _decomposed(
     mapping: GradientMap, flat: Tensor, seen: _Seen, known: Decomposition | None, progress: Progress | None
 ) -> tuple[Decomposition, float] | str:
     """The singular values of the Jacobian of what is seen, and the share that survives; or why there are none."""
-    if seen.unit is None and seen.kept is None and known is not None and known.vectors is not None:
+    if seen.along is None and seen.kept is None and known is not None and known.vectors is not None:
         return known, 1.0
     # Masks need the entries themselves. A clipped gradient needs them for all digits, its Gram matrix does not.
-    small = mapping.unknowns <= MAX_SINGULAR_VALUES
-    if seen.kept is not None or (seen.unit is not None and small):
+    small = mapping.unknowns <= MAX_SINGULAR_VALUES or not seen.projects
+    if seen.kept is not None or (seen.along is not None and small):
         reason = too_large(mapping.unknowns, mapping.entries)
         if reason is None:
             matrix = mapping.jacobian(flat, exact=True, progress=progress)
             matrix, surviving = seen.columns(matrix)
             return decompose(matrix, vectors=True), surviving
-        if seen.kept is not None:
+        if seen.kept is not None or not seen.projects:
             return reason
     made = make_jacobian(mapping, flat, progress=progress)
     if isinstance(made, str):
         return made
-    removed = None if seen.unit is None else seen.factor * seen.local.backward(seen.unit)
+    removed = None if seen.along is None else seen.factor * seen.local.backward(seen.along)
     return decompose(made.mul_(seen.factor), removed=removed, vectors=True), 1.0
 
 
-def _exact(mapping: GradientMap, channel: Channel, seen: _Seen, found: Decomposition, surviving: float) -> Floor:
-    unknowns, rank, sigma = mapping.unknowns, found.rank, channel.sigma
+def _exact(mapping: GradientMap, seen: _Seen, found: Decomposition, surviving: float) -> Floor:
+    unknowns, rank, sigma = mapping.unknowns, found.rank, seen.sigma
     assert found.vectors is not None
     # Zero for directions without a trace: they are counted by the rank, not added up.
     variances = torch.where(found.values > found.tolerance, (sigma / found.values).square(), 0.0)
@@ -211,7 +247,7 @@ def _exact(mapping: GradientMap, channel: Channel, seen: _Seen, found: Decomposi
     return Floor(
         rmse=rmse,
         method="exact",
-        **_common(mapping, channel, seen, float(found.values.square().sum()), surviving),
+        **_common(mapping, seen, float(found.values.square().sum()), surviving),
         visible_rmse=visible,
         example_rmse=tuple(examples.tolist()),
         rank=rank,
@@ -222,9 +258,9 @@ def _exact(mapping: GradientMap, channel: Channel, seen: _Seen, found: Decomposi
 
 
 def _estimate(
-    mapping: GradientMap, channel: Channel, seen: _Seen, probes: int, steps: int, seed: int, progress: Progress | None
+    mapping: GradientMap, seen: _Seen, probes: int, steps: int, seed: int, progress: Progress | None
 ) -> Floor:
-    unknowns, sigma = mapping.unknowns, channel.sigma
+    unknowns, sigma = mapping.unknowns, seen.sigma
     mask = None if seen.kept is None else seen.kept.to(seen.local.value)
 
     def product(direction: Tensor) -> Tensor:
@@ -239,7 +275,7 @@ def _estimate(
     if mask is not None:
         # The same directions, so that what is left is never more than there was.
         whole = sum(float(seen.forward(direction).square().sum()) for direction in directions) / probes
-    facts = _common(mapping, channel, seen, found.trace, found.trace / whole if whole else 1.0)
+    facts = _common(mapping, seen, found.trace, found.trace / whole if whole else 1.0)
     if left < unknowns or math.isinf(found.inverse):
         few = f"{left} entries are seen, which cannot show {unknowns} unknowns"
         why = few if left < unknowns else "a direction was found in which the inputs leave no trace"
@@ -269,15 +305,15 @@ def _estimate(
     )
 
 
-def _common(mapping: GradientMap, channel: Channel, seen: _Seen, trace: float, surviving: float) -> dict[str, Any]:
+def _common(mapping: GradientMap, seen: _Seen, trace: float, surviving: float) -> dict[str, Any]:
     """Fields that both ways share; ``trace`` is that of J J'."""
     return {
         "unknowns": mapping.unknowns,
-        "sigma": channel.sigma,
-        "gradient_norm": float(seen.local.value.norm()),
+        "sigma": seen.sigma,
+        "gradient_norm": seen.norm,
         "clip_factor": seen.factor,
         "surviving": surviving,
-        "loosened": channel.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf,
+        "loosened": seen.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf,
     }
 
 

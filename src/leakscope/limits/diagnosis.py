@@ -13,21 +13,16 @@ right to a factor of two or so.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.func import vjp
 
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
 from leakscope.matching import GradientMap
 from leakscope.matching.least_squares import SKETCH
-from leakscope.observation import Observation
 
-Outcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
-
-#: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
-RECOVERED = 10 ** (-30 / 20)
 #: A result that leaves more of the update than this says nothing of the place where the inputs lie.
 EXPLAINED = 0.1
 #: Unknowns up to which the Jacobian is made without being asked for: seconds.
@@ -40,25 +35,18 @@ MAX_WORK = 2**32
 EXACT_ENTRIES = 2**25
 
 
-@dataclass(frozen=True, kw_only=True)
-class Diagnosis:
-    """The outcome and the numbers behind it; None where a number was not computed.
-
-    ``residual`` is the length of what the result leaves unexplained, relative to the update. ``hidden`` counts the
-    directions that rounding of the update hides. ``expected_rmse`` is the error of the inputs to be expected.
-    """
-
-    outcome: Outcome
-    reason: str
-    unknowns: int
-    residual: float | None = None
-    hidden: int | None = None
-    condition: float | None = None
-    expected_rmse: float | None = None
-
-
-def diagnose(observation: Observation, inputs: Tensor, labels: Tensor | None, *, thorough: bool = False) -> Diagnosis:
-    """What became of an attack that returned ``inputs`` with ``labels``; ``thorough`` allows minutes."""
+def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool = False) -> Diagnosis:
+    """Why a result is what it is: the attack's own word, or what the Jacobian says; ``thorough`` allows minutes."""
+    if result.diagnosis is not None:
+        return result.diagnosis
+    inputs, labels = result.inputs, result.labels
+    unclear = None
+    if observation.has_rounds:
+        unclear = "the calculation is for one update of all examples, and there are rounds on some of them"
+    elif "mixture" in result.flags:
+        unclear = "a mixture of examples is no candidate for any of them"
+    if unclear is not None:
+        return Diagnosis(outcome="undecided", reason=unclear, unknowns=inputs.numel())
     unknowns = inputs.numel()
     why = _cannot(observation, inputs, labels, thorough)
     if why:
@@ -91,12 +79,12 @@ def diagnose(observation: Observation, inputs: Tensor, labels: Tensor | None, *,
         reason = f"the model cannot be differentiated twice in forward mode: {str(error).strip().splitlines()[0]}"
         return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
     # Without a known range that of the result has to do.
-    span = 1.0 if wide.value_range is not None else float(flat.max() - flat.min()) or 1.0
+    span = 1.0 if wide.inputs.bounded else float(flat.max() - flat.min()) or 1.0
     return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision)
 
 
 def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float) -> Diagnosis:
-    """The diagnosis from the Jacobian (one row an unknown), what is left of the update, J' times it, and its length.
+    """The diagnosis from the Jacobian (one row an unknown), the rest of the update, J' times it, and the update's norm.
 
     >>> J, rest = torch.eye(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> explain(J, rest, J @ rest, size=1.0, precision=1e-7).outcome
@@ -135,7 +123,7 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     told = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"
     if missed > RECOVERED:
         reason = f"the update determines the inputs, but its nearest explanation lies further on: {told}"
-        outcome: Outcome = "optimiser failed"
+        outcome: DiagnosisOutcome = "optimiser failed"
     elif residual > EXPLAINED:
         reason, outcome = unclear, "undecided"
     elif noise > RECOVERED:
@@ -159,6 +147,6 @@ def _cannot(observation: Observation, inputs: Tensor, labels: Tensor | None, tho
     if labels is None:
         return "the attack gives no labels, which the Jacobian needs"
     if inputs.numel() > limit or inputs.numel() * entries > work:
-        more = "too many" if thorough else "diagnose=True allows more"
+        more = "too many" if thorough else "thorough=True allows more"
         return f"the Jacobian of {inputs.numel()} unknowns and {entries} entries was not computed; {more}"
     return None

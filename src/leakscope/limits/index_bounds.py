@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.limits.index_alignment import check_rows, check_sizes, seen_rows, smallest_value, squared_lengths
+from leakscope.equations.index_matrix import check_rows, check_sizes, seen_rows, smallest_value, squared_lengths
 
 
 def index_spectrum(samples: int, batch: int) -> tuple[tuple[float, int], ...]:
@@ -68,7 +68,7 @@ class Theorem:
     """A condition for a step of the attack to have one solution, as printed and as it is.
 
     ``modulus`` of strong convexity, of the expected squared loss without a factor 1/2; 0 where it is none. None where
-    the back-signals would have to be known.
+    the output gradients would have to be known.
     """
 
     number: int
@@ -79,7 +79,7 @@ class Theorem:
 
 
 def theorem1(samples: int, batch: int) -> Theorem:
-    """Step I has one solution for the back-signals if and only if K < N (or there is one sample only).
+    """Step I has one solution for the output gradients if and only if K < N (or there is one sample only).
 
     >>> theorem1(5, 2).modulus, theorem1(5, 5).corrected
     (0.6, False)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from leakscope.limits.counting import Filters, HiddenUnits, SingleExample, filters, hidden_units, single_example
-from leakscope.limits.structure import Structure
+from leakscope.network.layers import Structure
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,10 @@ def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Pr
 
 def linear_first(found: Structure) -> nn.Linear | str:
     """The first layer where it is linear, reads the input itself and is in the update; else why it is not so."""
-    first = found.first
-    if not isinstance(first.module, nn.Linear):
-        return f"the first layer {first.name!r} is {first.kind}, not Linear"
-    if not first.reads_input:
-        return f"the first linear layer {first.name!r} does not read the input itself"
+    first = found.linear_first
+    if isinstance(first, str):
+        return first
+    assert isinstance(first.module, nn.Linear)
     if not first.module.weight.requires_grad:
         return f"the first layer {first.name!r} is frozen, so the update has no gradient of it"
     return first.module

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
-from leakscope.limits.activations import Unsupported
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.inputs import ValueRange
+from leakscope.equations.decomposition import Decomposition, JacobianRank
 from leakscope.limits.bounds import Order, order_bounds
-from leakscope.limits.channel import Channel
-from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, affordable_steps, cramer_rao
-from leakscope.limits.jacobian import QUICK_UNKNOWNS, Decomposition, JacobianRank, decompose_at, gradient_map_at
+from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, cramer_rao
+from leakscope.limits.jacobian import QUICK_UNKNOWNS, decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
-from leakscope.limits.structure import Structure, structure
-from leakscope.limits.tables import Table, tables
-from leakscope.matching.gradient_map import GradientMap, Progress
-from leakscope.observation import ValueRange
+from leakscope.matching.gradient_map import GradientMap, Progress, affordable_steps
+from leakscope.network.activations import Unsupported
+from leakscope.network.layers import Structure, structure
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Facts and conditions; :meth:`rows` is the table of them, :attr:`conclusion` the one sentence.
+    """Facts and conditions; :attr:`conclusion` is the one sentence, ``leakscope.report.limits_tables`` prints them.
 
     ``identifiable``: whether a batch is locally determined by its gradient, labels being known; None where only the
     counts are available and they do not exclude it. ``closed_form``: the first linear layer gives one example exactly.
@@ -92,10 +92,6 @@ class Limits:
         """c(M) of the layers; None where the model is no chain of layers that can be solved one by one."""
         return security_metric(self.layers) if self.layers else None
 
-    def tables(self) -> tuple[Table, ...]:
-        """Everything as small tables to print."""
-        return tables(self)
-
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it; an infinite number becomes None."""
         facts = dataclasses.asdict(self)
@@ -148,6 +144,8 @@ def limits(
     """
     shape = _checked(model, input_shape, batch, num_classes)
     found = structure(model, shape)
+    if len(found.output_shape) != 1:
+        raise ValueError(f"model: expected one row of logits for each example, got outputs {found.output_shape}")
     if num_classes is not None and num_classes != found.outputs:
         raise ValueError(
             f"num_classes: the model has {found.outputs} outputs, got {num_classes}. Pass that number or leave it out."
@@ -252,7 +250,7 @@ def _orders(
     facts: dict[str, float | None] = {}
     if channel is not None:
         # The noise of the channel is all the noise that there is. A defence that is not in it is left open.
-        noise = channel.sigma or None
+        noise = None if isinstance(channel.noise, Mapping) else channel.noise or None
         facts = {"sigma": noise, "noise": noise, "clip": channel.clip, "dropout": channel.dropout or None}
         if not isinstance(floor, str):
             facts["gradient_norm"] = floor.gradient_norm
@@ -269,7 +267,7 @@ def _first_linear_sentence(batch: int, units: int, bias: bool) -> str:
     if batch == 1 and bias:
         return "one example is recovered exactly in closed form, if any unit's bias gradient is not zero"
     if batch == 1:
-        return "one example is recovered up to its length; the layer has no bias"
+        return "one example is recovered up to its norm; the layer has no bias"
     if batch <= units:
         return f"the span of the batch is readable, as long as the batch ({batch}) is at most the units ({units})"
     return f"only {units} dimensions of the span of the {batch} examples are readable, one a unit"

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from leakscope.limits.chain import Chain, read_chain
-from leakscope.limits.constraints import generic_rank, stage_system
-from leakscope.limits.linear_system import LinearSystem
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import ValueRange
+from leakscope.equations.constraints import generic_rank, stage_system
+from leakscope.equations.linear_system import LinearSystem
+from leakscope.network.chain import Chain, read_chain
 
 #: Ranks are computed where the smaller of rows and unknowns is at most this; 6000 take about ten seconds.
 MAX_UNKNOWNS = 6000
@@ -111,7 +111,7 @@ def security_metric(layers: Sequence[LayerSystem]) -> float:
 
 
 def _systems(chain: Chain, input_shape: tuple[int, ...], box: ValueRange, seed: int) -> list[LinearSystem]:
-    """The true systems at one random input: outputs and back-signals come from the model itself."""
+    """The true systems at one random input: outputs and output gradients come from the model itself."""
     generator = torch.Generator().manual_seed(seed)
     x = box.from_unit(torch.rand((1, *input_shape), generator=generator, dtype=torch.float64))
     received: list[Tensor] = []

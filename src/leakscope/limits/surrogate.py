@@ -66,8 +66,8 @@ def leading_shares(gradients: Tensor, directions: int = 2) -> Tensor:
     # gram = U diag(s^2) U', and the part of row i along the k-th right singular vector is U_ik s_k.
     values, vectors = torch.linalg.eigh(gram)
     inside = vectors[:, -directions:].square() @ values[-directions:].clamp(min=0)
-    lengths = gram.diagonal()
-    shares = torch.where(lengths > 0, inside / lengths.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
+    squares = gram.diagonal()
+    shares = torch.where(squares > 0, inside / squares.clamp(min=torch.finfo(torch.float64).tiny), 1.0)
     return shares.clamp(0, 1).sqrt()
 
 
@@ -85,9 +85,9 @@ def cosine_profile(
     """
     if isinstance(points, bool) or not isinstance(points, int) or points < 2:
         raise ValueError(f"points: expected a whole number of at least 2, got {points!r}")
-    length = math.sqrt(_dot(update, update))
-    if not (math.isfinite(length) and length > 0):
-        raise ValueError(f"update: expected a direction, that is a finite length above 0, got length {length:g}")
+    update_norm = math.sqrt(_dot(update, update))
+    if not (math.isfinite(update_norm) and update_norm > 0):
+        raise ValueError(f"update: expected a direction, that is a finite norm above 0, got {update_norm:g}")
 
     def cosine(beta: float) -> float:
         gradient = gradient_at(beta)
@@ -95,7 +95,7 @@ def cosine_profile(
         norm = math.sqrt(_dot(gradient, gradient))
         if not (math.isfinite(norm) and norm > 0):
             return math.nan
-        return min(1.0, max(-1.0, _dot(update, gradient) / (length * norm)))
+        return min(1.0, max(-1.0, _dot(update, gradient) / (update_norm * norm)))
 
     betas = tuple(place / (points - 1) for place in range(points))
     cosines = tuple(cosine(beta) for beta in betas)
@@ -156,9 +156,9 @@ def drift_bound(
 ) -> float:
     """Theorem 4.3 as printed: (G2 + sqrt(T G^2 L^2 / (l_0 - l_T)))^2 with G^2 = G2^2 eta / (1 - eta beta / 2).
 
-    ``gradient_norm`` G2 bounds the length of the gradients the client steps along, ``lipschitz`` L is the Lipschitz
+    ``gradient_norm`` G2 bounds the norm of the gradients the client steps along, ``lipschitz`` L is the Lipschitz
     constant of the loss and ``smoothness`` beta that of its gradient: the text leaves them to be told by their
-    dimensions, and the bound is a squared gradient length. Constants are dropped on the way to it, so it gives an
+    dimensions, and the bound is a squared gradient norm. Constants are dropped on the way to it, so it gives an
     order only: it grows with the number of steps T, and as the loss falls less. Infinite, which says nothing, where
     the loss did not fall or eta beta is 2 or more. It assumes plain SGD.
 

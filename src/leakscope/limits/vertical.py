@@ -1,8 +1,8 @@
 """What theory says of a vertical model before any attack: which samples the announced batches give away.
 
 The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_alignment` and
-:mod:`leakscope.limits.index_bounds`. Back-signals and layer inputs are those of real or random samples at the model's
-weights, in double precision, with BatchNorm in eval mode.
+:mod:`leakscope.limits.index_bounds`. Output gradients and layer inputs are those of real or random samples at the
+model's weights, in double precision, with BatchNorm in eval mode.
 """
 
 from __future__ import annotations
@@ -10,40 +10,23 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from leakscope.limits.index_alignment import (
-    Identifiability,
-    Indices,
-    RoundsNeeded,
-    determined_inputs,
-    distinct_columns,
-    identify,
-    rounds_needed,
-    seen_rows,
-    separable,
-)
+from leakscope.contracts.task import Classification, label_count
+from leakscope.equations.decomposition import rank_of
+from leakscope.equations.index_matrix import Identifiability, Indices, identify, seen_rows
+from leakscope.federation.batches import Sampling, default_rounds, draw_batches
+from leakscope.limits.index_alignment import RoundsNeeded, determined_inputs, distinct_columns, rounds_needed, separable
 from leakscope.limits.index_bounds import RecoveryBound, Theorem, recovery_bounds, theorem1, theorem2
-from leakscope.limits.jacobian import rank_of
 from leakscope.limits.report import plain_values
-from leakscope.limits.tables import Table
-from leakscope.limits.vertical_tables import vertical_tables
-from leakscope.loss import client_loss, label_count
-from leakscope.vertical import (
-    FirstDense,
-    Sampling,
-    VerticalModel,
-    default_rounds,
-    dense_layer,
-    draw_batches,
-    first_dense,
-)
+from leakscope.models.split import VerticalModel
+from leakscope.network.layers import FirstDense, first_dense
+from leakscope.network.recorder import cut_at
 
 #: Samples that go through the model at a time.
 _AT_ONCE = 100
@@ -53,8 +36,9 @@ _AT_ONCE = 100
 class WorkerLimits:
     """What one worker gives away through its first dense layer.
 
-    ``invisible``: samples whose back-signal is zero here, in whatever round. ``determined``: samples whose layer inputs
-    follow by steps I and II. ``separable``: by the gradients of all rounds together; None where steps I and II do.
+    ``invisible``: samples whose output gradient is zero here, in whatever round. ``determined``: samples whose layer
+    inputs follow by steps I and II. ``separable``: by the gradients of all rounds together; None where steps I and II
+    do.
     """
 
     worker: int
@@ -81,7 +65,7 @@ class WorkerLimits:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class VerticalLimits:
-    """Facts and conditions of a vertical model; :meth:`tables` to print, :attr:`conclusion` the one sentence.
+    """Facts and conditions of a vertical model; :attr:`conclusion` is the one sentence.
 
     ``rounds`` were drawn with ``seed`` and ``sampling``, unless ``given``. ``together``: samples that are in no round
     or share all their rounds with another.
@@ -115,8 +99,8 @@ class VerticalLimits:
             )
         if self.index.identifiable:
             return (
-                f"Partly identifiable: {self.index.reason}, but some samples leave no back-signal with a worker; at "
-                f"least {least} of {self.samples} follow by linear least squares for every worker."
+                f"Partly identifiable: {self.index.reason}, but some samples leave no output gradient with a worker; "
+                f"at least {least} of {self.samples} follow by linear least squares for every worker."
             )
         found = min(max(worker.determined, worker.separable or 0) for worker in self.workers)
         if found > least:
@@ -130,10 +114,6 @@ class VerticalLimits:
             f"{word} by steps I and II: {self.index.reason}. For every worker at least {least} of {self.samples} "
             "samples follow; later layers, or knowledge of what samples look like, may tell more."
         )
-
-    def tables(self) -> tuple[Table, ...]:
-        """Everything as small tables to print."""
-        return vertical_tables(self)
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it; an infinite number becomes None."""
@@ -255,14 +235,14 @@ def layer_signals(
     divided by the batch size.
     """
     net = copy.deepcopy(model).double().eval().requires_grad_(False)
-    layers = [dense_layer(net, dense) for dense in first_dense(net)]
+    layers = [dense.module(net) for dense in first_dense(net)]
     device = layers[0].weight.device
     found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in layers]
     for start in range(0, len(inputs), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
-        with _cut_at(layers) as seen:
+        with cut_at(layers) as seen:
             answer = net(inputs[part].to(device=device, dtype=torch.float64))
-        loss = client_loss(answer, labels[part].to(device), reduction="sum") / batch
+        loss = Classification().loss(answer, labels[part].to(device), "sum") / batch
         outputs = [seen[layer][1] for layer in layers]
         gradients = torch.autograd.grad(loss, outputs, allow_unused=True)
         for (signals, reads), layer, output, gradient in zip(found, layers, outputs, gradients, strict=True):
@@ -271,26 +251,6 @@ def layer_signals(
         if progress is not None:
             progress("samples", min(start + _AT_ONCE, len(inputs)), len(inputs))
     return [(torch.cat(signals), torch.cat(reads)) for signals, reads in found]
-
-
-@contextmanager
-def _cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Input and output of each layer; the output is where differentiation ends, so nothing before it is kept."""
-    seen: dict[nn.Module, tuple[Tensor, Tensor]] = {}
-
-    def cut(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        if output.dim() != 2 or layer in seen:
-            got = "used twice" if layer in seen else f"with outputs {tuple(output.shape)}"
-            raise ValueError(f"model: expected first dense layers that read each sample once, got one {got}")
-        seen[layer] = (inputs[0], output.detach().requires_grad_())
-        return seen[layer][1]
-
-    handles = [layer.register_forward_hook(cut) for layer in layers]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _check(
@@ -323,7 +283,7 @@ def _check(
         problems.append("inputs and labels: expected both or neither")
     if inputs is not None and tuple(inputs.shape) != (samples, *model.input_shape):
         problems.append(f"inputs: expected shape {(samples, *model.input_shape)}, got {tuple(inputs.shape)}")
-    like = dense_layer(model, first_dense(model)[0]).weight
+    like = first_dense(model)[0].module(model).weight
     with torch.no_grad():
         outputs = int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])
     if labels is not None:

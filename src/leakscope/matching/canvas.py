@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import InputSpace, Start
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,37 +21,20 @@ class Pixels:
     """
 
     space: Literal["unit", "model"] = "unit"
-    start: Literal["grey", "normal", "uniform"] = "grey"
+    start: Start = "grey"
     clamp: bool = True
 
-    def __post_init__(self) -> None:
-        if self.space not in ("unit", "model"):
-            raise ValueError(f"space: expected 'unit' or 'model', got {self.space!r}")
-        if self.start not in ("grey", "normal", "uniform"):
-            raise ValueError(f"start: expected 'grey', 'normal' or 'uniform', got {self.start!r}")
+    def initial(self, count: int, inputs: InputSpace, generator: torch.Generator, like: Tensor) -> Tensor:
+        """A random start of so many examples, (count, ...)."""
+        picture = inputs.start(self.start, count, generator, like)
+        # Published code draws N(0, 1) in whatever space it searches; only the middle has its place.
+        return inputs.from_unit(picture) if self.start == "grey" and self.space == "model" else picture
 
-    def initial(
-        self, shape: tuple[int, ...], box: ValueRange | None, generator: torch.Generator, like: Tensor
-    ) -> Tensor:
-        """A random start of ``shape`` (examples, ...), drawn on the CPU so that every device starts alike."""
-        if self.start == "uniform":
-            picture = torch.rand(shape, generator=generator)
-        else:
-            picture = torch.randn(shape, generator=generator)
-        picture = picture.to(like)
-        if self.start == "grey":
-            picture = 0.1 * picture if box is None else 0.5 + 0.1 * picture
-            return picture if box is None or self.space == "unit" else box.from_unit(picture)
-        return picture
-
-    def project(self, picture: Tensor, box: ValueRange | None) -> Tensor:
+    def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
         """The nearest valid picture."""
-        if box is None or not self.clamp:
+        if not inputs.bounded or not self.clamp:
             return picture
-        if self.space == "unit":
-            return picture.clamp(0, 1)
-        low, high = box.bounds(picture)
-        return torch.minimum(torch.maximum(picture, low), high)
+        return picture.clamp(0, 1) if self.space == "unit" else inputs.project(picture)
 
-    def to_model(self, picture: Tensor, box: ValueRange | None) -> Tensor:
-        return picture if box is None or self.space == "model" else box.from_unit(picture)
+    def to_model(self, picture: Tensor, inputs: InputSpace) -> Tensor:
+        return picture if self.space == "model" else inputs.from_unit(picture)

@@ -18,13 +18,18 @@ from torch import Tensor
 from torch.func import jvp, vjp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from leakscope.contracts.inputs import InputSpace
+from leakscope.contracts.observation import Observation
 from leakscope.matching.victim import Tensors, Victim
-from leakscope.observation import Observation, ValueRange
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
 CHUNK = 64
 #: ... and so many entries of the update at most, for the memory.
 CHUNK_ENTRIES = 2**24
+
+#: Entries times examples that all products with a Jacobian may go through in a minute or two of one processor.
+_WORK = 3e7
+MAX_PRODUCTS = 300
 
 Progress = Callable[[int, int], None]
 
@@ -43,25 +48,27 @@ class Linearisation:
 
 @dataclass(frozen=True, eq=False)
 class GradientMap:
-    """The update as a function of the inputs; ``targets`` are the labels, ``box`` the valid range of the inputs.
+    """The update as a function of the inputs; ``targets`` are the labels, ``inputs`` the space of the inputs.
 
-    ``back_signal`` (classes) takes the place of the loss: the update of <back_signal, logits>. For one example it is
-    what the head's bias gradient shows, and with it held the update depends on the inputs far more simply. ``scales``
-    are what each tensor of the update is divided by, for noise that differs from tensor to tensor.
+    ``output_gradient`` (classes) takes the place of the loss: the update of <output_gradient, logits>. For one example
+    it is what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
+    ``scales`` are what each tensor of the update is divided by, for noise that differs from tensor to tensor.
     """
 
     victim: Victim
     targets: Tensor
-    shape: tuple[int, ...]
-    box: ValueRange | None = None
-    back_signal: Tensor | None = None
+    inputs: InputSpace
+    output_gradient: Tensor | None = None
     scales: Mapping[str, float] | None = None
 
     @classmethod
-    def of(cls, observation: Observation, targets: Tensor, back_signal: Tensor | None = None) -> GradientMap:
+    def of(cls, observation: Observation, targets: Tensor, output_gradient: Tensor | None = None) -> GradientMap:
         """The map of an observation's model for a batch with these labels."""
-        shape = (len(targets), *observation.input_shape)
-        return cls(Victim.of(observation), targets, shape, observation.value_range, back_signal)
+        return cls(Victim.of(observation), targets, observation.inputs, output_gradient)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.targets), *self.inputs.shape)
 
     @property
     def unknowns(self) -> int:
@@ -81,27 +88,32 @@ class GradientMap:
         known = type(victim.known)(
             *({name: _as_float32(value) for name, value in group.items()} for group in victim.known)
         )
-        signal = None if self.back_signal is None else self.back_signal.float()
-        return dataclasses.replace(self, victim=dataclasses.replace(victim, known=known), back_signal=signal)
+        signal = None if self.output_gradient is None else self.output_gradient.float()
+        return dataclasses.replace(self, victim=dataclasses.replace(victim, known=known), output_gradient=signal)
 
     def pictures(self, flat: Tensor) -> Tensor:
         """Inputs of the model from a flat row."""
-        unit = flat.reshape(self.shape)
-        return unit if self.box is None else self.box.from_unit(unit)
+        return self.inputs.from_unit(flat.reshape(self.shape))
 
     def flat(self, pictures: Tensor) -> Tensor:
         """The flat row of inputs of the model."""
-        return (pictures if self.box is None else self.box.to_unit(pictures)).flatten()
+        return self.inputs.to_unit(pictures).flatten()
 
     def update(self, flat: Tensor) -> Tensors:
         """The update by name."""
-        victim = self.victim
-        found, _ = victim.gradient(
-            victim.known.weights, victim.known.fixed, self.pictures(flat), self.targets, self.back_signal
-        )
+        victim, known = self.victim, self.victim.known
+        made, _ = victim.gradient(known.weights, known.fixed, self.pictures(flat), self.targets, self.output_gradient)
+        found = victim.seen(made, known)
+        return self._scaled(found)
+
+    def joined(self, update: Mapping[str, Tensor]) -> Tensor:
+        """An update that was seen as one row, in the units of this map."""
+        return _joined(self._scaled(dict(update)))
+
+    def _scaled(self, update: Tensors) -> Tensors:
         if self.scales is None:
-            return found
-        return {name: value / self.scales[name] for name, value in found.items()}
+            return update
+        return {name: value / self.scales[name] for name, value in update.items()}
 
     def __call__(self, flat: Tensor) -> Tensor:
         """The update as one row."""
@@ -129,11 +141,7 @@ class GradientMap:
         """
         coordinates: list[_Coordinates] = [_Everything()] * len(self.names)
         if not exact:
-            # Examples that are zero or alike have a lower rank than their neighbours, whose changes leave its space.
-            draws = torch.Generator().manual_seed(0)
-            near = flat + 1e-2 * torch.randn(flat.shape, generator=draws).to(flat)
-            pairs = zip(self.update(flat).values(), self.update(near).values(), strict=True)
-            coordinates = [_coordinates(value.detach(), other.detach()) for value, other in pairs]
+            coordinates = self._tangents(flat)
 
         def observed(point: Tensor) -> Tensor:
             found = self.update(point).values()
@@ -157,6 +165,23 @@ class GradientMap:
                 if progress is not None:
                     progress(int(places[-1]) + 1, count)
         return matrix
+
+    def columns(self, flat: Tensor) -> int:
+        """How many columns ``jacobian(flat)`` has: those of linear layers are compressed."""
+        pairs = zip(self._tangents(flat), self.update(flat).values(), strict=True)
+        return sum(place(value).numel() for place, value in pairs)
+
+    def _tangents(self, flat: Tensor) -> list[_Coordinates]:
+        # Examples that are zero or alike have a lower rank than their neighbours, whose changes leave its space.
+        draws = torch.Generator().manual_seed(0)
+        near = flat + 1e-2 * torch.randn(flat.shape, generator=draws).to(flat)
+        pairs = zip(self.update(flat).values(), self.update(near).values(), strict=True)
+        return [_coordinates(value.detach(), other.detach()) for value, other in pairs]
+
+
+def affordable_steps(mapping: GradientMap) -> int:
+    """Products with the Jacobian that take a minute or two in all; by size and not by the clock, so that it repeats."""
+    return int(min(MAX_PRODUCTS, max(2, _WORK / (mapping.entries * mapping.shape[0]))))
 
 
 def _as_float32(value: Tensor) -> Tensor:

@@ -220,23 +220,16 @@ class LevenbergMarquardt:
             right = -products.backward(residual)
             if prior is not None:
                 right = right - prior.gradient(x)
-            damping = mu * diagonal
             # Newton's error is squared at every step, so that a solve need not be more exact than that.
             exactness = min(1e-3, max(1e-10, value / first))
-            found = solve(
-                products,
-                right,
-                damping,
-                tolerance=exactness,
-                limit=patience,
-                preconditioner=helper,
-                prior=prior,
+            newton = solve(
+                products, right, mu * diagonal, tolerance=exactness, limit=patience, preconditioner=helper, prior=prior
             )
-            spent += found.iterations
-            trial, trial_value = objective(x + found.step)
-            length = float(found.step.square().mean().sqrt())
+            spent += newton.iterations
+            trial, trial_value = objective(x + newton.step)
+            length = float(newton.step.square().mean().sqrt())
             if trial_value < value:
-                x, residual, value = x + found.step, trial, trial_value
+                x, residual, value = x + newton.step, trial, trial_value
                 mu = max(mu / 10, 1e-14)
                 at_rest = value <= enough or length < REST
                 products = mapping.linearise(x)
@@ -244,8 +237,8 @@ class LevenbergMarquardt:
                 mu *= 10
                 at_rest = length < REST
             small = mapping.unknowns <= self.dense and mapping.unknowns * mapping.entries <= MAX_WORK
-            if not found.met and not at_rest and small:
-                # What was found is taken as far as it goes; from the new point on, the Jacobian helps.
+            if not newton.met and not at_rest and small:
+                # The step is taken as far as it goes; from the new point on, the Jacobian helps.
                 helper = Preconditioner(mapping, x, mu * diagonal, prior)
                 diagonal = helper.mean_diagonal or diagonal
                 builds += 1

@@ -1,4 +1,4 @@
-"""The one loop of every matching attack: draw, simulate the client, compare, step."""
+"""Gradient matching: settings of a search for inputs whose simulated update is the observed one, and its result."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
 from leakscope.matching.priors import Prior
 from leakscope.matching.problem import Problem
+from leakscope.matching.search import SearchResult, Watch, search
 from leakscope.matching.simulations import Simulation, SingleGradient
 from leakscope.matching.victim import Tensors, Victim
-from leakscope.observation import ValueRange
 
 Progress = Callable[[int, int, float], None]
 CURVE_POINTS = 200
@@ -57,14 +58,14 @@ class Match:
     numbers: Mapping[str, float]  # what else the simulation left open
     objective: float
     distance: float
-    curves: list[list[float]]  # objective by step, one curve a restart
+    curves: list[list[float]]  # objective by step, one curve per restart
     flags: tuple[str, ...]
     info: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Matcher:
-    """Settings of the loop; :meth:`run` does the work."""
+    """Settings of the search; :meth:`run` does the work."""
 
     distance: Distance
     priors: tuple[Prior, ...] = ()
@@ -95,69 +96,51 @@ class Matcher:
         victim: Victim,
         observed: Tensors,
         *,
-        shape: tuple[int, ...],
-        box: ValueRange | None,
+        inputs: InputSpace,
+        count: int,
         targets: Tensor | None,
-        num_classes: int,
+        output_shape: tuple[int, ...],
         generator: torch.Generator,
         progress: Progress | None = None,
     ) -> Match:
-        """Search inputs of ``shape`` (examples, ...) whose update is ``observed``.
+        """Search ``count`` examples whose update is ``observed``.
 
-        ``targets`` are the labels (numbers); without them label logits are optimised along with the inputs.
+        ``targets`` are the labels; without them free numbers of the outputs' shape, which the task turns into targets,
+        are searched along with the inputs.
         """
         like = next(iter(observed.values()))
-        problem = Problem(self, victim, observed, shape, box, targets, num_classes)
+        problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
-        compiled = self._compiles(victim, shape, like)
-        evaluate = problem.evaluator(self.restarts, compiled)
-        state = self.optimiser.begin(start, self.iterations, problem.project)
-        best = start.clone()
-        best_value = start.new_full((self.restarts,), math.inf)
-        best_distance = best_value.clone()
-        alive = torch.ones(self.restarts, dtype=torch.bool, device=start.device)
-        curves: list[Tensor] = []
-        levels: list[Tensor] = []
-        settled = best
-        for step in range(self.iterations):
-            if step == 3 * self.iterations // 4:
-                settled = best
-            points = state.ask()
-            objectives, judged, gradients = evaluate(points, step)
-            values, distances = judged.unbind(1)
-            usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
-            if not self.optimiser.survives_non_finite or step == 0:
-                alive = alive & usable
-            better = usable & alive & (values < best_value)
-            best = torch.where(better[:, None], points, best)
-            best_value = torch.where(better, values, best_value)
-            best_distance = torch.where(better, distances, best_distance)
-            curves.append(best_value if self.optimiser.survives_non_finite else values)
-            state.tell(objectives, torch.where(usable[:, None], gradients, 0.0), usable & alive)
-            if progress is not None:
-                progress(step + 1, self.iterations, float(best_value.min()))
-            levels.append(best_value)
-            done = ~alive | state.finished | (best_value <= self.tolerance)
-            if self.patience and step >= self.patience:
-                done = done | (best_value > 0.95 * levels[step - self.patience])
-            if bool(done.all()):
-                break
-        winner = int(torch.argmin(torch.where(torch.isfinite(best_value), best_value, math.inf)))
-        inputs, logits, numbers = problem.unpack(best[winner])
-        moved = math.inf if self.iterations < 10 else float((best - settled)[winner, : problem.size].abs().mean())
-        if len(curves) < self.iterations:
-            moved = 0.0  # came to rest, or reached the tolerance
-        flags = _flags(problem, best, best_value, alive, curves, winner, moved)
+        compiled = self._compiles(victim, problem.shape, like)
+        result = search(
+            problem.evaluator(self.restarts, compiled),
+            start,
+            self.optimiser,
+            project=problem.project,
+            iterations=self.iterations,
+            tolerance=self.tolerance,
+            patience=self.patience,
+            watch=None if progress is None else self._tell(progress),
+        )
+        return self._match(problem, result, compiled)
+
+    def _tell(self, progress: Progress) -> Watch:
+        return lambda done, values, best: progress(done, self.iterations, float(best.min()))
+
+    def _match(self, problem: Problem, result: SearchResult, compiled: bool) -> Match:
+        objectives, distances = result.judged.unbind(1)
+        winner = int(torch.argmin(torch.where(torch.isfinite(objectives), objectives, math.inf)))
+        picture, logits, numbers = problem.unpack(result.points[winner])
         return Match(
-            inputs=problem.to_model(inputs).detach(),
+            inputs=problem.to_model(picture).detach(),
             label_logits=None if logits is None else logits.detach(),
             numbers={name: float(value) for name, value in numbers.items()},
-            objective=float(best_value[winner]),
-            distance=float(best_distance[winner]),
-            curves=_thin(curves),
-            flags=flags,
+            objective=float(objectives[winner]),
+            distance=float(distances[winner]),
+            curves=_thin(result.curves),
+            flags=_flags(problem, result, winner, self.iterations),
             info={
-                "steps": len(curves),
+                "steps": len(result.curves),
                 "restarts": self.restarts,
                 "compiled": compiled,
                 "best_restart": winner,
@@ -185,41 +168,52 @@ def forward_flops(model: nn.Module, x: Tensor) -> int:
     return int(counter.get_total_flops())
 
 
-def _flags(
-    problem: Problem,
-    best: Tensor,
-    best_value: Tensor,
-    alive: Tensor,
-    curves: list[Tensor],
-    winner: int,
-    moved: float,
-) -> tuple[str, ...]:
+def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int) -> tuple[str, ...]:
     flags = []
-    if not bool(alive.any()):
+    if not bool(result.alive.any()):
         return ("non-finite objective",)
-    if not bool(alive.all()):
+    if not bool(result.alive.all()):
         flags.append("non-finite restart")
-    curve = torch.stack(curves)[:, winner].cpu()
-    reached = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
-    middle = float(reached[len(curve) // 2])
-    # The objective fell by a twentieth over the second half and the picture moved by a grey level in the last quarter:
-    # more steps would have shown something else. (The last steps alone tell nothing where a schedule ends in zero.)
-    if moved == math.inf or (moved > 1 / 256 and middle - float(reached[-1]) > 0.05 * abs(middle)):
+    if _still_falling(problem, result, winner, iterations):
         flags.append("did not converge")
-    rivals = alive & (best_value <= 1.1 * best_value[winner] + 1e-12)
-    chosen = problem.unpack(best[winner])[0]
-    for row in torch.nonzero(rivals).flatten().tolist():
-        other = problem.unpack(best[row])[0]
-        # Equal labels leave the order of examples open: compare each with its nearest counterpart.
-        gap = torch.cdist(chosen.flatten(1), other.flatten(1), p=1).min(1).values / chosen[0].numel()
-        if float(gap.max()) > 0.1:
-            flags.append("restarts disagree")
-            break
+    if _restarts_disagree(problem, result, winner):
+        flags.append("restarts disagree")
     return tuple(flags)
 
 
+def _still_falling(problem: Problem, result: SearchResult, winner: int, iterations: int) -> bool:
+    """Whether more steps would have shown something else.
+
+    The objective fell by a twentieth over the second half, and the picture moved by a grey level in the last quarter.
+    (The last steps alone tell nothing where a schedule ends in zero.)
+    """
+    if len(result.curves) < iterations:
+        return False  # came to rest, or reached the tolerance
+    if iterations < 10:
+        return True
+    moved = float((result.points - result.settled)[winner, : problem.size].abs().mean())
+    curve = torch.stack(result.curves)[:, winner].cpu()
+    lowest = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
+    middle = float(lowest[len(curve) // 2])
+    return moved > 1 / 256 and middle - float(lowest[-1]) > 0.05 * abs(middle)
+
+
+def _restarts_disagree(problem: Problem, result: SearchResult, winner: int) -> bool:
+    """Whether another restart explains the update as well with other inputs."""
+    objectives = result.judged[:, 0]
+    rivals = result.alive & (objectives <= 1.1 * objectives[winner] + 1e-12)
+    chosen = problem.unpack(result.points[winner])[0]
+    for row in torch.nonzero(rivals).flatten().tolist():
+        other = problem.unpack(result.points[row])[0]
+        # Equal labels leave the order of examples open: compare each with its nearest counterpart.
+        gap = torch.cdist(chosen.flatten(1), other.flatten(1), p=1).min(1).values / chosen[0].numel()
+        if float(gap.max()) > 0.1:
+            return True
+    return False
+
+
 def _thin(curves: list[Tensor]) -> list[list[float]]:
-    """At most CURVE_POINTS points a curve, first and last among them; non-finite ones become NaN."""
+    """At most CURVE_POINTS points per curve, first and last among them; non-finite ones become NaN."""
     count = len(curves)
     keep = sorted({round(i * (count - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)}) if count > 1 else [0]
     table = torch.stack([curves[i] for i in keep], dim=1).cpu().double()

@@ -122,6 +122,29 @@ class _AdamRun:
         return torch.zeros(len(self.points), dtype=torch.bool, device=self.points.device)
 
 
+class RowAdam:
+    """Adam for a table of which each step moves some rows only; every row counts its own steps.
+
+    A second one beside :class:`Adam`, which moves all rows at every step and so has one count, one bias correction and
+    one schedule for all.
+    """
+
+    def __init__(self, table: Tensor) -> None:
+        self.mean, self.square = torch.zeros_like(table), torch.zeros_like(table)
+        self.steps = torch.zeros(len(table), dtype=table.dtype, device=table.device)
+
+    def move(self, rows: Tensor, gradient: Tensor, lr: float) -> Tensor:
+        """How far to go from these rows; to be subtracted."""
+        first, second = 0.9, 0.999
+        shape = (-1,) + (1,) * (gradient.dim() - 1)
+        self.steps[rows] += 1
+        steps = self.steps[rows].reshape(shape)
+        self.mean[rows] = first * self.mean[rows] + (1 - first) * gradient
+        self.square[rows] = second * self.square[rows] + (1 - second) * gradient.square()
+        length = (self.square[rows] / (1 - second**steps)).sqrt() + 1e-16
+        return lr * self.mean[rows] / (1 - first**steps) / length
+
+
 @dataclass(frozen=True, kw_only=True)
 class LBFGS:
     """Limited-memory BFGS, each restart with its own history and step length.

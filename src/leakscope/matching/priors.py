@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.observation import ValueRange
+from leakscope.contracts.inputs import InputSpace
 
 TVVariant = Literal["l1mean_sum", "l1mean_avg", "conv", "sq_roll", "l1sum", "joint"]
 
@@ -25,18 +25,18 @@ class Scene:
     """What priors may look at besides the picture.
 
     ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``batchnorm_inputs`` are the
-    candidate's inputs of each BatchNorm layer, ``batchnorm_targets`` the known mean and variance of each. ``box`` is
-    the valid range of a picture in the model's space; None where the picture is in [0, 1] already.
+    candidate's inputs of each BatchNorm layer, ``batchnorm_targets`` the known mean and variance of each. ``inputs`` is
+    the space of a picture as the model reads it; None where the picture is in [0, 1] already.
     """
 
     iteration: Tensor
     batchnorm_inputs: Mapping[str, Tensor]
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]]
-    box: ValueRange | None = None
+    inputs: InputSpace | None = None
 
     def unit(self, picture: Tensor) -> Tensor:
         """The picture in [0, 1]."""
-        return picture if self.box is None else self.box.to_unit(picture)
+        return picture if self.inputs is None else self.inputs.to_unit(picture)
 
 
 class Prior(Protocol):

@@ -12,16 +12,14 @@ from torch import Tensor
 from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from leakscope.loss import as_probabilities
+from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.priors import Scene
+from leakscope.matching.search import Evaluate
 from leakscope.matching.simulations import Unknown
 from leakscope.matching.victim import Tensors, Victim
-from leakscope.observation import ValueRange
 
 if TYPE_CHECKING:
     from leakscope.matching.loop import Matcher
-
-Evaluate = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +33,10 @@ class Problem:
     matcher: Matcher
     victim: Victim
     observed: Tensors
-    shape: tuple[int, ...]
-    box: ValueRange | None
+    inputs: InputSpace
+    count: int
     targets: Tensor | None
-    num_classes: int
+    output_shape: tuple[int, ...]
     size: int = field(init=False)
     unknowns: tuple[Unknown, ...] = field(init=False)
 
@@ -46,12 +44,16 @@ class Problem:
         object.__setattr__(self, "size", math.prod(self.shape))
         object.__setattr__(self, "unknowns", self.matcher.simulation.unknowns)
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.count, *self.inputs.shape)
+
     def start(self, generator: torch.Generator, like: Tensor) -> Tensor:
         canvas = self.matcher.canvas
-        parts = [canvas.project(canvas.initial(self.shape, self.box, generator, like), self.box).flatten()]
+        parts = [canvas.project(canvas.initial(self.count, self.inputs, generator, like), self.inputs).flatten()]
         if self.targets is None:
             draw = torch.rand if canvas.start == "uniform" else torch.randn
-            parts.append(draw((self.shape[0], self.num_classes), generator=generator).to(like).flatten())
+            parts.append(draw((self.count, *self.output_shape), generator=generator).to(like).flatten())
         parts += [like.new_full((1,), unknown.start / self._unit(unknown)) for unknown in self.unknowns]
         return torch.cat(parts)
 
@@ -64,20 +66,20 @@ class Problem:
         picture = main[: self.size].reshape(self.shape)
         if self.targets is not None:
             return picture, None
-        return picture, main[self.size :].reshape(self.shape[0], self.num_classes)
+        return picture, main[self.size :].reshape(self.count, *self.output_shape)
 
     def _numbers(self, others: Tensor) -> dict[str, Tensor]:
         return {unknown.name: others[place] * self._unit(unknown) for place, unknown in enumerate(self.unknowns)}
 
     def to_model(self, picture: Tensor) -> Tensor:
-        return self.matcher.canvas.to_model(picture, self.box)
+        return self.matcher.canvas.to_model(picture, self.inputs)
 
     def project(self, rows: Tensor) -> Tensor:
         canvas = self.matcher.canvas
         parts = [rows[:, : self.size], rows[:, self.size : rows.shape[1] - len(self.unknowns)]]
-        if self.box is not None and canvas.clamp:
+        if self.inputs.bounded and canvas.clamp:
             pictures = parts[0].reshape(-1, *self.shape[1:])
-            parts[0] = canvas.project(pictures, self.box).reshape(len(rows), self.size)
+            parts[0] = canvas.project(pictures, self.inputs).reshape(len(rows), self.size)
         for place, unknown in enumerate(self.unknowns, start=rows.shape[1] - len(self.unknowns)):
             unit = self._unit(unknown)
             parts.append(rows[:, place : place + 1].clamp(unknown.low / unit, unknown.high / unit))
@@ -114,11 +116,11 @@ class Problem:
         matcher = self.matcher
         # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
         (picture, logits), numbers = self._example(main), self._numbers(others)
-        targets = as_probabilities(logits) if logits is not None else given["targets"]
+        targets = self.victim.task.from_search(logits) if logits is not None else given["targets"]
         candidate, recorded = matcher.simulation(self.victim, given["known"], self.to_model(picture), targets, numbers)
         distance = matcher.distance(given["observed"], candidate)
-        box = self.box if matcher.canvas.space == "model" else None
-        scene = Scene(given["iteration"], recorded, given["batchnorm"], box)
+        space = self.inputs if matcher.canvas.space == "model" else None
+        scene = Scene(given["iteration"], recorded, given["batchnorm"], space)
         penalty = torch.zeros_like(distance)
         for prior in matcher.priors:
             penalty = penalty + prior(picture, scene)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from leakscope.contracts.observation import UpdateKind
 from leakscope.matching.victim import Known, Tensors, Victim
-from leakscope.observation import UpdateKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,8 @@ class SingleGradient:
     def __call__(
         self, victim: Victim, known: Known, x: Tensor, targets: Tensor, numbers: Mapping[str, Tensor]
     ) -> tuple[Tensors, Tensors]:
-        return victim.gradient(known.weights, known.fixed, x, targets)
+        update, recorded = victim.gradient(known.weights, known.fixed, x, targets)
+        return victim.seen(update, known), recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,8 @@ class SegmentGradient:
     ) -> tuple[Tensors, Tensors]:
         beta = numbers.get("beta", self.beta)
         surrogate = {name: value - beta * known.movement[name] for name, value in known.weights.items()}
-        return victim.gradient(surrogate, known.fixed, x, targets)
+        update, recorded = victim.gradient(surrogate, known.fixed, x, targets)
+        return victim.seen(update, known), recorded
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class UnrolledSteps:
             for rows in self.order:
                 after = steps.descend(after, *steps.batch(rows, x, targets))
             moved = tuple(a - b for a, b in zip(flat, after, strict=True))
-        return dict(zip(steps.names, moved, strict=True)), recorded
+        return victim.seen(dict(zip(steps.names, moved, strict=True)), known), recorded
 
 
 @dataclass(frozen=True, eq=False)

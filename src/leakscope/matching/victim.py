@@ -8,25 +8,29 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.func import functional_call, grad
+from torch.func import functional_call, grad, vmap
 
-from leakscope.loss import client_loss
-from leakscope.observation import Observation, Reduction
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import BATCHNORM
+from leakscope.contracts.task import Reduction, Task, outputs_of
+from leakscope.network.recorder import tap
 
 Tensors = dict[str, Tensor]
-_BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
 class Known(NamedTuple):
     """The tensors of a victim. Passed to every call, so that a compiled step takes them as inputs.
 
     ``weights`` are those the update speaks of, ``fixed`` all others (frozen parameters and buffers), ``movement`` how
-    far the client moved the weights, before minus after; empty where the client sent a gradient.
+    far the client moved the weights, before minus after; empty where the client sent a gradient. ``survivors`` are ones
+    where the defence let an entry through, as far as the adversary knows it; empty where nothing is known to be gone.
     """
 
     weights: Tensors
     fixed: Tensors
     movement: Tensors
+    survivors: Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +41,8 @@ class Victim:
     known: Known = field(repr=False)
     buffers: frozenset[str] = field(repr=False)
     reduction: Reduction
+    task: Task
+    channel: Channel
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
     _tape: dict[str, Tensor] = field(repr=False)
 
@@ -45,60 +51,72 @@ class Victim:
         """The victim of the first message; the inputs of the layers named in ``record`` are recorded too."""
         model = copy.deepcopy(observation.model).eval()
         message = observation.messages[0]
-        tape: dict[str, Tensor] = {}
         targets: dict[str, tuple[Tensor, Tensor]] = {}
         for name, module in model.named_modules():
-            if not isinstance(module, _BATCHNORM):
+            if not isinstance(module, BATCHNORM):
                 continue
             if message.batchnorm_statistics is not None:
                 statistics = message.batchnorm_statistics
                 targets[name] = (statistics[f"{name}.mean"], statistics[f"{name}.var"])
             elif module.running_mean is not None and module.running_var is not None:
                 targets[name] = (module.running_mean.clone(), module.running_var.clone())
-            if name in targets:
-                # The hook lives on this private copy only, so it needs no removal and cannot pile up.
-                module.register_forward_pre_hook(_recorder(tape, name))
             if observation.batchnorm == "train":
                 # Batch statistics without the in-place update of the running ones, which torch.func forbids.
                 module.train()
                 module.track_running_stats = False
                 module.running_mean = module.running_var = module.num_batches_tracked = None
-        for name in record:
-            model.get_submodule(name).register_forward_pre_hook(_recorder(tape, name))
+        tape = tap(model, (*targets, *record))
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
         buffers = frozenset(name for name, _ in model.named_buffers())
         movement = dict(message.update) if message.kind == "weight_delta" else {}
-        known = Known(weights, fixed, movement)
-        return cls(model, known, buffers, observation.reduction, targets, tape)
+        channel = Channel() if observation.channel is None else observation.channel
+        known = Known(weights, fixed, movement, channel.survivors(message.update))
+        return cls(model, known, buffers, observation.reduction, observation.task, channel, targets, tape)
 
     def loss(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
-        """The client's loss (``targets``: class numbers or probabilities), and the recorded layers' inputs.
+        """The client's loss and the recorded layers' inputs; ``targets`` as the client has them, or soft ones.
 
-        With ``back_signal`` it is <back_signal, logits> instead, whose derivative by the logits is known.
+        With ``output_gradient`` it is <output_gradient, outputs> instead, whose derivative by the outputs is known.
         """
         self._tape.clear()
         # Copies of what a forward pass may change in place: counters and other buffers, and the input.
         fresh = {name: value.clone() if name in self.buffers else value for name, value in fixed.items()}
-        logits = functional_call(self.model, {**weights, **fresh}, (x.clone(),))
+        x, targets = self.channel.mix(x, targets)
+        outputs = outputs_of(functional_call(self.model, {**weights, **fresh}, (x.clone(),)))
         recorded = dict(self._tape)
         self._tape.clear()
-        if back_signal is not None:
-            return (logits * back_signal).sum(), recorded
-        return client_loss(logits, targets, self.reduction), recorded
+        if output_gradient is not None:
+            return (outputs * output_gradient).sum(), recorded
+        return self.task.loss(outputs, targets, self.reduction), recorded
 
     def gradient(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, back_signal: Tensor | None = None
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
     ) -> tuple[Tensors, Tensors]:
-        """The gradient a client would send for this batch, and the recorded layers' inputs."""
-        return grad(self.loss, has_aux=True)(weights, fixed, x, targets, back_signal)
+        """The gradient a client steps along for this batch, and the recorded layers' inputs.
 
+        Where the adversary knows that each example's gradient is clipped, it is here too.
+        """
+        if self.channel.clips_examples and len(x) > 1:
+            return self._clipped_gradient(weights, fixed, x, targets)
+        found, recorded = grad(self.loss, has_aux=True)(weights, fixed, x, targets, output_gradient)
+        return (self.channel.clip_update(found) if self.channel.clips_examples else found), recorded
 
-def _recorder(tape: dict[str, Tensor], name: str):  # type: ignore[no-untyped-def]
-    def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        tape[name] = inputs[0]
+    def seen(self, update: Tensors, known: Known) -> Tensors:
+        """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
+        return self.channel.stand_in(update, known.survivors)
 
-    return hook
+    def _clipped_gradient(
+        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
+    ) -> tuple[Tensors, Tensors]:
+        def one(picture: Tensor, target: Tensor) -> Tensors:
+            single = grad(lambda point: self.loss(point, fixed, picture[None], target[None])[0])(weights)
+            return self.channel.clip_update(single)
+
+        each = vmap(one)(x, targets)
+        recorded = self.loss(weights, fixed, x, targets)[1] if self.batchnorm_targets else {}
+        mean = self.reduction == "mean"
+        return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded

@@ -2,17 +2,20 @@
 
 from leakscope.metrics.assignment import assign, cost_matrix
 from leakscope.metrics.bootstrap import interval
-from leakscope.metrics.evaluate import MEASURES, PSNR_CAP, Evaluation, evaluate
-from leakscope.metrics.identification import chance, identified
+from leakscope.metrics.evaluate import PSNR_CAP, Evaluation, evaluate
+from leakscope.metrics.identification import MAX_CANDIDATES, chance, identified
 from leakscope.metrics.image import mse, psnr, rmse, rmse_maxnorm, ssim
 from leakscope.metrics.labels import label_accuracy, label_correct
+from leakscope.metrics.measures import MEASURES, Measure
 from leakscope.metrics.perceptual import Lpips, find_lpips, load_lpips
 
 __all__ = [
+    "MAX_CANDIDATES",
     "MEASURES",
     "PSNR_CAP",
     "Evaluation",
     "Lpips",
+    "Measure",
     "assign",
     "chance",
     "cost_matrix",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.inputs import Box, InputSpace
+from leakscope.contracts.task import Classification, Task
 from leakscope.metrics import image
 from leakscope.metrics.assignment import Cost, Method, assign
 from leakscope.metrics.identification import identified
+from leakscope.metrics.measures import MEASURES
 from leakscope.metrics.perceptual import NO_WEIGHTS, Lpips
 
-MEASURES = ("mse", "rmse", "rmse_maxnorm", "psnr", "ssim", "lpips")
+#: Measures of every pair that are computed here.
+DISTANCES = ("mse", "rmse", "rmse_maxnorm", "psnr", "ssim", "lpips")
 NON_FINITE = "non-finite reconstruction"
 NOTHING = "nothing reconstructed"
 NO_OTHERS = "no other candidates to tell the original from"
@@ -45,13 +50,16 @@ def evaluate(
     lpips: Lpips | None = None,
     match: Method = "hungarian",
     cost: Cost = "mse",
+    inputs: InputSpace | None = None,
+    task: Task | None = None,
 ) -> Evaluation:
     """Compare reconstructions with originals, both in unit space.
 
     Values outside [0, 1] are clamped before anything is compared, as a picture would be when shown. A
     reconstruction with NaN or infinite values is matched last and measured NaN ("non-finite reconstruction"),
     never as good; an original that gets none is NaN ("nothing reconstructed"). PSNR of equal pictures is 200
-    dB, to fit into files. ``candidates_unit`` are other examples of the same data, for identification.
+    dB, to fit into files. ``candidates_unit`` are other examples of the same data, for identification. ``inputs`` and
+    ``task`` say which measures apply, those of a box and of classification unless told.
 
     >>> x = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     >>> guess = torch.tensor([[0.9, 0.9], [0.0, -0.5]])
@@ -62,6 +70,8 @@ def evaluate(
     ([False, True], [True, True])
     """
     originals, guesses = _checked(originals_unit, labels, reconstructions_unit, guessed_labels)
+    space = Box(tuple(originals.shape[1:])) if inputs is None else inputs
+    task = Classification() if task is None else task
     originals, guesses = originals.clamp(0, 1), _clamped(guesses)
     order = assign(originals, guesses, cost, match)
     matched = torch.full_like(originals, torch.nan)
@@ -75,24 +85,42 @@ def evaluate(
     reasons: dict[str, str] = {}
     if any(problems):
         words = "; ".join(sorted({problem for problem in problems if problem}))
-        reasons = {name: f"{words} ({sum(map(bool, problems))} of {len(problems)})" for name in MEASURES}
-    values = {name: torch.full((len(originals),), torch.nan, dtype=torch.float64) for name in MEASURES}
+        reasons = {name: f"{words} ({sum(map(bool, problems))} of {len(problems)})" for name in DISTANCES}
+    values = {name: torch.full((len(originals),), torch.nan, dtype=torch.float64) for name in DISTANCES}
     for name, value in _measures(originals[usable], matched[usable], lpips, reasons).items():
         values[name][usable.cpu()] = value.cpu()
-
-    found = _identified(originals, matched, candidates_unit)
-    if found is None:
+    identities = _identified(originals, matched, candidates_unit)
+    if identities is None:
         reasons["identified"] = NO_OTHERS
+    for measure in MEASURES.values():
+        if measure.of == "inputs" and not measure.applies(space, task):
+            values.get(measure.key, torch.empty(0)).fill_(torch.nan)
+            identities = None if measure.key == "identified" else identities
+            reasons[measure.key] = f"{measure.label} does not apply to a {type(space).__name__.lower()}"
     rows = []
     for i in range(len(originals)):
-        guess = None if guessed_labels is None or order[i] < 0 else int(guessed_labels[order[i]])
-        row: dict[str, Any] = {name: float(values[name][i]) for name in MEASURES}
-        row["identified"] = None if found is None else bool(found[i])
-        row["label"] = int(labels[i])
-        row["label_guess"] = guess
-        row["label_correct"] = None if guess is None else guess == int(labels[i])
-        rows.append(row)
+        row: dict[str, Any] = {name: float(values[name][i]) for name in DISTANCES}
+        row["identified"] = None if identities is None else bool(identities[i])
+        guess = None if guessed_labels is None or order[i] < 0 else guessed_labels[order[i]]
+        rows.append({**row, **compare_targets(labels[i], guess, task)})
     return Evaluation(rows=tuple(rows), reasons=reasons, order=order, matched=matched)
+
+
+def compare_targets(target: Tensor, guess: Tensor | None, task: Task) -> dict[str, Any]:
+    """One example's target beside the guess: whether it is right, or how far it is, as the task has it.
+
+    >>> compare_targets(torch.tensor(3), torch.tensor(5), Classification())
+    {'label': 3, 'label_guess': 5, 'label_correct': False}
+    """
+    facts: dict[str, Any] = {"label": target.tolist(), "label_guess": None, "label_correct": None}
+    if guess is None:
+        return facts if task.discrete else {**facts, "target_error": math.nan}
+    facts["label_guess"] = guess.tolist()
+    value = float(task.right(target[None], guess.to(target.device)[None])[0])
+    if not task.discrete:
+        return {**facts, "target_error": value}
+    facts["label_correct"] = bool(value) if value in (0.0, 1.0) else value
+    return facts
 
 
 def _checked(

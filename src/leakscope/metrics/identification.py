@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Identification asks for the nearest among at most so many examples, which keeps its cost in bounds.
+MAX_CANDIDATES = 1000
+
 
 def identified(original_index: Tensor, reconstructions: Tensor, candidates: Tensor) -> Tensor:
     """Whether each reconstruction is nearer (MSE) to its own original than to every other candidate.

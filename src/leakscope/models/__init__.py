@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
+from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.models.chains import fcn3, hybrid_cnns, rgap_cnns
 from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
 from leakscope.models.common import ACTIVATIONS, positive_int
-from leakscope.models.external import call_factory, find_factory
+from leakscope.models.external import call_factory
 from leakscope.models.lenet import dlg_lenet, lenet_tanh
 from leakscope.models.mlp import logistic, mlp, s3_mlp
 from leakscope.models.resnet import resnet8, resnet18
@@ -30,13 +29,10 @@ from leakscope.models.vit import s3_vit
 __all__ = ["ACTIVATIONS", "MODELS", "ModelEntry", "build_model", "parameter_count"]
 
 
-@dataclass(frozen=True)
-class ModelEntry:
+@dataclass(frozen=True, kw_only=True)
+class ModelEntry(Entry):
     """One row of the table: how to build a model, and the shapes it has when none are given."""
 
-    name: str
-    summary: str
-    factory: Callable[..., nn.Module]
     input_shape: tuple[int, ...]
     num_classes: int
 
@@ -46,36 +42,39 @@ class ModelEntry:
         >>> MODELS["one-layer-cnn"].options()
         ('filters', 'activation')
         """
-        names = inspect.signature(self.factory).parameters
+        names = inspect.signature(self.target).parameters
         return tuple(name for name in names if name not in ("input_shape", "num_classes"))
+
+
+def _entry(
+    name: str, summary: str, factory: Callable[..., nn.Module], shape: tuple[int, ...], classes: int
+) -> ModelEntry:
+    return ModelEntry(name, factory, summary, input_shape=shape, num_classes=classes)
 
 
 _CIFAR = (3, 32, 32)
 _MNIST = (1, 28, 28)
 _ENTRIES = (
-    ModelEntry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10),
-    ModelEntry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
-    ModelEntry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62),
-    ModelEntry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
-    ModelEntry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
-    ModelEntry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
-    ModelEntry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
-    ModelEntry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
-    ModelEntry("s3-vit", "small vision transformer that sees one patch", s3_vit, _MNIST, 62),
-    ModelEntry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
-    ModelEntry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
-    ModelEntry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
-    ModelEntry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
-    *(
-        ModelEntry(name, f"tanh net of Chen and Campbell: {words}", net, _CIFAR, 10)
-        for name, words, net in hybrid_cnns()
-    ),
-    *(ModelEntry(name, f"LeakyReLU net of R-GAP: {words}", net, _CIFAR, 10) for name, words, net in rgap_cnns()),
-    ModelEntry("cafe-cnn", "vertical: workers of two convolutions and dense layers, of CAFE", cafe_cnn, _CIFAR, 10),
-    ModelEntry("vertical-mlp", "vertical: workers of dense layers, for tables", vertical_mlp, (16,), 2),
-    ModelEntry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
+    _entry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10),
+    _entry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
+    _entry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62),
+    _entry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
+    _entry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
+    _entry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
+    _entry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
+    _entry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
+    _entry("s3-vit", "small vision transformer that sees one patch", s3_vit, _MNIST, 62),
+    _entry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
+    _entry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
+    _entry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
+    _entry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
+    *(_entry(name, f"tanh net of Chen and Campbell: {words}", net, _CIFAR, 10) for name, words, net in hybrid_cnns()),
+    *(_entry(name, f"LeakyReLU net of R-GAP: {words}", net, _CIFAR, 10) for name, words, net in rgap_cnns()),
+    _entry("cafe-cnn", "vertical: workers of two convolutions and dense layers, of CAFE", cafe_cnn, _CIFAR, 10),
+    _entry("vertical-mlp", "vertical: workers of dense layers, for tables", vertical_mlp, (16,), 2),
+    _entry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
 )
-MODELS: Mapping[str, ModelEntry] = MappingProxyType({entry.name: entry for entry in _ENTRIES})
+MODELS: Registry[ModelEntry] = Registry("model", _ENTRIES)
 
 
 def build_model(
@@ -106,10 +105,15 @@ def build_model(
         facts = {"input_shape": input_shape, "num_classes": num_classes, "seed": seed}
         # Importing may draw numbers too. It has a state of its own, for a second import draws none.
         with _private_random_state(seed):
-            factory = find_factory(spec)
+            factory = import_object("model", spec)
+        if isinstance(factory, nn.Module):
+            raise ValueError(
+                f"model {spec!r}: it is a model already, expected a function or class that builds one. "
+                "Wrap it in a function that returns it."
+            )
         with _private_random_state(seed):
             return call_factory(spec, factory, facts, options)
-    entry = _entry(spec)
+    entry = MODELS.find(spec)
     unknown = sorted(set(options) - set(entry.options()))
     if unknown:
         known = ", ".join(entry.options()) or "none"
@@ -117,7 +121,7 @@ def build_model(
     shape = entry.input_shape if input_shape is None else input_shape
     classes = entry.num_classes if num_classes is None else num_classes
     with _private_random_state(seed):
-        return entry.factory(input_shape=shape, num_classes=classes, **options)
+        return entry.target(input_shape=shape, num_classes=classes, **options)
 
 
 def parameter_count(model: nn.Module) -> int:
@@ -135,16 +139,6 @@ def _private_random_state(seed: int) -> Iterator[None]:
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         yield
-
-
-def _entry(name: str) -> ModelEntry:
-    if name in MODELS:
-        return MODELS[name]
-    close = difflib.get_close_matches(name.lower(), MODELS, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ValueError(
-        f"unknown model {name!r}.{hint} Known: {', '.join(MODELS)}; or package.module:factory for your own."
-    )
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

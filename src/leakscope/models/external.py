@@ -1,67 +1,12 @@
-"""Models of the user's own: ``package.module:factory`` -> a callable that builds one."""
+"""Models of the user's own: the callable that ``package.module:factory`` names builds one."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
-
-EXAMPLE = "expected package.module:factory, for example mypackage.nets:make_net"
-
-
-@contextmanager
-def working_directory_importable() -> Iterator[None]:
-    """The current directory at the front of sys.path, only for as long as an import takes."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        # A module written a moment ago is invisible until the finder forgets its listing of the folder.
-        importlib.invalidate_caches()
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-
-
-def find_factory(spec: str) -> Callable[..., Any]:
-    """The callable that ``spec`` names; one ValueError that says which part of it is wrong."""
-    module_name, _, attribute = spec.partition(":")
-    parts = [*module_name.split("."), *attribute.split(".")]
-    if not all(part.isidentifier() for part in parts):
-        raise ValueError(f"model {spec!r}: {EXAMPLE}")
-    try:
-        with working_directory_importable():
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise ValueError(
-                f"model {spec!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
-            ) from error
-        raise ValueError(f"model {spec!r}: importing {module_name} failed: {error}. Install what it needs.") from error
-    except Exception as error:
-        raise ValueError(f"model {spec!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    found: Any = module
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-            raise ValueError(
-                f"model {spec!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
-            )
-        found = getattr(found, part)
-    if isinstance(found, nn.Module):
-        raise ValueError(
-            f"model {spec!r}: {attribute} is a model already, expected a function or class that builds one. "
-            "Wrap it in a function that returns it."
-        )
-    if not callable(found):
-        raise ValueError(f"model {spec!r}: {attribute} is a {type(found).__name__}, expected a function or class")
-    return found
 
 
 def call_factory(

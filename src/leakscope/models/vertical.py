@@ -7,7 +7,7 @@ from collections import OrderedDict
 from torch import Tensor, nn
 
 from leakscope.models.common import activation_layer, positive_int, too_small
-from leakscope.vertical import Groups, Share, VerticalModel, make_shares
+from leakscope.models.split import Groups, Share, VerticalModel, make_shares
 
 _DIMENSIONS = {2: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv2d, nn.BatchNorm2d)}
 _POOLS = {
@@ -34,7 +34,7 @@ def cafe_cnn(
 ) -> VerticalModel:
     """The workers of CAFE's published code: two 5x5 convolutions with pooling, dense layers of 256, 64 and classes.
 
-    The server joins their outputs by one dense layer. ``hidden`` is the first dense layer, whose back-signals and
+    The server joins their outputs by one dense layer. ``hidden`` is the first dense layer, whose output gradients and
     inputs the attack reads. ``double_softmax`` applies a softmax before the loss applies its own, as that code does by
     mistake. Signals get one-dimensional convolutions.
     """

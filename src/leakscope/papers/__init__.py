@@ -6,11 +6,9 @@
 
 from __future__ import annotations
 
-import difflib
 import time
-from collections.abc import Mapping
-from types import MappingProxyType
 
+from leakscope.contracts.registry import Registry
 from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme
 from leakscope.papers.base import (
     Curves,
@@ -38,11 +36,8 @@ __all__ = [
     "verdict",
 ]
 
-PAPERS: Mapping[str, PaperTable] = MappingProxyType(
-    {
-        table.name: table
-        for table in (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, cafe_training.TABLE, *sme.TABLES)
-    }
+PAPERS: Registry[PaperTable] = Registry(
+    "table", (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, cafe_training.TABLE, *sme.TABLES)
 )
 
 
@@ -54,17 +49,13 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     where ours lies; it is "measured" where there is no published number to compare with. A row whose data is not there
     is "not run" and says why; ValueError where no row could be run. The same seed gives the same rows.
     """
-    if name not in PAPERS:
-        near = difflib.get_close_matches(str(name), PAPERS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"unknown table {name!r}: expected one of {', '.join(PAPERS)}.{hint}")
-    table = PAPERS[name]
+    table = PAPERS.find(name)
     if scale not in table.scales:
         raise ValueError(f"{name}: unknown scale {scale!r}: expected one of {', '.join(table.scales)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
     started = time.perf_counter()
-    found = table.run(scale, seed, progress)
+    found = table.target(scale, seed, progress)
     findings = found if isinstance(found, Findings) else Findings(found)
     rows = tuple(findings.rows)
     if all(row.verdict == "not run" for row in rows):
@@ -77,9 +68,9 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
         ]
         raise ValueError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
     return Reproduction(
-        name,
+        table.name,
         table.title,
-        table.paper,
+        table.source,
         scale,
         seed,
         rows,

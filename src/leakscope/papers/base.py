@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from leakscope.contracts.registry import Entry
+from leakscope.data import Examples, load_data
 from leakscope.metrics import interval
 
 Progress = Callable[[int, int, float], None]
@@ -129,19 +131,24 @@ def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None
     return [[step, values[step] if math.isfinite(values[step]) else None] for step in steps]
 
 
-@dataclass(frozen=True)
-class PaperTable:
+@dataclass(frozen=True, kw_only=True)
+class PaperTable(Entry):
     """A published table that can be reproduced. ``scales`` says in words what each scale runs.
 
-    ``run`` returns the rows, or findings where there are pictures or curves too.
+    ``target(scale, seed, progress)`` returns the rows, or findings where there are pictures or curves too; ``source``
+    is the paper.
     """
 
-    name: str
     title: str
-    summary: str
-    paper: str
     scales: Mapping[str, str]
-    run: Callable[[str, int, Progress | None], list[Row] | Findings] = field(repr=False)
+
+
+def examples_or_reason(name: str, **options: Any) -> Examples | str:
+    """The examples, or why there are none."""
+    try:
+        return load_data(name, **options)
+    except ValueError as error:
+        return str(error)
 
 
 def measured_row(

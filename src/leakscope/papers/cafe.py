@@ -21,20 +21,28 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.attacks.cafe import CAFE
 from leakscope.audit.plan import derived_seed
-from leakscope.data import Examples, load_data
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
+from leakscope.data import Examples
 from leakscope.federation import Vertical
+from leakscope.federation.batches import default_rounds
 from leakscope.metrics import psnr
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, Observation
-from leakscope.papers.base import Findings, PaperTable, PictureGrid, Progress, measured_row, not_run
-from leakscope.vertical import default_rounds
+from leakscope.papers.base import (
+    Findings,
+    PaperTable,
+    PictureGrid,
+    Progress,
+    examples_or_reason,
+    measured_row,
+    not_run,
+)
 
 PAPER = "Jin, Chen, Hsu, Yu, Chen, CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021"
 PSNR = "PSNR (dB)"
@@ -250,7 +258,7 @@ FACES = MappingProxyType(
 def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findings:
     size = FACES[scale]
     named = f"K={size.scene.batch} of {size.scene.samples} faces"
-    trials = [Trial(f"{named}, direct", None, "aim here: 30 dB or more", size.scene, CAFE(), shown=True)]
+    trials = [Trial(f"{named}, direct", None, "", size.scene, CAFE(), shown=True)]
     if size.loop:
         whole, attack = dataclasses.replace(size.scene, whole=True), CAFE.preset("yale", iterations=size.loop)
         full = size.loop == FACES["paper"].loop
@@ -277,7 +285,7 @@ def _attacked(
             seen = None  # two at a time may be too much for the memory
             seen = trial.scene.observe(some, seed)
         assert seen is not None
-        found = some.value_range.to_unit(trial.attack(seen, seed=seed, diagnose=False).inputs).clamp(0, 1)
+        found = some.value_range.to_unit(trial.attack(seen, seed=seed).inputs).clamp(0, 1)
         truth = some.value_range.to_unit(some.x)
         values = psnr(truth, found).tolist()
         rows.append(measured_row(trial.setting, PSNR, trial.published, values, trial.note))
@@ -313,20 +321,12 @@ def draws(seed: int, what: str) -> torch.Generator:
     return torch.Generator().manual_seed(derived_seed(seed, 0, what))
 
 
-def examples_or_reason(name: str, **options: Any) -> Examples | str:
-    """The examples, or why there are none."""
-    try:
-        return load_data(name, **options)
-    except ValueError as error:
-        return str(error)
-
-
 TABLES = (
     PaperTable(
         name="cafe/table10",
         title="PSNR by batch size and epoch, CIFAR-10 in place of Linnaeus 5",
         summary="CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType(
             {
                 "smoke": "16 samples, half as many filters, searches of a few steps",
@@ -334,13 +334,13 @@ TABLES = (
                 "paper": "800 samples, every batch size; many hours and 13 GB of memory",
             }
         ),
-        run=run_table_10,
+        target=run_table_10,
     ),
     PaperTable(
         name="cafe/faces",
         title="Faces of Yale from rounds of vertical learning (figure 8)",
         summary="mean PSNR and pictures of faces, by the direct method and the published single loop",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType(
             {
                 "smoke": "12 faces in batches of 3, half as many filters",
@@ -348,6 +348,6 @@ TABLES = (
                 "paper": "160 faces in batches of 40, both methods, hours",
             }
         ),
-        run=run_faces,
+        target=run_faces,
     ),
 )

@@ -13,10 +13,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from leakscope.contracts.defense import Defense
 from leakscope.defenses import DPSGD, FakeGradients
-from leakscope.federation import Defense, Vertical
-from leakscope.papers.base import Curves, Findings, PaperTable, Progress, Row, measured_row, not_run
-from leakscope.papers.cafe import PAPER, SAMPLES, Scene, draws, examples_or_reason
+from leakscope.federation import Vertical
+from leakscope.papers.base import (
+    Curves,
+    Findings,
+    PaperTable,
+    Progress,
+    Row,
+    examples_or_reason,
+    measured_row,
+    not_run,
+)
+from leakscope.papers.cafe import PAPER, SAMPLES, Scene, draws
 
 LOSS = "training loss"
 EPSILONS = (10, 5, 1, 0.1)
@@ -113,7 +123,7 @@ TABLE = PaperTable(
     name="cafe/table11",
     title="Training loss with fake gradients and with DP-SGD",
     summary="what the defences cost: the loss of vertical training on CIFAR-10 after many rounds",
-    paper=PAPER,
+    source=PAPER,
     scales=MappingProxyType(
         {
             "smoke": "25 rounds, 8 samples, a small net",
@@ -121,5 +131,5 @@ TABLE = PaperTable(
             "paper": "8000 rounds, 800 samples, about a day",
         }
     ),
-    run=run,
+    target=run,
 )

@@ -23,13 +23,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import Attack, GaussNewton, LearnFromGradients
-from leakscope.data import Examples, load_data
+from leakscope.attacks import GaussNewton, LearnFromGradients
+from leakscope.contracts.attack import Attack
+from leakscope.data import Examples
 from leakscope.federation import FedSGD
 from leakscope.limits import hidden_units_bound
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run, verdict
+from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run, verdict
 
 PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
@@ -145,7 +146,7 @@ class _Table:
 
 def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) -> list[Row]:
     """Every setting with every method."""
-    examples = _load(table.data)
+    examples = examples_or_reason(table.data, split="test")
     rows: list[Row] = []
     for setting in table.settings:
         for method in METHODS:
@@ -168,7 +169,7 @@ def _attacked(net: nn.Module, x: Tensor, y: Tensor, method: str, size: Scale, se
     """What an attack returns for one batch, in [0, 1]; in double precision, for distances here go below single."""
     attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
     seen = FedSGD().observe(net.double(), x, y)
-    return attack(seen, seed=seed, diagnose=False).inputs.clamp(0, 1)
+    return attack(seen, seed=seed).inputs.clamp(0, 1)
 
 
 def _resized(part: Examples, side: int) -> Tensor:
@@ -193,38 +194,30 @@ def _chosen(examples: Examples, trials: int, batch: int, seed: int) -> list[list
     return found
 
 
-def _load(name: str) -> Examples | str:
-    """The examples, or why there are none."""
-    try:
-        return load_data(name, split="test")
-    except ValueError as error:
-        return str(error)
-
-
 _EXACT = "all five bounds, exact, at once"
 TABLES = (
     PaperTable(
         name="gradients/counting",
         title="Least hidden units by batch size",
         summary="proposition 2: how many hidden units give a batch away, by counting equations",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType({"smoke": _EXACT, "small": _EXACT, "paper": _EXACT}),
-        run=run_counting,
+        target=run_counting,
     ),
     PaperTable(
         name="gradients/filters",
         title="L1 distance of one image by the number of filters",
         summary="proposition 3: a one-layer CNN gives an image away from twelve filters on",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType({name: size.words("image") for name, size in SCALES.items()}),
-        run=run_filters,
+        target=run_filters,
     ),
     PaperTable(
         name="gradients/units",
         title="A batch of four by the number of hidden units",
         summary="proposition 2 in practice: about one hidden unit an example",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType({name: size.words("batch") for name, size in SCALES.items()}),
-        run=run_units,
+        target=run_units,
     ),
 )

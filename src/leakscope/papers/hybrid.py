@@ -21,14 +21,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from leakscope.attacks.base import Attack
 from leakscope.attacks.hybrid import Hybrid
 from leakscope.attacks.rgap import RGAP
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedAvg, FederatedTraining, FedSGD, cached_training
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, ValueRange
-from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run
+from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
 
 MEASURE = "MSE, lower is better for the attacker"
 #: Pixels minus 0.5.
@@ -106,7 +107,7 @@ def attacks(scale: str) -> dict[str, Attack]:
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a network and method; without the data every row says so."""
     table = attacks(scale)
-    examples = _load()
+    examples = examples_or_reason("cifar10", split="test")
     if isinstance(examples, str):
         return [
             not_run(f"{cell}, {name}", MEASURE, _published(cell, name), examples) for cell in CELLS for name in table
@@ -181,20 +182,12 @@ def _note(cell: Cell, scale: str) -> str:
     return "; ".join(words)
 
 
-def _load() -> Examples | str:
-    """The images to attack, or why there are none."""
-    try:
-        return load_data("cifar10", split="test")
-    except ValueError as error:
-        return str(error)
-
-
 TABLE = PaperTable(
     name="hybrid/table3",
     title="One image from small tanh networks: R-GAP and Hybrid",
     summary="mean squared error by network, with initial and pre-trained weights",
-    paper="Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient "
+    source="Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient "
     "Matching, BMVC 2022",
     scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
-    run=run,
+    target=run,
 )

@@ -17,11 +17,20 @@ from types import MappingProxyType
 import torch
 
 from leakscope.attacks import DLG
-from leakscope.data import Examples, load_data
+from leakscope.data import Examples
 from leakscope.federation import FedSGD
-from leakscope.labels import find_head, idlg_label
+from leakscope.labels import idlg_label
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run, sampling_tolerance
+from leakscope.network.layers import find_head
+from leakscope.papers.base import (
+    PaperTable,
+    Progress,
+    Row,
+    examples_or_reason,
+    measured_row,
+    not_run,
+    sampling_tolerance,
+)
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -51,7 +60,7 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     size = SCALES[scale]
     readable: dict[str, Examples | str] = {}
     for title, name, _ in PUBLISHED:
-        readable[title] = _load(name)
+        readable[title] = "no data" if name is None else examples_or_reason(name, split="test")
     total = size.images * sum(isinstance(found, Examples) for found in readable.values())
     rows: list[Row] = []
     done = 0
@@ -97,16 +106,6 @@ def trial(example: Examples, iterations: int, seed: int) -> dict[str, bool]:
     return {"DLG": guess is not None and int(guess[0]) == label, "iDLG": rule == label}
 
 
-def _load(name: str | None) -> Examples | str:
-    """The examples, or why there are none."""
-    if name is None:
-        return "no data"
-    try:
-        return load_data(name, split="test")
-    except ValueError as error:
-        return str(error)
-
-
 def _note(method: str, size: Scale) -> str:
     full = SCALES["paper"]
     words = f"{size.images} of {full.images} images"
@@ -119,7 +118,7 @@ TABLE = PaperTable(
     name="idlg/labels",
     title="Label accuracy of DLG and iDLG",
     summary="how often the label of one image is found, by joint search and by the sign rule",
-    paper="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
+    source="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
     scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
-    run=run,
+    target=run,
 )

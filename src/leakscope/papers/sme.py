@@ -21,16 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import DLFA, SME, Attack
-from leakscope.audit.job import PeakMemory
+from leakscope.attacks import DLFA, SME
+from leakscope.audit.findings import Subject
+from leakscope.audit.memory import PeakMemory
 from leakscope.audit.plan import derived_seed
 from leakscope.audit.trajectory import describe_update
-from leakscope.data import Examples, load_data, split_by_group
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.task import Classification
+from leakscope.data import Examples, split_by_group
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
-from leakscope.observation import Knowledge, Observation, ValueRange
-from leakscope.papers.base import PaperTable, Progress, Row, measured_row, not_run
+from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
 
 PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 BOXES: Mapping[str, ValueRange] = MappingProxyType(
@@ -113,7 +118,17 @@ def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
 def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
     """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
     seen = observe(setting, client, model)
-    found = describe_update(setting.protocol, model, client.x, client.y, None, client.generator(), seen)
+    found = describe_update(
+        Subject(
+            protocol=setting.protocol,
+            defense=None,
+            task=Classification(),
+            observation=seen,
+            x=client.x,
+            y=client.y,
+            draws=client.generator,
+        )
+    )
     if found.get("max_cosine") is None:
         raise ValueError(f"{setting}: no diagnosis: {found.get('reason', 'the gradient vanishes along the segment')}")
     return found
@@ -223,7 +238,7 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
     rows: list[Row] = []
     settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3][: 1 if scale == "smoke" else None]
     for number, setting in enumerate(settings):
-        examples = _load(setting.data)
+        examples = examples_or_reason(setting.data, split="train")
         if isinstance(examples, str):
             rows.append(not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
             continue
@@ -256,7 +271,7 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
     local = Setting(examples=10 if scale == "smoke" else WRITER_IMAGES)
     rounds = [1, 2] if scale == "smoke" else list(TABLE_6)
     count = {"smoke": 1, "small": 2, "paper": 100}[scale]
-    examples = _load(setting.data)
+    examples = examples_or_reason(setting.data, split="train")
     if isinstance(examples, str):
         return [not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
     everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
@@ -282,14 +297,6 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
     return rows
 
 
-def _load(name: str) -> Examples | str:
-    """The examples, or why there are none."""
-    try:
-        return load_data(name, split="train")
-    except ValueError as error:
-        return str(error)
-
-
 def _run(
     cells: tuple[Cell, ...],
     scale: str,
@@ -304,7 +311,7 @@ def _run(
     total, done = sum(cell.count(scale) for cell in chosen), 0
     rows: list[Row] = []
     for cell in chosen:
-        examples = _load(cell.setting.data)
+        examples = examples_or_reason(cell.setting.data, split="train")
         published = {**cell.published, **(extra if cell is cells[0] else {})}
         if isinstance(examples, str):
             rows += [not_run(*words(cell, name), value, examples) for name, value in published.items()]
@@ -333,40 +340,40 @@ TABLES = (
         name="sme/table1",
         title="How near one gradient comes to a weight update",
         summary="largest cosine on the segment, smallest share of a local gradient in two directions",
-        paper=PAPER,
+        source=PAPER,
         scales=_scales("10 clients a setting", "100 clients a setting"),
-        run=run_table_1,
+        target=run_table_1,
     ),
     PaperTable(
         name="sme/table2",
         title="Reconstruction from weight updates: IG, DLFA, SME",
         summary="PSNR by epochs and number of images, FEMNIST and CIFAR-100",
-        paper=PAPER,
+        source=PAPER,
         scales=_scales("1 to 3 clients a setting, not CIFAR-100 with N=50", "100 clients a setting"),
-        run=lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
+        target=lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
     ),
     PaperTable(
         name="sme/table3",
         title="Cost of 100 attacks",
         summary="hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps",
-        paper=PAPER,
+        source=PAPER,
         scales=MappingProxyType({"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"}),
-        run=run_table_3,
+        target=run_table_3,
     ),
     PaperTable(
         name="sme/table6",
         title="Attacks in later rounds of training",
         summary="largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds",
-        paper=PAPER,
+        source=PAPER,
         scales=_scales("2 clients, 20 rounds of 10 of 100 writers", "100 clients"),
-        run=run_table_6,
+        target=run_table_6,
     ),
     PaperTable(
         name="sme/table7",
         title="Other networks: MLP, LeNet, ResNet8, ViT",
         summary="PSNR of IG and SME by architecture on FEMNIST",
-        paper=PAPER,
+        source=PAPER,
         scales=_scales("3 clients a network", "100 clients a network"),
-        run=lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
+        target=lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
     ),
 )

@@ -1,15 +1,21 @@
 """Rows of a store in, one self-contained HTML page out; the comparison of two stores; the page of a published table."""
 
 from leakscope.report.compare import Comparison, compare, compare_tables, write_comparison
+from leakscope.report.limits_tables import Table, limits_tables
 from leakscope.report.page import render, write_report
 from leakscope.report.reproduction import render_reproduction, write_reproduction
+from leakscope.report.vertical_tables import tables_of, vertical_tables
 
 __all__ = [
     "Comparison",
+    "Table",
     "compare",
     "compare_tables",
+    "limits_tables",
     "render",
     "render_reproduction",
+    "tables_of",
+    "vertical_tables",
     "write_comparison",
     "write_report",
     "write_reproduction",

@@ -9,15 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from leakscope.audit.store import Row, Store
-from leakscope.audit.verdict import judge_store
-from leakscope.metrics import interval
-from leakscope.observation_files import atomic_write
+from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
-from leakscope.report.page import fill
-from leakscope.report.words import fixed, mean, number
+from leakscope.report.template import fill, write_page
+from leakscope.report.words import fixed
+from leakscope.results.records import NAN, Row, counted, mapping, mean
+from leakscope.results.store import Store
+from leakscope.results.verdict import Verdict, judge_store
 
 STRONGEST = "strongest for each example"
+_Table = dict[tuple[str, str, str], list[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +53,66 @@ class Comparison:
         return self.interval_a[0] <= self.interval_b[1] and self.interval_b[0] <= self.interval_a[1]
 
 
-def known_interval(values: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap interval of the mean; NaN for fewer than two values, of which no spread can be told.
+def spread(values: Sequence[float]) -> tuple[float, float]:
+    """Bootstrap interval of the mean; NaN for fewer than two values, which have no spread.
 
-    >>> known_interval([1.0, 2.0, 3.0, 4.0])
+    >>> spread([1.0, 2.0, 3.0, 4.0])
     (1.5, 3.5)
-    >>> known_interval([10.0])
+    >>> spread([10.0])
     (nan, nan)
     """
-    return interval(values) if len(values) > 1 else (math.nan, math.nan)
+    return interval(values) if len(values) > 1 else (NAN, NAN)
+
+
+@dataclass(frozen=True)
+class _Audit:
+    """What is compared of one audit."""
+
+    rows: list[Row]
+    verdict: Verdict
+    facts: dict[str, str]
+
+    @classmethod
+    def read(cls, directory: str | os.PathLike[str]) -> _Audit:
+        with Store.open(Path(directory)) as store:
+            model, data, versions = (mapping(store.meta(key)) for key in ("model", "data", "versions"))
+            rows = store.rows()
+            facts = {
+                "Model": str(model.get("name")),
+                "Data": str(data.get("name")),
+                "Data fingerprint": str(data.get("fingerprint"))[:16],
+                "Spec hash": str(store.meta("spec_hash"))[:16],
+                "Jobs": str(len(rows)),
+                "Created": str(store.meta("created")),
+                "Versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+            }
+            return cls(rows, judge_store(store), facts)
+
+    @property
+    def attempts(self) -> list[Row]:
+        return [row for row in self.rows if row.status == "done" and row.counts]
+
+    def crowded(self) -> set[str]:
+        """Names that stand for more than one attack."""
+        reprs: dict[str, set[str]] = {}
+        for row in self.attempts:
+            reprs.setdefault(row.job.attack_name, set()).add(row.job.attack)
+        return {name for name, attacks in reprs.items() if len(attacks) > 1}
+
+    def table(self, crowded: set[str]) -> _Table:
+        """PSNR of every example by setting and attack: the strongest, then each with its mean over seeds."""
+        table: _Table = {
+            (setting.protocol, setting.defense, STRONGEST): [example.psnr for example in setting.examples]
+            for setting in self.verdict.settings
+        }
+        seeds: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+        for row in self.attempts:
+            attack = row.job.attack if row.job.attack_name in crowded else row.job.attack_name
+            examples = seeds.setdefault((*row.job.setting, attack), {})
+            for example in row.examples:
+                examples.setdefault(example.index, []).append(example.value("psnr"))
+        table |= {place: [mean(values) for values in examples.values()] for place, examples in seeds.items()}
+        return {place: [v for v in values if not math.isnan(v)] for place, values in table.items()}
 
 
 def compare_tables(dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str]) -> list[Comparison]:
@@ -70,10 +122,12 @@ def compare_tables(dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str])
     Attacks are matched by their name where it is unique in both audits, so that other hyper-parameters can be
     compared, and by their full repr where it is not.
     """
-    (first, rows_a), (second, rows_b) = _measure(dir_a), _measure(dir_b)
-    crowded = _crowded(rows_a) | _crowded(rows_b)
-    table_a = first | _by_attack(rows_a, crowded)
-    table_b = second | _by_attack(rows_b, crowded)
+    return _compared(_Audit.read(dir_a), _Audit.read(dir_b))
+
+
+def _compared(first: _Audit, second: _Audit) -> list[Comparison]:
+    crowded = first.crowded() | second.crowded()
+    table_a, table_b = first.table(crowded), second.table(crowded)
     places = list(dict.fromkeys((*table_a, *table_b)))
     settings = list(dict.fromkeys((protocol, defense) for protocol, defense, _ in places))
     places.sort(key=lambda place: (settings.index(place[:2]), place[2] != STRONGEST))
@@ -87,8 +141,8 @@ def compare_tables(dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str])
                 attack=attack,
                 psnr_a=mean(values[0]),
                 psnr_b=mean(values[1]),
-                interval_a=known_interval(values[0]),
-                interval_b=known_interval(values[1]),
+                interval_a=spread(values[0]),
+                interval_b=spread(values[1]),
                 examples_a=len(values[0]),
                 examples_b=len(values[1]),
             )
@@ -100,15 +154,17 @@ def compare(directories: Sequence[str | os.PathLike[str]]) -> str:
     """The HTML page that compares two audits."""
     if len(directories) != 2:
         raise ValueError(f"expected two folders of audits to compare, got {len(directories)}")
-    audits = [_audit(directory) for directory in directories]
-    lines = compare_tables(*directories)
+    first, second = (_Audit.read(directory) for directory in directories)
+    lines = _compared(first, second)
     protocols = words.short_names(line.protocol for line in lines)
     defenses = words.short_names(line.defense for line in lines)
+    facts = [(name, first.facts[name], second.facts[name]) for name in first.facts]
     return fill(
         "compare.html.j2",
         {
-            "audits": audits,
-            "facts": _differing_facts(audits),
+            "measure": MEASURES["psnr"],
+            "outcomes": [first.verdict.outcome, second.verdict.outcome],
+            "facts": [(name, a, b, a != b) for name, a, b in facts],
             "lines": [_line(line, protocols[line.protocol], defenses[line.defense]) for line in lines],
         },
     )
@@ -118,72 +174,7 @@ def write_comparison(
     dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str], path: str | os.PathLike[str]
 ) -> Path:
     """Write the page that compares two audits to ``path``."""
-    target = Path(path)
-    content = compare([dir_a, dir_b]).encode("utf-8")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(target, content)
-    return target
-
-
-_Table = dict[tuple[str, str, str], list[float]]
-
-
-def _measure(directory: str | os.PathLike[str]) -> tuple[_Table, list[Row]]:
-    """The strongest attack for each example of each setting, and the rows."""
-    with Store.open(Path(directory)) as store:
-        rows = store.rows()
-        verdict = judge_store(store)
-    table: _Table = {}
-    for setting in verdict.settings:
-        values = [number(example.psnr) for example in setting.examples]
-        table[str(setting.protocol), str(setting.defense), STRONGEST] = [v for v in values if v == v]
-    return table, [row for row in rows if row.status == "done" and not row.job.get("control")]
-
-
-def _crowded(rows: list[Row]) -> set[str]:
-    """Names that stand for more than one attack."""
-    reprs: dict[str, set[str]] = {}
-    for row in rows:
-        reprs.setdefault(str(row.job.get("attack_name")), set()).add(str(row.job.get("attack")))
-    return {name for name, found in reprs.items() if len(found) > 1}
-
-
-def _by_attack(rows: list[Row], crowded: set[str]) -> _Table:
-    seeds: dict[tuple[str, str, str], dict[Any, list[float]]] = {}
-    for row in rows:
-        name = str(row.job.get("attack_name"))
-        attack = str(row.job.get("attack")) if name in crowded else name
-        place = (str(row.job.get("protocol")), str(row.job.get("defense")), attack)
-        for example in (row.result or {}).get("examples") or []:
-            seeds.setdefault(place, {}).setdefault(example.get("index"), []).append(number(example.get("psnr")))
-    table = {place: [mean(values) for values in examples.values()] for place, examples in seeds.items()}
-    return {place: [v for v in values if v == v] for place, values in table.items()}
-
-
-def _audit(directory: str | os.PathLike[str]) -> dict[str, Any]:
-    """What the head of the page says about one audit."""
-    with Store.open(Path(directory)) as store:
-        rows = store.rows()
-        verdict = judge_store(store)
-        model, data = store.meta("model") or {}, store.meta("data") or {}
-        versions = store.meta("versions") or {}
-        return {
-            "outcome": verdict.outcome,
-            "facts": {
-                "Model": str(model.get("name")),
-                "Data": str(data.get("name")),
-                "Data fingerprint": str(data.get("fingerprint"))[:16],
-                "Spec hash": str(store.meta("spec_hash"))[:16],
-                "Jobs": str(len(rows)),
-                "Created": str(store.meta("created")),
-                "Versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
-            },
-        }
-
-
-def _differing_facts(audits: list[dict[str, Any]]) -> list[tuple[str, str, str, bool]]:
-    first, second = (audit["facts"] for audit in audits)
-    return [(name, first[name], second[name], first[name] != second[name]) for name in first]
+    return write_page(path, compare([dir_a, dir_b]))
 
 
 def _line(line: Comparison, protocol: str, defense: str) -> dict[str, Any]:
@@ -191,14 +182,13 @@ def _line(line: Comparison, protocol: str, defense: str) -> dict[str, Any]:
     sign = "+" if difference > 0 and fixed(difference) != "0.0" else ""
     apart = {True: "overlap", False: "apart", None: words.DASH}[line.overlap]
     return {
-        "setting": line.setting,
+        "comparison": line,
         "protocol": protocol,
         "defense": defense,
-        "attack": line.attack,
         "strongest": line.attack == STRONGEST,
         "psnr": [fixed(line.psnr_a), fixed(line.psnr_b)],
         "interval": [
-            f"{fixed(low)} to {fixed(high)}" if math.isfinite(low) else f"{words.counted(count, 'example')}"
+            f"{fixed(low)} to {fixed(high)}" if math.isfinite(low) else counted(count, "example")
             for (low, high), count in (
                 (line.interval_a, line.examples_a),
                 (line.interval_b, line.examples_b),

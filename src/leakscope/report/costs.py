@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leakscope.audit.store import Row
 from leakscope.report import svg, words
-from leakscope.report.words import fixed, number
+from leakscope.report.settings import Setting
+from leakscope.report.words import fixed
+from leakscope.results.records import NAN, FindingRow, counted, number
 
 #: A loss beyond so many times the first one is drawn at the edge: training that fails must not flatten the rest.
 EDGE = 2.0
@@ -23,7 +24,7 @@ _NARROW = 0.5
 class _Curve:
     """The training of one setting; NaN where the store says nothing that can be used."""
 
-    setting: dict[str, Any]
+    setting: Setting
     points: tuple[tuple[float, float], ...]
     rounds: float
     before: float
@@ -32,35 +33,34 @@ class _Curve:
     reason: str
 
 
-def costs_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a protocol whose training is told of; none where no protocol trains."""
-    found: dict[str, list[_Curve]] = {}
+def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """One entry a protocol whose training is known; none where no protocol trains."""
+    protocols: dict[str, list[_Curve]] = {}
     for setting in settings:
-        place = (setting["protocol"], setting["defense"])
-        told = next((cost for row in rows if _place(row) == place and (cost := _cost(row))), None)
-        if told is not None:
-            found.setdefault(setting["protocol"], []).append(_read(setting, told))
-    return [_entry(curves, f"cost-{number_}") for number_, curves in enumerate(found.values())]
+        cost = next((f for f in findings if f.kind == "cost" and f.setting == setting.cell), None)
+        if cost is not None:
+            protocols.setdefault(setting.protocol, []).append(_read(setting, cost))
+    return [_entry(curves, f"cost-{place}") for place, curves in enumerate(protocols.values())]
 
 
 def _entry(curves: list[_Curve], identity: str) -> dict[str, Any]:
-    bare = next((curve for curve in curves if curve.setting["defense"] == "none"), None)
-    notes = [f"{curve.setting['name']}: not computed: {curve.reason}" for curve in curves if curve.reason]
+    bare = next((curve for curve in curves if curve.setting.defense == "none"), None)
+    notes = [f"{curve.setting.name}: not computed: {curve.reason}" for curve in curves if curve.reason]
     if bare is not None and bare.after > LEARNED * bare.before:
         notes.append("Even without a defence the loss hardly falls in these rounds, so the ratios say little.")
     drawn = [curve for curve in curves if curve.points]
     rounds = max((curve.rounds for curve in curves if not math.isnan(curve.rounds)), default=0.0)
     return {
         "setting": curves[0].setting,
-        "rounds": words.counted(int(rounds), "round"),
+        "rounds": counted(int(rounds), "round"),
         "drawing": _plot(drawn, identity) if drawn else "",
-        "lines": [_line(curve, math.nan if bare is None else bare.after, drawn) for curve in curves],
+        "lines": [_line(curve, NAN if bare is None else bare.after, drawn) for curve in curves],
         "notes": notes,
     }
 
 
 def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
-    undefended = curve.setting["defense"] == "none"
+    undefended = curve.setting.defense == "none"
     return {
         "setting": curve.setting,
         "colour": svg.colour(drawn.index(curve)) if curve in drawn else "",
@@ -74,10 +74,10 @@ def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
 def ratio(loss: float, undefended: float) -> str:
     """How many times the undefended loss this is; a dash where there is none to compare with.
 
-    >>> ratio(1.15, 0.46), ratio(1.0, math.nan), ratio(1.0, 0.0)
+    >>> ratio(1.15, 0.46), ratio(1.0, NAN), ratio(1.0, 0.0)
     ('× 2.50', '–', '–')
     """
-    value = loss / undefended if undefended > 0 else math.nan
+    value = loss / undefended if undefended > 0 else NAN
     return words.DASH if math.isnan(value) else f"× {value:.2f}" if value < 1000 else f"× {value:.2g}"
 
 
@@ -87,8 +87,8 @@ def _plot(curves: list[_Curve], identity: str) -> Any:
     low, high = min(losses), min(max(losses), edge)
     low = 0.0 if low < _NARROW * high else low - 0.05 * (high - low)
     return svg.line_plot(
-        [svg.Line(name=f"{c.setting['name']} {c.setting['defense_short']}", points=c.points) for c in curves],
-        title=f"Training loss under each defence, {curves[0].setting['protocol_short']}",
+        [svg.Line(name=f"{c.setting.name} {c.setting.defense_short}", points=c.points) for c in curves],
+        title=f"Training loss under each defence, {curves[0].setting.protocol_short}",
         identity=identity,
         x_label="round",
         y_label="loss of the round's batch" + (f", {high:.3g} and more at the edge" if max(losses) > high else ""),
@@ -99,21 +99,17 @@ def _plot(curves: list[_Curve], identity: str) -> Any:
     )
 
 
-def _read(setting: dict[str, Any], told: dict[str, Any]) -> _Curve:
-    pairs = told.get("points") if isinstance(told.get("points"), list) else []
-    points = [(number(pair[0]), number(pair[1])) for pair in pairs or [] if isinstance(pair, list) and len(pair) == 2]
+def _read(setting: Setting, finding: FindingRow) -> _Curve:
+    content = finding.content
+    pairs = content.get("points")
+    points = [
+        (number(pair[0]), number(pair[1]))
+        for pair in (pairs if isinstance(pairs, list) else [])
+        if isinstance(pair, list) and len(pair) == 2
+    ]
     return _Curve(
         setting=setting,
         points=tuple((a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)),
-        **{name: number(told.get(name)) for name in ("rounds", "before", "after", "last_tenth")},
-        reason=str(told.get("reason") or ""),
+        **{name: number(content.get(name)) for name in ("rounds", "before", "after", "last_tenth")},
+        reason=finding.reason,
     )
-
-
-def _cost(row: Row) -> dict[str, Any] | None:
-    found = (row.result or {}).get("cost")
-    return found if isinstance(found, dict) and found and not row.job.get("control") else None
-
-
-def _place(row: Row) -> tuple[str, str]:
-    return str(row.job.get("protocol")), str(row.job.get("defense"))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 from safetensors import SafetensorError
 from torch import Tensor
 
-from leakscope.audit.store import Row, Store
-from leakscope.audit.verdict import Verdict
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
+from leakscope.results.records import Row, counted
+from leakscope.results.store import Store
+from leakscope.results.verdict import StrongestExample, Verdict
 
 MAX_EXAMPLES = 40
 SHOWN_AT_ONCE = 6
@@ -27,12 +30,14 @@ _ABSENT = "The store holds no pictures. To keep them, run the audit with --pictu
 class Gallery:
     """The pictures of one store; opens each artifact only when a picture of it is wanted."""
 
-    def __init__(self, store: Store, rows: list[Row], data: dict[str, Any], kept: bool, asked: bool | None) -> None:
-        self.rows = {row.key: row for row in rows}
+    def __init__(
+        self, store: Store, rows: Sequence[Row], data: Mapping[str, Any], stored: bool, wanted: bool | None
+    ) -> None:
+        self.places = {row.key: [example.index for example in row.examples] for row in rows}
         self.data = data
         private = bool(data.get("private", True))
-        self.allowed = asked if asked is not None else (not private or kept)
-        self.refusal = _HIDDEN if asked is False and not private else _PRIVATE
+        self.allowed = wanted if wanted is not None else (not private or stored)
+        self.refusal = _HIDDEN if wanted is False and not private else _PRIVATE
         self.unreadable: set[str] = set()
 
         @lru_cache(maxsize=8)
@@ -46,26 +51,20 @@ class Gallery:
 
         self._artifact = artifact
 
-    def label_of(self, key: str, index: int) -> str:
+    def label_of(self, example: StrongestExample) -> str:
         """The true label of an example in words."""
-        example = self._example(key, index)
-        label = None if example is None else example.get("label")
-        names = self.data.get("class_names")
-        if isinstance(label, int) and isinstance(names, list) and 0 <= label < len(names):
-            return str(names[label])
-        return words.DASH if label is None else str(label)
+        return words.label_name(example.label, self.data.get("class_names"))
 
-    def pair(self, key: str, index: int, identity: str) -> tuple[Picture | None, Picture | None]:
-        """Original and reconstruction of one example of one job, where both may be shown and exist."""
-        place = self._place(key, index)
-        if not self.allowed or place is None:
+    def pair(self, example: StrongestExample, identity: str) -> tuple[Picture | None, Picture | None]:
+        """Original and reconstruction of one example, where both may be shown and exist."""
+        key, index = example.key, example.index
+        if not self.allowed or index not in self.places.get(key, ()):
             return None, None
-        tensors = self._artifact(key)
+        place, tensors = self.places[key].index(index), self._artifact(key)
         originals, guesses = tensors.get("originals"), tensors.get("reconstructions")
         if originals is None or guesses is None or place >= min(len(originals), len(guesses)):
             return None, None
-        original, guess = originals[place], guesses[place]
-        label = self.label_of(key, index)
+        original, guess, label = originals[place], guesses[place], self.label_of(example)
         try:
             return (
                 draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o"),
@@ -75,67 +74,40 @@ class Gallery:
             self.unreadable.add(key)
             return None, None
 
-    def section(self, verdict: Verdict, settings: list[dict[str, Any]]) -> dict[str, Any]:
+    def section(self, verdict: Verdict) -> dict[str, Any]:
         """One line an example, the most exposed first; one column a setting, with its strongest attack."""
         if not self.allowed:
             return {"message": self.refusal, "lines": [], "rest": [], "notes": []}
-        strongest: dict[int, dict[int, Any]] = {}
-        for number, setting in enumerate(verdict.settings):
+        strongest: dict[int, list[StrongestExample | None]] = {}
+        for place, setting in enumerate(verdict.settings):
             for example in setting.examples:
-                strongest.setdefault(example.index, {})[number] = example
-        ordered = sorted(
-            strongest,
-            key=lambda index: (-max((_rank(e.psnr) for e in strongest[index].values()), default=0.0), index),
-        )
-        lines = [self._line(index, strongest[index], settings) for index in ordered[:MAX_EXAMPLES]]
+                strongest.setdefault(example.index, [None] * len(verdict.settings))[place] = example
+        ordered = sorted(strongest, key=lambda index: (-max(map(_exposure, strongest[index])), index))
+        lines = [self._line(index, strongest[index]) for index in ordered[:MAX_EXAMPLES]]
         notes = [note for note in (channel_note(self.data.get("shape") or ()),) if note]
         if len(ordered) > MAX_EXAMPLES:
             notes.append(f"The {MAX_EXAMPLES} most exposed of {len(ordered)} examples are shown.")
         if self.unreadable:
-            notes.append(f"The pictures of {words.counted(len(self.unreadable), 'job')} could not be read.")
+            notes.append(f"The pictures of {counted(len(self.unreadable), 'job')} could not be read.")
         if not any(line["original"] for line in lines):
             message = _ABSENT if ordered else "No example has been measured yet."
             return {"message": message, "lines": [], "rest": [], "notes": notes}
         return {"message": "", "lines": lines[:SHOWN_AT_ONCE], "rest": lines[SHOWN_AT_ONCE:], "notes": notes}
 
-    def _line(self, index: int, found: dict[int, Any], settings: list[dict[str, Any]]) -> dict[str, Any]:
+    def _line(self, index: int, strongest: Sequence[StrongestExample | None]) -> dict[str, Any]:
         cells: list[dict[str, Any] | None] = []
         original: Picture | None = None
         label = words.DASH
-        for number in range(len(settings)):
-            example = found.get(number)
+        for place, example in enumerate(strongest):
             if example is None:
                 cells.append(None)
                 continue
-            first, guess = self.pair(example.key, index, f"p{index}-{number}")
-            original = original or first
-            label = self.label_of(example.key, index)
-            cells.append(
-                {
-                    "picture": guess,
-                    "psnr": words.fixed(words.number(example.psnr)),
-                    "ssim": words.fixed(words.number(example.ssim), 2),
-                    "attack": example.attack_name,
-                    "leaks": bool(example.leaks),
-                }
-            )
+            first, guess = self.pair(example, f"p{index}-{place}")
+            original, label = original or first, self.label_of(example)
+            cells.append({"picture": guess, "psnr": words.fixed(example.psnr), "example": example})
         return {"index": index, "label": label, "original": original, "cells": cells}
 
-    def _place(self, key: str, index: int) -> int | None:
-        row = self.rows.get(key)
-        examples = (row.result or {}).get("examples", []) if row is not None else []
-        return next((n for n, e in enumerate(examples) if e.get("index") == index), None)
 
-    def _example(self, key: str, index: int) -> dict[str, Any] | None:
-        place = self._place(key, index)
-        return None if place is None else (self.rows[key].result or {})["examples"][place]
-
-
-def _rank(psnr: Any) -> float:
-    """PSNR for ordering; what was not measured comes last.
-
-    >>> _rank(12.5), _rank(None)
-    (12.5, -inf)
-    """
-    value = words.number(psnr)
-    return float("-inf") if value != value else value
+def _exposure(example: StrongestExample | None) -> float:
+    """PSNR for ordering; what was not measured comes last."""
+    return -math.inf if example is None or math.isnan(example.psnr) else example.psnr

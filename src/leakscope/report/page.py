@@ -1,34 +1,31 @@
 """The page of an audit: one self-contained HTML file, a pure function of the store.
 
-Nothing of the clock, the machine or the directory's name enters the page, so the same store gives the same
-bytes. Every string of the store is untrusted: the template engine escapes all of it, and the page's own
-policy forbids any fetch and any script but the one whose hash it names.
+Nothing of the clock, the machine or the directory's name enters the page, so the same store gives the same bytes.
 """
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import math
 import os
-from importlib import resources
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jinja2 import Environment, FunctionLoader, StrictUndefined
-from markupsafe import Markup
 
-from leakscope.audit.store import Row, Store
-from leakscope.audit.summary import summarise
-from leakscope.audit.verdict import Verdict, judge_store
-from leakscope.observation_files import atomic_write
-from leakscope.report import sections, words
+from leakscope.metrics import MEASURES
+from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
-from leakscope.report.measures import measures_section
+from leakscope.report.settings import Setting
+from leakscope.report.template import fill, write_page
 from leakscope.report.weight_updates import updates_section
+from leakscope.results.policy import Policy
+from leakscope.results.records import FindingRow, Row, highest, mapping, number, texts
+from leakscope.results.store import Store
+from leakscope.results.summary import summarise
+from leakscope.results.verdict import Verdict, judge_store
 
 HEADLINES = {
     "leaks": (
@@ -48,18 +45,16 @@ HEADLINES = {
         "No job has produced a measurement, so there is nothing to judge.",
     ),
 }
-# Control characters (of a coloured error text, say) are no HTML; line ends and tabs are.
-_CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} | {127: "\ufffd"}
 
 
-def render(directory: str | os.PathLike[str], pictures: bool | None = None) -> str:
-    """The HTML page of the audit in ``directory``.
+def render(directory: str | os.PathLike[str], pictures: bool | None = None, verdict: Verdict | None = None) -> str:
+    """The HTML page of the audit in ``directory``, with ``verdict``, which is made here where none is given.
 
     ``pictures`` None shows pictures of data that is not private, and of private data if the audit was told to
     keep them; True shows whatever the store holds; False shows none.
     """
     with Store.open(Path(directory)) as store:
-        context = build_context(store, pictures)
+        context = build_context(store, pictures, judge_store(store) if verdict is None else verdict)
     return fill("report.html.j2", context)
 
 
@@ -67,39 +62,19 @@ def write_report(
     directory: str | os.PathLike[str],
     path: str | os.PathLike[str] | None = None,
     pictures: bool | None = None,
+    verdict: Verdict | None = None,
 ) -> Path:
     """Write the page of the audit in ``directory`` to ``path`` (default: report.html beside the store)."""
-    target = Path(directory) / "report.html" if path is None else Path(path)
-    content = render(directory, pictures).encode("utf-8")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(target, content)
-    return target
+    target = Path(directory) / "report.html" if path is None else path
+    return write_page(target, render(directory, pictures, verdict))
 
 
-def fill(template: str, context: dict[str, Any]) -> str:
-    """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
-    environment = Environment(
-        loader=FunctionLoader(_resource),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    script = _resource("table.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    page = environment.get_template(template).render(
-        **context, style=Markup(_resource("style.css")), script=Markup(script), script_hash=digest
-    )
-    # A lone surrogate from a JSON escape cannot be written as UTF-8.
-    return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
-
-
-def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
-    """Everything the template names, as plain values."""
-    meta = {key: _mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
-    rows = sorted(store.rows(), key=lambda row: (row.position, row.key))
-    verdict = judge_store(store)
-    settings = sections.settings_section(verdict, meta["data"])
+def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict[str, Any]:
+    """Everything the template names."""
+    meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
+    rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
+    named = settings.name_settings(verdict)
+    summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     return {
@@ -107,26 +82,29 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
         "subtitle": subtitle,
         "outcome": verdict.outcome,
         "doubts": _doubts(verdict),
-        "policy": policy_lines(meta["policy"]),
+        "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
-        "worst": _worst(verdict, settings, gallery),
-        "threat_model": [str(line) for line in store.meta("threat_model") or []],
-        "facts": _facts(meta),
+        "worst": _worst(verdict, named, gallery),
+        "threat_model": texts(store.meta("threat_model")),
+        "facts": _facts(meta["model"], meta["data"]),
         "protocol": _protocol(rows),
         "model_repr": str(meta["model"].get("repr") or ""),
-        "settings": settings,
-        "all_measures": measures_section(summarise(rows, meta["policy"]), settings),
-        "charts": sections.charts(settings, words.number(meta["policy"].get("max_psnr"))),
-        "gallery": gallery.section(verdict, settings),
-        "updates": updates_section(rows, settings),
-        "limits": limits_section(rows, settings),
-        "costs": costs_section(rows, settings),
-        "curves": sections.curves_section(store, rows, settings),
-        "jobs": sections.jobs_section(rows, settings, meta["data"]),
-        "flags": sections.flags_section(verdict, rows),
+        "settings": named,
+        "summary": settings.settings_table(named, summaries, meta["data"]),
+        "all_measures": settings.all_measures(named, summaries),
+        "charts": settings.charts(named, policy.max_psnr),
+        "gallery": gallery.section(verdict),
+        "updates": updates_section(findings, named),
+        "limits": limits_section(rows, findings, named),
+        "costs": costs_section(findings, named),
+        "curves": jobs.curves_section(store, rows, named),
+        "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
+        "findings": jobs.findings_section(findings, named, meta["plan"].get("findings")),
+        "flags": jobs.flags_section(rows),
         "flag_rule": words.FLAG_RULE,
-        "measures": words.MEASURES,
-        "provenance": _provenance(store, meta, rows),
+        "measures": MEASURES.values(),
+        "terms": words.TERMS,
+        "provenance": _provenance(store, meta, rows, findings),
         "versions": [(str(name), str(value)) for name, value in meta["versions"].items()],
         "spec": yaml.safe_dump(meta["spec"], sort_keys=False, allow_unicode=True, width=100),
         "credits": str(meta["data"].get("credits") or ""),
@@ -137,138 +115,110 @@ def build_context(store: Store, pictures: bool | None) -> dict[str, Any]:
 
 def _doubts(verdict: Verdict) -> list[str]:
     """Reasons of the verdict that belong to no setting; those of the settings are shown with them."""
-    told = {f"{s.protocol}, defence {s.defense}: {reason}" for s in verdict.settings for reason in s.reasons}
-    return [str(reason) for reason in verdict.reasons if reason not in told]
+    shown = {f"{s.protocol}, defence {s.defense}: {reason}" for s in verdict.settings for reason in s.reasons}
+    return [reason for reason in verdict.reasons if reason not in shown]
 
 
-def policy_lines(policy: dict[str, Any]) -> list[str]:
-    """The policy in words.
+def policy_lines(policy: Policy) -> list[str]:
+    """The policy in words, a line a measure that it limits.
 
-    >>> policy_lines({"max_psnr": 20.0, "min_lift": 3.0})[0][:65]
-    'An example counts as leaked when its PSNR is 20 dB or more and at'
+    >>> policy_lines(Policy(max_identification=0.5))[1]
+    'A setting also leaks when more than 50 % of examples are identified.'
     """
-    psnr, lift = words.number(policy.get("max_psnr")), words.number(policy.get("min_lift"))
-    lines = [
-        f"An example counts as leaked when its PSNR is {psnr:g} dB or more and at least {lift:g} dB above "
-        "the zero-information baseline."
-    ]
-    ssim, identification = (
-        words.number(policy.get("max_ssim")),
-        words.number(policy.get("max_identification")),
-    )
-    if not math.isnan(ssim):
-        lines.append(f"It also counts as leaked when its SSIM is {ssim:g} or more.")
-    if not math.isnan(identification):
-        lines.append(f"A setting also leaks when more than {words.percent(identification)} of examples are identified.")
+    lines: list[str] = []
+    for measure in (settings.PSNR, *settings.main_measures(MEASURES.values())):
+        limit = None if measure.limit is None else getattr(policy, measure.limit)
+        if limit is None:
+            continue
+        also = " also" if lines else ""
+        if measure.per == "setting":
+            share = f"more than {words.percent(limit)} of examples are {measure.label.lower()}"
+            lines.append(f"A setting{also} leaks when {share}.")
+            continue
+        bound = f"{limit:g}{measure.unit and ' '}{measure.unit} or {'more' if measure.better == 'higher' else 'less'}"
+        lift = ""
+        if measure is settings.PSNR and policy.min_lift > 0:
+            lift = f" and at least {policy.min_lift:g} dB above the zero-information baseline"
+        lines.append(f"An example{also} counts as leaked when its {measure.label} is {bound}{lift}.")
     return lines
 
 
-def progress(rows: list[Row], plan: dict[str, Any]) -> dict[str, Any]:
+def progress(rows: Sequence[Row], plan: Mapping[str, Any]) -> dict[str, Any]:
     """How many of the planned jobs have which fate."""
     count = {status: sum(row.status == status for row in rows) for status in ("done", "failed", "refused")}
     total = plan.get("total")
     planned = total if isinstance(total, int) and total >= len(rows) else len(rows)
-    return {
-        **count,
-        "planned": planned,
-        "missing": planned - len(rows),
-        "controls": sum(bool(row.job.get("control")) for row in rows),
-    }
+    controls = sum(not row.counts for row in rows)
+    return {**count, "planned": planned, "missing": planned - len(rows), "controls": controls}
 
 
-def _worst(verdict: Verdict, settings: list[dict[str, Any]], gallery: Gallery) -> dict[str, Any] | None:
+def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict[str, Any] | None:
     worst = verdict.worst
     if worst is None:
         return None
-    place = (worst.protocol, worst.defense)
-    setting = next((s for s in settings if (s["protocol"], s["defense"]) == place), None)
-    original, guess = gallery.pair(worst.key, worst.index, "worst")
+    original, guess = gallery.pair(worst, "worst")
     return {
-        "index": worst.index,
-        "attack": worst.attack_name,
-        "seed": worst.seed,
-        "psnr": words.fixed(words.number(worst.psnr)),
-        "ssim": words.fixed(words.number(worst.ssim), 2),
-        "baseline": words.fixed(words.number(worst.baseline_psnr)),
-        "lift": words.fixed(words.number(worst.lift)),
-        "lift_reason": "" if math.isfinite(words.number(worst.lift)) else "no control of this attack was measured",
-        "label": gallery.label_of(worst.key, worst.index),
-        "setting": setting,
+        "example": worst,
+        "psnr": words.fixed(worst.psnr),
+        "lift": words.fixed(worst.lift),
+        "lift_reason": "" if math.isfinite(worst.lift) else "no control of this attack was measured",
+        "label": gallery.label_of(worst),
+        "setting": next((s for s in named if s.cell == (worst.protocol, worst.defense)), None),
         "original": original,
         "guess": guess,
     }
 
 
-def _facts(meta: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
-    model, data = meta["model"], meta["data"]
-    parameters = words.number(model.get("parameters"))
-    shape = data.get("shape") or []
-    facts = [
-        ("Model", str(model.get("name") or "unnamed")),
-        ("Parameters", f"{parameters:,.0f}" if math.isfinite(parameters) else words.DASH),
-        (
-            "Data",
-            str(data.get("name") or "unnamed") + (" (private)" if data.get("private", True) else " (public)"),
-        ),
-        ("Examples in the data", str(data.get("count", words.DASH))),
-        ("Shape of an example", " × ".join(str(n) for n in shape)),
-        ("Classes", str(data.get("num_classes", words.DASH))),
-    ]
-    names = data.get("class_names")
-    if isinstance(names, list):
-        text = ", ".join(str(name) for name in names[:20])
-        facts.append(("Class names", text + (", …" if len(names) > 20 else "")))
-    if model.get("training"):
-        facts.append(("Training", str(model["training"])))
-    return facts
-
-
-def _protocol(rows: list[Row]) -> list[tuple[str, list[str]]]:
-    """In full what was combined: each protocol, defence and attack once, as the rows name it."""
-
-    def distinct(name: str) -> list[str]:
-        return list(dict.fromkeys(str(row.job.get(name)) for row in rows))
-
-    sizes = sorted({len(row.job.get("indices") or ()) for row in rows})
+def _facts(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, str]]:
+    parameters = number(model.get("parameters"))
+    privacy = "private" if data.get("private", True) else "public"
+    names = texts(data.get("class_names"))
     return [
-        ("How updates are made", distinct("protocol")),
-        ("Examples behind one observation", [str(size) for size in sizes]),
-        ("Defences", distinct("defense")),
-        ("Attacks", distinct("attack")),
+        ("Model", str(model.get("name") or "unnamed")),
+        ("Parameters", words.DASH if math.isnan(parameters) else f"{parameters:,.0f}"),
+        ("Data", f"{data.get('name') or 'unnamed'} ({privacy})"),
+        ("Examples in the data", str(data.get("count", words.DASH))),
+        ("Shape of an example", " × ".join(texts(data.get("shape")))),
+        ("Task", str(data.get("task") or "")),
+        ("Classes", str(data.get("num_classes") or words.DASH)),
+        ("Class names", ", ".join((*names[:20], *(("…",) if len(names) > 20 else ())))),
+        ("Training", str(model.get("training") or "")),
     ]
 
 
-def _provenance(store: Store, meta: dict[str, dict[str, Any]], rows: list[Row]) -> list[tuple[str, str]]:
-    finished = [str(row.finished) for row in rows if row.finished]
-    seconds = sum(s for s in (words.number(row.seconds) for row in rows) if math.isfinite(s))
-    infos = [_mapping((row.result or {}).get("info")) for row in rows]
-    memory = [words.number((row.result or {}).get("peak_memory_mb")) for row in rows]
-    measured = [m for m in memory if math.isfinite(m)]
+def _protocol(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
+    """In full what was combined: each protocol, defence and attack once, as the rows name it."""
+    return [
+        ("How updates are made", list(dict.fromkeys(row.job.protocol for row in rows))),
+        ("Examples behind one observation", [str(size) for size in sorted({len(row.job.indices) for row in rows})]),
+        ("Defences", list(dict.fromkeys(row.job.defense for row in rows))),
+        ("Attacks", list(dict.fromkeys(row.job.attack for row in rows))),
+    ]
 
-    seeds = dict.fromkeys(row.job.get("seed") for row in rows)
 
-    def seen(name: str) -> str:
-        return ", ".join(sorted({str(info[name]) for info in infos if info.get(name) is not None})) or words.DASH
+def _provenance(
+    store: Store, meta: Mapping[str, Mapping[str, Any]], rows: Sequence[Row], findings: Sequence[FindingRow]
+) -> list[tuple[str, str]]:
+    done: list[Row | FindingRow] = [*rows, *findings]
+    seconds = math.fsum(s for s in (number(row.seconds) for row in done) if not math.isnan(s))
+    results = [row.result for row in rows if row.result is not None]
+    memory = highest(result.peak_memory_mb for result in results)
+
+    def used(name: str) -> str:
+        values = {str(result.info[name]) for result in results if result.info.get(name) is not None}
+        return ", ".join(sorted(values)) or words.DASH
 
     return [
         ("Created", str(store.meta("created") or words.DASH)),
-        ("Last job finished", max(finished, default=words.DASH)),
+        ("Last job finished", max((str(row.finished) for row in done if row.finished), default=words.DASH)),
         ("Time of all jobs", words.duration(seconds)),
-        ("Seeds", ", ".join(str(seed) for seed in sorted(seeds, key=words.number)) or words.DASH),
-        ("Device", seen("device")),
-        ("Precision", seen("dtype")),
-        ("Threads", seen("threads")),
-        ("Peak memory", f"{max(measured):.0f} MB" if measured else words.DASH),
+        ("Seeds", ", ".join(str(seed) for seed in sorted({row.job.seed for row in rows})) or words.DASH),
+        ("Device", used("device")),
+        ("Precision", used("dtype")),
+        ("Threads", used("threads")),
+        ("Peak memory", words.DASH if math.isnan(memory) else f"{memory:.0f} MB"),
         ("Store format", str(store.meta("format"))),
         ("Spec hash", str(store.meta("spec_hash") or words.DASH)),
         ("Model fingerprint", str(meta["model"].get("fingerprint") or "")),
         ("Data fingerprint", str(meta["data"].get("fingerprint") or words.DASH)),
     ]
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _resource(name: str) -> str:
-    return resources.files("leakscope.report").joinpath(name).read_text(encoding="utf-8")

@@ -13,11 +13,10 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from leakscope.observation_files import atomic_write
 from leakscope.report import words
-from leakscope.report.page import fill
 from leakscope.report.pictures import channel_note, draw
 from leakscope.report.svg import colour, curve_plot
+from leakscope.report.template import fill, write_page
 
 #: A curve is drawn as its mean over so large a share of its steps, for the loss of single batches is ragged.
 SMOOTHED = 0.02
@@ -54,11 +53,7 @@ def render_reproduction(result: Any, pictures: bool | None = None) -> str:
 
 def write_reproduction(result: Any, path: str | os.PathLike[str], pictures: bool | None = None) -> Path:
     """Write the page of a reproduced table to ``path``."""
-    target = Path(path)
-    content = render_reproduction(result, pictures).encode("utf-8")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(target, content)
-    return target
+    return write_page(path, render_reproduction(result, pictures))
 
 
 def smooth(values: Sequence[float], window: int) -> list[float]:
@@ -94,8 +89,7 @@ def figure(value: float | None) -> str:
     >>> figure(12.3456), figure(-0.5), figure(5147994882048.0), figure(None)
     ('12.35', '−0.5', '5.148e+12', '–')
     """
-    number = words.number(value)
-    return words.DASH if math.isnan(number) else f"{number:.4g}".replace("-", "−")
+    return words.DASH if value is None or math.isnan(value) else f"{value:.4g}".replace("-", "−")
 
 
 def _chart(curves: Any, identity: str) -> dict[str, Any]:
@@ -117,13 +111,12 @@ def _grid(grid: Any, pictures: bool | None, identity: str) -> dict[str, Any]:
     if not _allowed(grid, pictures):
         return {"title": grid.title, "message": _HIDDEN if pictures is False else _PRIVATE, "cells": [], "note": ""}
     cells = []
-    for number, (original, found, caption) in enumerate(
-        zip(grid.originals, grid.recovered, grid.captions, strict=True)
-    ):
+    triples = zip(grid.originals, grid.recovered, grid.captions, strict=True)
+    for number, (original, recovered, caption) in enumerate(triples):
         cells.append(
             {
                 "original": draw(original, alt=f"original of sample {number}", identity=f"{identity}-o{number}"),
-                "recovered": draw(found, alt=f"recovered sample {number}", identity=f"{identity}-r{number}"),
+                "recovered": draw(recovered, alt=f"recovered sample {number}", identity=f"{identity}-r{number}"),
                 "caption": caption,
             }
         )

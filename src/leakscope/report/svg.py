@@ -70,8 +70,8 @@ def log_ticks(low: float, high: float) -> list[float]:
     steps = range(first, last + 1)
     powers = [10.0**n for n in steps if low <= 10.0**n <= high]
     if len(powers) < 2:
-        found = [float(f"{m}e{n}") for n in steps for m in (1, 2, 5)]
-        return [value for value in found if low <= value <= high]
+        finer = (float(f"{m}e{n}") for n in steps for m in (1, 2, 5))
+        return [value for value in finer if low <= value <= high]
     return powers[:: math.ceil(len(powers) / 5)]
 
 
@@ -170,8 +170,7 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
         described += f" Values from {min(values):.3g} to {max(values):.3g}."
     out = [_open(identity, width, height, title, described)]
     if not values:
-        out.append(f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>')
-        return Markup("".join(out))
+        return Markup(out[0] + _nothing(width))
     place = math.log10 if logarithmic else float
     low, high = place(min(values)), place(max(values))
     if high - low < 1e-9:
@@ -182,10 +181,7 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
         return bottom - (position - low) / (high - low) * (bottom - top)
 
     marks = log_ticks(min(values), max(values)) if logarithmic else ticks(low, high, 3)
-    for mark in marks:
-        tick, words = place(mark), f"{mark:.3g}"
-        out.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        out.append(f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{words}</text>')
+    out += [_level(y(place(mark)), f"{mark:.3g}", left, width - right) for mark in marks]
     span = width - left - right
     for number, (name, points) in enumerate(thinned):
         line = " ".join(f"{left + n / last * span:.1f},{y(place(v)):.1f}" for n, v in points)
@@ -221,10 +217,9 @@ def line_plot(
     width, height, left, right, top, bottom = 360, 214, 44, 14, 28, 168
     drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
     values = [b for points in drawn for _, b in points]
-    out = [_open(identity, width, height, title, " ".join(_told(line) for line in lines))]
+    out = [_open(identity, width, height, title, " ".join(_sentence_of_line(line) for line in lines))]
     if not values:
-        out.append(f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>')
-        return Markup("".join(out))
+        return Markup(out[0] + _nothing(width))
     low, high = next((floor for floor in floors if floor <= min(values)), floors[-1]), ceiling
     start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
 
@@ -234,27 +229,18 @@ def line_plot(
     def y(value: float) -> float:
         return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - top)
 
-    for tick in ticks(low, high, 4):
-        out.append(f'<line class="grid" x1="{left}" x2="{width - right}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
-        out.append(f'<text class="tick" x="{left - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{tick:g}</text>')
+    out += [_level(y(tick), f"{tick:g}", left, width - right) for tick in ticks(low, high, 4)]
     for tick in ticks(start, end, 5):
         if not whole or tick == round(tick):
             out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
         path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
-        out.append(f'<g class="curve {colour(place)}"><title>{escape(_told(line))}</title><polyline points="{path}"/>')
+        title = escape(_sentence_of_line(line))
+        out.append(f'<g class="curve {colour(place)}"><title>{title}</title><polyline points="{path}"/>')
         # A line of one point is invisible, so it is marked itself.
         marked = [line.mark] if line.mark is not None else points if len(points) == 1 else []
-        for a, b in marked:
-            if math.isfinite(a) and math.isfinite(b):
-                out.append(f'<circle cx="{x(a):.1f}" cy="{y(b):.1f}" r="5"/>')
-                if len(lines) == 1 and line.mark_name:
-                    anchor = "start" if x(a) < width * 0.4 else "end" if x(a) > width * 0.7 else "middle"
-                    above = y(b) > (top + bottom) / 2
-                    out.append(
-                        f'<text class="label" x="{x(a):.1f}" y="{y(b) + (-12 if above else 22):.1f}" '
-                        f'text-anchor="{anchor}">{escape(line.mark_name)}</text>'
-                    )
+        name = line.mark_name if len(lines) == 1 else ""
+        out += [_mark(x(a), y(b), name, width, y(b) > (top + bottom) / 2) for a, b in marked if math.isfinite(a + b)]
         out.append("</g>")
     middle = (left + width - right) / 2
     out.append(f'<text class="axis" x="{left - 30}" y="14">{escape(y_label)}</text>')
@@ -262,10 +248,30 @@ def line_plot(
     return Markup("".join(out) + "</svg>")
 
 
-def _told(line: Line) -> str:
+def _level(y: float, words: str, left: int, right: int) -> str:
+    """A line of the grid at a height, with its number."""
+    return (
+        f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{words}</text>'
+    )
+
+
+def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
+    """A dot on a line, with its name above or below it if it has one."""
+    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+    anchor = "start" if x < width * 0.4 else "end" if x > width * 0.7 else "middle"
+    place = f'x="{x:.1f}" y="{y + (-12 if above else 22):.1f}"'
+    return dot + (f'<text class="label" {place} text-anchor="{anchor}">{escape(name)}</text>' if name else "")
+
+
+def _nothing(width: int) -> str:
+    return f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>'
+
+
+def _sentence_of_line(line: Line) -> str:
     """What one line shows, in words.
 
-    >>> _told(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
+    >>> _sentence_of_line(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
     'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
     """
     values = [b for _, b in line.points if math.isfinite(b)]

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leakscope.audit.store import Row
 from leakscope.report import svg, words
-from leakscope.report.words import fixed, mean, number
+from leakscope.report.settings import Setting
+from leakscope.report.words import fixed
+from leakscope.results.records import FindingRow, counted, mean, number
 
 MAX_LINES = 12
 MAX_REASONS = 3
@@ -26,7 +26,7 @@ _DIRECTIONS = 2
 
 @dataclass(frozen=True, kw_only=True)
 class _Update:
-    """What one row of the store says of its update; NaN where it says nothing that can be used."""
+    """What one finding says of a client's update; NaN where it says nothing that can be used."""
 
     name: str
     steps: float
@@ -45,19 +45,19 @@ class _Update:
     bound_reason: str
 
 
-def updates_section(rows: Sequence[Row], settings: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry a setting whose rows describe their updates; none where no client sent a weight update."""
+def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """One entry a setting whose clients sent weight updates; none where no client did."""
     entries = []
     for setting in settings:
-        place = (setting["protocol"], setting["defense"])
-        described = [row for row in rows if _place(row) == place and _told(row)]
-        updates, reasons = _distinct(described)
-        if updates or reasons:
-            entries.append(_entry(setting, updates, reasons, f"update-{setting['name']}"))
+        own = [f for f in findings if f.kind == "trajectory" and f.setting == setting.cell]
+        if own:
+            updates = [_read(finding) for finding in own if not finding.reason]
+            reasons = list(dict.fromkeys(finding.reason for finding in own if finding.reason))
+            entries.append(_entry(setting, updates, reasons, f"update-{setting.name}"))
     return entries
 
 
-def _entry(setting: dict[str, Any], updates: list[_Update], reasons: list[str], identity: str) -> dict[str, Any]:
+def _entry(setting: Setting, updates: list[_Update], reasons: list[str], identity: str) -> dict[str, Any]:
     shown = updates[:MAX_LINES]
     notes = [f"Not computed: {reason}" for reason in reasons[:MAX_REASONS]]
     if len(reasons) > MAX_REASONS:
@@ -157,7 +157,7 @@ def _numbers(updates: Sequence[_Update]) -> list[dict[str, str]]:
         {
             "name": "Local steps",
             "value": "–" if not steps else " to ".join(f"{n:,.0f}" for n in dict.fromkeys((steps[0], steps[-1]))),
-            "small": words.counted(len(updates), "update"),
+            "small": counted(len(updates), "update"),
         },
         {"name": "Smallest share", "value": fixed(worst, 3), "small": "in two directions"},
         averaged("Cosine at the start", lambda u: u.start_cosine, 3, "β = 0"),
@@ -170,14 +170,14 @@ def _numbers(updates: Sequence[_Update]) -> list[dict[str, str]]:
 
 def _bound(updates: Sequence[_Update]) -> dict[str, str]:
     """The largest bound, and how far it exceeds the squared gradients themselves; or why there is none."""
-    known = [update for update in updates if not math.isnan(update.bound)]
-    if not known:
+    bounded = [update for update in updates if not math.isnan(update.bound)]
+    if not bounded:
         why = next((update.bound_reason for update in updates if update.bound_reason), "")
         return {"name": "Bound", "value": words.DASH, "small": why}
-    worst = max(known, key=lambda update: update.bound)
+    worst = max(bounded, key=lambda update: update.bound)
     ratio = worst.bound / worst.gradient_norm**2 if worst.gradient_norm > 0 else math.nan
     small = f"{_brief(ratio)} × the largest squared gradient" if math.isfinite(ratio) else ""
-    return {"name": "Bound" if len(known) == 1 else "Largest bound", "value": _brief(worst.bound), "small": small}
+    return {"name": "Bound" if len(bounded) == 1 else "Largest bound", "value": _brief(worst.bound), "small": small}
 
 
 def _brief(value: float) -> str:
@@ -189,7 +189,7 @@ def _brief(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
-def _cosine_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: str) -> Any:
+def _cosine_plot(updates: Sequence[_Update], setting: Setting, identity: str) -> Any:
     lines = [
         svg.Line(
             name=update.name,
@@ -201,7 +201,7 @@ def _cosine_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: 
     ]
     return svg.line_plot(
         lines,
-        title=f"Cosine along the segment, setting {setting['name']}",
+        title=f"Cosine along the segment, setting {setting.name}",
         identity=identity,
         x_label="β, from the weights before (0) to those after (1)",
         y_label="cosine with the update",
@@ -210,7 +210,7 @@ def _cosine_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: 
     )
 
 
-def _share_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: str) -> Any:
+def _share_plot(updates: Sequence[_Update], setting: Setting, identity: str) -> Any:
     lines = [
         svg.Line(name=u.name, points=tuple((step + 1, s) for step, s in zip(u.chosen, u.shares, strict=True)))
         for u in updates
@@ -218,7 +218,7 @@ def _share_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: s
     last = max((update.steps for update in updates if not math.isnan(update.steps)), default=1.0)
     return svg.line_plot(
         lines,
-        title=f"Share of each step's gradient in the two leading directions, setting {setting['name']}",
+        title=f"Share of each step's gradient in the two leading directions, setting {setting.name}",
         identity=identity,
         x_label="local step",
         y_label="share in two directions",
@@ -228,44 +228,19 @@ def _share_plot(updates: Sequence[_Update], setting: dict[str, Any], identity: s
     )
 
 
-def _place(row: Row) -> tuple[str, str]:
-    return str(row.job.get("protocol")), str(row.job.get("defense"))
-
-
-def _told(row: Row) -> bool:
-    return row.status == "done" and not row.job.get("control") and isinstance((row.result or {}).get("update"), dict)
-
-
-def _distinct(rows: Sequence[Row]) -> tuple[list[_Update], list[str]]:
-    """Each update once, though every attack on it has a row of its own; and the reasons of those without numbers."""
-    updates, reasons, seen = [], [], set()
-    for row in rows:
-        told = (row.result or {})["update"]
-        content = json.dumps([row.job.get("seed"), row.job.get("batch"), told], sort_keys=True)
-        if content in seen:
-            continue
-        seen.add(content)
-        if "reason" in told:
-            reasons.append(str(told["reason"]))
-        else:
-            updates.append(_read(row, told))
-    return updates, list(dict.fromkeys(reasons))
-
-
-def _read(row: Row, told: dict[str, Any]) -> _Update:
-    betas, cosines = _pair(told.get("betas"), told.get("cosines"))
-    chosen, shares = _pair(told.get("chosen"), told.get("shares"))
+def _read(finding: FindingRow) -> _Update:
+    content = finding.content
+    betas, cosines = _pair(content.get("betas"), content.get("cosines"))
+    chosen, shares = _pair(content.get("chosen"), content.get("shares"))
     single = ("steps", "best_beta", "max_cosine", "start_cosine", "message_cosine", "loss_before", "loss_after")
     return _Update(
-        name=f"batch {row.job.get('batch')}, seed {row.job.get('seed')}",
+        name=f"batch {finding.batch}, seed {finding.seed}",
         betas=betas,
         cosines=cosines,
         chosen=chosen,
         shares=shares,
-        bound=number(told.get("bound")),
-        gradient_norm=number(told.get("gradient_norm")),
-        bound_reason=str(told.get("bound_reason") or ""),
-        **{name: number(told.get(name)) for name in single},
+        bound_reason=str(content.get("bound_reason") or ""),
+        **{name: number(content.get(name)) for name in (*single, "bound", "gradient_norm")},
     )
 
 

@@ -6,46 +6,19 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from leakscope.attacks.base import FLAGS
+from leakscope.contracts.reconstruction import FLAGS
 
 DASH = "–"
+#: Characters of a label that are shown; that of a segmentation is as large as its picture.
+MAX_LABEL = 80
 
-MEASURES: tuple[tuple[str, str, str], ...] = (
-    (
-        "PSNR",
-        "0 dB and up, higher = closer",
-        "Peak signal-to-noise ratio, −10·log₁₀ of the mean squared error, for each example in unit space "
-        "[0, 1]. About 20 dB is recognisable, above 30 dB nearly identical; 200 dB stands for an exact copy.",
-    ),
-    (
-        "SSIM",
-        "−1 to 1, higher = closer",
-        "Structural similarity: luminance, contrast and structure in local windows. Images only.",
-    ),
-    ("MSE, RMSE", "0 to 1, lower = closer", "Mean squared error in unit space, and its root."),
-    (
-        "RMSE, max-norm",
-        "0 to 1",
-        "RMSE after the error is divided by its largest entry, for comparison with published tables: it tells the "
-        "error's shape, not its size.",
-    ),
-    (
-        "LPIPS",
-        "0 and up, lower = closer",
-        "Perceptual distance between deep features; needs a network for it.",
-    ),
-    (
-        "Identified",
-        "share from 0 to 100 %",
-        "Whether the reconstruction is nearer to its own original than to every other candidate of the data; "
-        "the chance of a blind guess is stated beside it.",
-    ),
-    ("Labels", "share from 0 to 100 %", "How many labels the attack named correctly, where it names labels."),
+#: What the page shows beside measures: name, span and meaning.
+TERMS: tuple[tuple[str, str, str], ...] = (
     (
         "Baseline",
         "dB",
-        "PSNR of the same attack when the update is replaced by Gaussian noise of the same norm in each "
-        "tensor: what its prior alone achieves with zero information about the example.",
+        "The zero-information baseline: PSNR of the same attack when the update is replaced by Gaussian noise of the "
+        "same norm in each tensor: what its prior alone achieves with zero information about the example.",
     ),
     ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
     ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
@@ -53,39 +26,6 @@ MEASURES: tuple[tuple[str, str, str], ...] = (
 
 UNKNOWN_FLAG = "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
 FLAG_RULE = "A result within policy that carries a flag is counted as inconclusive, not as a pass."
-
-
-def number(value: Any) -> float:
-    """``value`` as a float; NaN for anything that is no number, so that a damaged store cannot stop the page.
-
-    >>> number(3), number(None), number("x"), number(True)
-    (3.0, nan, nan, nan)
-    """
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
-
-
-def mean(values: Iterable[float]) -> float:
-    """Mean of what is not NaN; NaN of nothing.
-
-    >>> mean([1.0, math.nan, 3.0]), mean([])
-    (2.0, nan)
-    """
-    known = [v for v in values if not math.isnan(v)]
-    return sum(known) / len(known) if known else math.nan
-
-
-def share(values: Iterable[Any]) -> float:
-    """Share of ``True`` among the booleans; NaN where there are none.
-
-    >>> share([True, False, None, True, True])
-    0.75
-    """
-    return mean(float(v) for v in values if isinstance(v, bool))
 
 
 def fixed(value: float, digits: int = 1) -> str:
@@ -113,6 +53,54 @@ def percent(value: float) -> str:
     if math.isnan(value):
         return DASH
     return f"{value * 100:.1f} %" if 0 < value < 0.1 else f"{value * 100:.0f} %"
+
+
+def figure(value: float, digits: int | None) -> str:
+    """A share (``digits`` None) or a number; one too small for its digits in powers of ten, lest it look like nothing.
+
+    >>> figure(0.25, None), figure(0.01234, 4), figure(0.0000021, 4), figure(0.0, 4), figure(math.nan, 4)
+    ('25 %', '0.0123', '2e−06', '0.0000', '–')
+    """
+    if digits is None:
+        return percent(value)
+    if 0 < abs(value) < 0.5 * 10**-digits:
+        return f"{value:.0e}".replace("-", "−")
+    return fixed(value, digits)
+
+
+def span(interval: tuple[float, float], count: int, digits: int | None = 1) -> str:
+    """An interval in words; one example has no spread.
+
+    >>> span((12.0, 15.5), 4), span((0.0, 0.5), 4, None), span((1.0, 1.0), 1), span((math.nan, math.nan), 0)
+    ('12.0 to 15.5', '0 % to 50 %', 'one example', '–')
+    """
+    low, high = interval
+    if math.isnan(low):
+        return DASH
+    return "one example" if count == 1 else f"{figure(low, digits)} to {figure(high, digits)}"
+
+
+def yes_or_share(value: float, count: int) -> str:
+    """A share of one example is a yes or a no.
+
+    >>> yes_or_share(1.0, 1), yes_or_share(0.0, 1), yes_or_share(0.5, 2), yes_or_share(math.nan, 1)
+    ('yes', 'no', '50 %', '–')
+    """
+    if math.isnan(value) or count != 1 or value not in (0.0, 1.0):
+        return percent(value)
+    return "yes" if value else "no"
+
+
+def label_name(label: Any, class_names: Any) -> str:
+    """A label by the name of its class, a target of regression as it is.
+
+    >>> label_name(1, ["cat", "dog"]), label_name(7, ["cat"]), label_name([0.5, 1.0], None), label_name(None, None)
+    ('dog', '7', '[0.5, 1.0]', '–')
+    """
+    if isinstance(label, int) and isinstance(class_names, list) and 0 <= label < len(class_names):
+        return str(class_names[label])
+    text = DASH if label is None else str(label)
+    return text if len(text) <= MAX_LABEL else text[: MAX_LABEL - 1] + "…"
 
 
 def duration(seconds: float) -> str:
@@ -199,12 +187,3 @@ def is_word(argument: str) -> bool:
     """
     value = argument.partition("=")[2]
     return value[:1] in ("'", '"') or value in ("True", "False", "None")
-
-
-def counted(count: int, noun: str) -> str:
-    """A count with its noun.
-
-    >>> counted(1, "job"), counted(3, "job")
-    ('1 job', '3 jobs')
-    """
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -1,0 +1,217 @@
+"""Steps I and II of CAFE on recorded rounds: solved outright, or one round at a time (see cafe.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.observation import Message, Observation
+from leakscope.equations.index_matrix import Identifiability, identify, index_matrix
+from leakscope.equations.output_gradients import share_unexplained, solve_inputs, solve_output_gradients
+from leakscope.matching.optimisers import RowAdam
+from leakscope.models.split import VerticalModel
+from leakscope.network.layers import FirstDense, first_dense
+
+if TYPE_CHECKING:
+    from leakscope.attacks.cafe import CAFE
+
+Steps = Literal["projection", "descent"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rounds:
+    """What CAFE reads: gradients of a vertical model on announced batches, and each worker's first dense layer.
+
+    ``identifiability``: which samples' output gradients these batches determine.
+    """
+
+    observation: Observation
+    model: VerticalModel
+    layers: tuple[FirstDense, ...]
+    batches: list[tuple[int, ...]]
+    identifiability: Identifiability
+
+    @classmethod
+    def of(cls, observation: Observation) -> Rounds:
+        """NotApplicable where the attack has nothing to work on."""
+        model = observation.model
+        if not isinstance(model, VerticalModel):
+            raise NotApplicable(f"CAFE reads rounds of a VerticalModel, got a {type(model).__name__}")
+        if any(message.kind != "gradient" for message in observation.messages):
+            raise NotApplicable("CAFE reads gradients, got weight updates")
+        batches = [message.indices for message in observation.messages if message.indices is not None]
+        if len(batches) < len(observation.messages):
+            raise MissingKnowledge("CAFE needs to know batch_indices, which messages of this observation lack")
+        try:
+            layers = first_dense(model)
+        except ValueError as error:
+            raise NotApplicable(str(error)) from error
+        _check_gradients(observation, layers)
+        assert observation.num_examples is not None  # granted
+        return cls(observation, model, layers, batches, identify(batches, observation.num_examples))
+
+    @property
+    def samples(self) -> int:
+        return self.identifiability.samples
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        return self.observation.messages
+
+    @property
+    def whole(self) -> list[Message]:
+        """Those that hold every tensor, not only some that were kept of them."""
+        return [message for message in self.messages if not message.partial]
+
+    @property
+    def like(self) -> Tensor:
+        """A tensor of the update, for its device and precision."""
+        return next(iter(self.messages[0].update.values()))
+
+    def gradients(self, name: str) -> Tensor:
+        """Of this tensor, one row per round."""
+        return torch.stack([message.update[name].detach().cpu().double() for message in self.messages])
+
+    def solve_output_gradients(self, bias_names: list[str]) -> tuple[list[Tensor], float, float]:
+        """Step I for these layers together: V of each, the share that stays unexplained, and the expected error."""
+        biases = [self.gradients(name) for name in bias_names]
+        solution = solve_output_gradients(index_matrix(self.batches, self.samples), torch.cat(biases, dim=1))
+        tables = solution.rows.split([bias.shape[1] for bias in biases], dim=1)
+        return list(tables), solution.residual, solution.error
+
+
+def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -> None:
+    """NotApplicable unless the messages have the gradients that steps I and II read."""
+    bare = [layer.share.name for layer in layers if not layer.bias]
+    if bare:
+        raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
+    if observation.messages[0].partial:
+        raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
+    whole = tuple(message for message in observation.messages if not message.partial)
+    for part, messages in (("bias", observation.messages), ("weight", whole)):
+        names = [f"{layer.name}.{part}" for layer in layers]
+        lost = [name for name in names if any(name not in message.update for message in messages)]
+        if lost:
+            raise NotApplicable(
+                f"the messages have no gradient of their own for {', '.join(lost)}: frozen, shared or computed"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """V and H of each worker, one row per sample, and what the rounds say of them.
+
+    ``determined`` (workers, samples): whether H follows; a sample for which every unit of a worker is dead sends
+    nothing back, and that worker's part of it stays hidden. ``unexplained`` is the share of the gradients that no rows
+    explain, ``error`` the relative error of H to be expected.
+    """
+
+    output_gradients: list[Tensor]
+    inputs: list[Tensor]
+    determined: Tensor
+    unexplained: float
+    error: float
+
+
+def solve(rounds: Rounds) -> Tables:
+    """Steps I and II outright, by linear least squares."""
+    tables, unexplained, error = rounds.solve_output_gradients([f"{layer.name}.bias" for layer in rounds.layers])
+    output_gradients = [_above_rounding(rounds, table) for table in tables]
+    solutions = [
+        solve_inputs(rounds.whole, f"{layer.name}.weight", rows, rounds.identifiability.determined)
+        for layer, rows in zip(rounds.layers, output_gradients, strict=True)
+    ]
+    return Tables(
+        output_gradients=output_gradients,
+        inputs=[solution.rows for solution in solutions],
+        determined=torch.stack([solution.determined for solution in solutions]),
+        unexplained=max(unexplained, *(solution.residual for solution in solutions)),
+        error=math.hypot(error, max(solution.error for solution in solutions)),
+    )
+
+
+def _above_rounding(rounds: Rounds, output_gradients: Tensor) -> Tensor:
+    """The output gradients, with those set to zero that are nothing but rounding: such a sample tells nothing."""
+    condition = rounds.identifiability.condition
+    floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
+    norms = torch.linalg.vector_norm(output_gradients, dim=1)
+    return torch.where((norms > floor * norms.max())[:, None], output_gradients, 0.0)
+
+
+@dataclass(eq=False)
+class RunningSteps:
+    """Steps I and II for one layer, one round at a time.
+
+    "projection" goes all the way to the nearest tables that explain the round, which needs no learning rate and, where
+    rounds agree, converges as fast as the rounds let it. "descent" is what the paper does: one step of gradient descent
+    for V, one of row-wise Adam for H.
+    """
+
+    output_gradients: Tensor
+    inputs: Tensor
+    steps: Steps
+    output_gradient_lr: float
+    input_lr: float
+    _adam: RowAdam = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._adam = RowAdam(self.inputs)
+
+    @classmethod
+    def start(cls, settings: CAFE, samples: int, layer: FirstDense, generator: torch.Generator) -> RunningSteps:
+        """As published: V in +-8e-4, H in [0, 0.08]; projections start from zero."""
+        output_gradients = torch.rand((samples, layer.units), generator=generator).double()
+        inputs = torch.rand((samples, layer.inputs), generator=generator).double()
+        scale = 1.0 if settings.steps == "descent" else 0.0
+        return cls(
+            scale * 8e-4 * (2 * output_gradients - 1),
+            scale * 0.08 * inputs,
+            settings.steps,
+            settings.signal_lr,
+            settings.input_lr,
+        )
+
+    def step_one(self, batch: Tensor, bias_gradient: Tensor) -> None:
+        rest = bias_gradient - self.output_gradients[batch].sum(0)
+        share = 1 / len(batch) if self.steps == "projection" else 2 * self.output_gradient_lr
+        self.output_gradients[batch] += share * rest
+
+    def step_two(self, batch: Tensor, weight_gradient: Tensor) -> None:
+        rows = self.output_gradients[batch]
+        rest = weight_gradient - rows.T @ self.inputs[batch]
+        if self.steps == "descent":
+            self.inputs[batch] -= self._adam.move(batch, -2 * rows @ rest, self.input_lr)
+            return
+        gram = rows @ rows.T
+        # A little damping: in the first rounds the output gradients are no more than a first guess.
+        damping = 1e-6 * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
+        gram.diagonal().add_(damping)
+        self.inputs[batch] += torch.linalg.solve(gram, rows @ rest)
+
+
+def settle(rounds: Rounds, tables: list[RunningSteps], iterations: int) -> None:
+    """Algorithm 3: step I to its end, then step II to its end, each visiting so many rounds."""
+    for part in ("bias", "weight"):
+        for layer, table in zip(rounds.layers, tables, strict=True):
+            name = f"{layer.name}.{part}"
+            messages = [message for message in rounds.messages if name in message.update]
+            move = table.step_one if part == "bias" else table.step_two
+            for step in range(iterations):
+                message = messages[step % len(messages)]
+                move(torch.tensor(message.indices), message.update[name].cpu().double())
+
+
+def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
+    """The share of the gradients that tables of the loops leave unexplained."""
+    return share_unexplained(
+        rounds.messages,
+        rounds.layers,
+        [table.output_gradients for table in tables],
+        [table.inputs for table in tables],
+        complete=rounds.identifiability.identifiable,
+    )

@@ -1,0 +1,225 @@
+"""One job from start to row: the client's update, what an attack makes of it, and only then the comparison with truth.
+
+A :class:`Bench` belongs to one process: it keeps the latest client's update, so that all jobs on it share it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leakscope.audit.controls import CONTROLS
+from leakscope.audit.findings import FINDINGS, Subject
+from leakscope.audit.memory import PeakMemory
+from leakscope.audit.parts import Part
+from leakscope.audit.plan import Job, client_of, derived_seed, describe
+from leakscope.audit.setup import Setup, observe
+from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.limits import diagnose
+from leakscope.metrics import Evaluation, evaluate
+from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, plain
+
+TRACEBACK_LINES = 12
+
+Advance = Callable[[int, int, float], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job; plain values only, so that it passes between processes."""
+
+    status: Status
+    result: dict[str, Any] | None = None
+    error: str | None = None
+    seconds: float = 0.0
+    tensors: dict[str, Tensor] = field(default_factory=dict, repr=False)
+    history: dict[str, Any] | None = field(default=None, repr=False)
+
+    def row(self, setup: Setup, job: Job) -> Row:
+        """The row of an attempt or control."""
+        record = None if self.result is None else AttemptRecord.read(self.result)
+        told = describe(setup, job)
+        return Row(job.key, job.position, self.status, told, record, self.error, self.seconds, _now(), raw=self.result)
+
+    def finding(self, setup: Setup, job: Job) -> FindingRow:
+        """The row of a finding."""
+        told = describe(setup, job)
+        return FindingRow(
+            *(job.key, job.position, job.finding or "", self.status, told.protocol, told.defense, job.batch, job.seed),
+            *(self.result or {}, self.error, self.seconds, _now()),
+        )
+
+
+class Bench:
+    """Where jobs are done: the set-up and the latest client's update."""
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._client: tuple[Any, ...] | None = None
+        self._update: Observation | None = None
+
+    def run(self, job: Job, progress: Advance | None = None) -> Outcome:
+        """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
+        started = time.perf_counter()
+        try:
+            if job.finding is not None:
+                outcome = self._finding(job)
+            else:
+                outcome = self._attempt(job, progress)
+        except (MissingKnowledge, NotApplicable) as error:
+            outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
+            outcome = Outcome("failed", error=failure_text(error))
+        return dataclasses.replace(outcome, seconds=time.perf_counter() - started)
+
+    def observe(self, job: Job) -> Observation:
+        """What the client of this job sends, made once for all jobs on it."""
+        client = client_of(self._setup, job)
+        if self._update is None or client != self._client:
+            self._update = None  # two at a time may be too much for the memory
+            self._update = self._make_update(job)
+            self._client = client
+        return self._update
+
+    def _make_update(self, job: Job) -> Observation:
+        setup, spec = self._setup, self._setup.spec
+        x, y = setup.batch(job.batch)
+        attack = None if job.attack is None else spec.attacks[job.attack].instance
+        sent = setup if attack is None else _prepared(setup, attack)
+        made: Observation = observe(sent, spec.protocols[job.protocol], _defense(setup, job), x, y, client_draws(job))
+        return made
+
+    def _attempt(self, job: Job, progress: Advance | None) -> Outcome:
+        setup = self._setup
+        assert job.attack is not None
+        attack: Attack = setup.spec.attacks[job.attack].instance
+        protocol = setup.spec.protocols[job.protocol].instance
+        if attack.reads_rounds and not protocol.sends_rounds:
+            # That is for the protocol to give, so its lack is no want of knowledge.
+            raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches; this protocol has none")
+        observation = self.observe(job)
+        if job.control is not None:
+            draws = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control"))
+            observation = CONTROLS[job.control].alter(observation, draws)
+        memory = PeakMemory()
+        found = self._attack(job, attack, observation, progress)
+        peak = memory.megabytes()
+        x, y = setup.batch(job.batch)
+        originals = setup.data.inputs.to_unit(x).float().clamp(0, 1)
+        guesses = setup.data.inputs.to_unit(found.inputs.detach().cpu().to(x.dtype)).float()
+        measured = self._compare(originals, y, guesses, found)
+        result = {
+            **_result(setup, job, found, measured),
+            "adaptive": attack.reads_channel and observation.channel is not None,
+            "peak_memory_mb": peak,
+        }
+        if job.control is None:
+            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, found)))
+        return Outcome(
+            "done", result, tensors=_pictures(setup, originals, measured), history=plain(dict(found.history))
+        )
+
+    def _attack(self, job: Job, attack: Attack, observation: Observation, progress: Advance | None) -> Reconstruction:
+        spec = self._setup.spec
+        dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
+        return attack(
+            # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
+            dataclasses.replace(observation),
+            seed=derived_seed(job.seed, job.batch, "attack"),
+            # What is there already is not copied there: hundreds of rounds are large.
+            device=None if torch.device(spec.device) == observation.device else spec.device,
+            dtype=None if dtype == observation.dtype else dtype,
+            progress=progress,
+        )
+
+    def _compare(self, originals: Tensor, y: Tensor, guesses: Tensor, found: Reconstruction) -> Evaluation:
+        setup = self._setup
+        return evaluate(
+            originals,
+            y,
+            guesses,
+            None if found.labels is None else found.labels.detach().cpu(),
+            candidates_unit=setup.candidates,
+            lpips=setup.lpips,
+            inputs=setup.data.inputs,
+            task=setup.spec.task.instance,
+        )
+
+    def _finding(self, job: Job) -> Outcome:
+        setup = self._setup
+        x, y = setup.batch(job.batch)
+        subject = Subject(
+            protocol=setup.spec.protocols[job.protocol].instance,
+            defense=_defense(setup, job).instance,
+            task=setup.spec.task.instance,
+            observation=self.observe(job),
+            x=x,
+            y=y,
+            draws=lambda: client_draws(job),
+        )
+        assert job.finding is not None
+        return Outcome("done", plain(FINDINGS[job.finding].tell(subject)))
+
+
+def client_draws(job: Job) -> torch.Generator:
+    """The client's draws, from the beginning."""
+    return torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
+
+
+def failure_text(error: BaseException) -> str:
+    """Type, message, and the last lines of the traceback."""
+    trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    return "\n".join([f"{type(error).__name__}: {error}", *trace[-TRACEBACK_LINES:]])
+
+
+def _defense(setup: Setup, job: Job) -> Part:
+    return Part(name="none") if job.defense is None else setup.spec.defenses[job.defense]
+
+
+def _prepared(setup: Setup, attack: Attack) -> Setup:
+    """A server that may choose the model sends out the one its attack asks for."""
+    knowledge = setup.knowledge
+    if not attack.chooses_model or not (knowledge.choose_weights or knowledge.choose_structure):
+        return setup
+    if not all(knowledge.grants(name) for name in attack.requires):
+        return setup  # the attack itself will say what it lacks
+    return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model)))
+
+
+def _result(setup: Setup, job: Job, found: Reconstruction, measured: Evaluation) -> dict[str, Any]:
+    scores = found.scores.detach().cpu().flatten().tolist()
+    examples = []
+    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=True)):
+        source = int(measured.order[place])
+        score = scores[source] if 0 <= source < len(scores) else None
+        examples.append({"index": index, **plain(numbers), "score": plain(score)})
+    return {
+        "examples": examples,
+        "reasons": plain(dict(measured.reasons)),
+        "flags": list(found.flags),
+        "notes": list(found.notes),
+        "info": plain({"device": setup.spec.device, "threads": torch.get_num_threads(), **found.info}),
+    }
+
+
+def _pictures(setup: Setup, originals: Tensor, measured: Evaluation) -> dict[str, Tensor]:
+    if not setup.pictures:
+        return {}
+    # Where nothing was reconstructed there is still a place in the file, and it is black.
+    shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
+    return {"originals": originals, "reconstructions": shown}
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

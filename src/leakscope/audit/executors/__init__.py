@@ -1,0 +1,17 @@
+"""Where jobs run, as a table: a further executor is one file and one line here."""
+
+from leakscope.audit.executors.base import Executor, ExecutorError
+from leakscope.audit.executors.processes import Processes
+from leakscope.audit.executors.serial import Serial
+from leakscope.contracts.registry import Entry, Registry
+
+EXECUTORS: Registry[Entry] = Registry(
+    "executor",
+    (
+        Entry("serial", Serial, "in this process, one job after another"),
+        Entry("processes", Processes, "in worker processes, which may die without harm to others"),
+    ),
+    Executor,
+)
+
+__all__ = ["EXECUTORS", "Executor", "ExecutorError"]

@@ -1,0 +1,60 @@
+"""The contract of an executor: where jobs run."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leakscope.audit.attempts import Advance, Outcome
+from leakscope.audit.plan import Job
+from leakscope.audit.setup import Setup
+
+#: Told of what happens to a job.
+Emit = Callable[[dict[str, Any]], None]
+#: Keeps what became of a job.
+Record = Callable[[Job, Outcome], None]
+
+#: Seconds between two words on how far a job is.
+ADVANCE_SECONDS = 0.2
+
+
+class ExecutorError(RuntimeError):
+    """This executor cannot do this audit; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Executor(ABC):
+    """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never)."""
+
+    workers: int | None = None
+    timeout: float | None = None
+
+    def check(self, setup: Setup) -> None:
+        """ExecutorError, before anything is written, where this audit cannot run here."""
+        return
+
+    @abstractmethod
+    def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
+        """Do all jobs. Those of a group are on one client, so they are best done one after another in one place.
+
+        ``emit`` is told of each job that starts and advances; ``record`` is called in the audit's own process, once for
+        each job, whatever became of it.
+        """
+
+
+def throttled(job: Job, emit: Emit) -> Advance:
+    """An attack's progress as events, no more than a few a second."""
+    last = time.monotonic()
+
+    def advance(done: int, total: int, value: float) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last >= ADVANCE_SECONDS:
+            last = now
+            steps = {"done": int(done), "total": int(total), "value": float(value)}
+            emit({"event": "advanced", "job": job, **steps})
+
+    return advance

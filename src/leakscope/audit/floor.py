@@ -1,0 +1,78 @@
+"""The finding "floor": what theory allows of a client's gradient, to stand beside what attacks made of it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from leakscope.audit.findings import Subject
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense
+from leakscope.limits import Floor, affordable_steps, cramer_rao
+from leakscope.matching import GradientMap
+
+#: Up to so many unknowns the floor is exact; above them it is estimated from so many random directions and steps.
+EXACT_UNKNOWNS = 1024
+PROBES = 4
+STEPS = 200
+
+
+def describe_floor(subject: Subject) -> dict[str, Any]:
+    """The Cramér–Rao floor of one observed gradient; or only a ``reason``.
+
+    Where the defence adds no noise, the update's own rounding is the noise, taken to be in proportion to the size of
+    each tensor: a floor of 110 dB says that in principle everything is there.
+    """
+    if subject.observation.message.kind != "gradient":
+        return {"reason": "the floor is that of one gradient, and the client sent a weight update"}
+    defense = Defense() if subject.defense is None else subject.defense
+    channel = subject.protocol.channel(defense, len(subject.x))
+    if channel is None:
+        return {"reason": f"what {type(defense).__name__} does to a gradient is not known to the calculation"}
+    wide = subject.observation.without_channel().to(device="cpu", dtype=torch.float64)
+    mapping = GradientMap.of(wide, subject.y)
+    flat = mapping.flat(subject.x.double())
+    exact = mapping.unknowns <= EXACT_UNKNOWNS
+    floor = cramer_rao(
+        mapping,
+        flat,
+        channel.with_least_noise(_rounding(subject, mapping, flat)),
+        method="auto" if exact else "estimate",
+        probes=PROBES,
+        steps=min(STEPS, affordable_steps(mapping)),
+    )
+    return _facts(floor, mapping, channel)
+
+
+def _rounding(subject: Subject, mapping: GradientMap, flat: torch.Tensor) -> dict[str, float]:
+    """The noise of rounding on each tensor.
+
+    To the nearest: an error up to eps / 2 of an entry's size, all of them equally likely. Sizes differ much from layer
+    to layer, less within one.
+    """
+    rounding = torch.finfo(subject.observation.dtype).eps / math.sqrt(12)
+    return {
+        name: rounding * (float(value.square().mean().sqrt()) or 1.0) for name, value in mapping.update(flat).items()
+    }
+
+
+def _facts(floor: Floor, mapping: GradientMap, channel: Channel) -> dict[str, Any]:
+    return {
+        "entries": mapping.entries,
+        "unknowns": floor.unknowns,
+        "rank": floor.rank,
+        "condition": floor.condition,
+        "rmse": floor.rmse,
+        "infinite": math.isinf(floor.rmse),
+        "interval": None if floor.interval is None else list(floor.interval),
+        "psnr": floor.psnr,
+        "method": floor.method,
+        "converged": floor.converged,
+        "sigma": max((channel.level(name) for name in mapping.names), default=0.0),
+        "rounding_only": not channel.noisy,
+        "surviving": floor.surviving,
+        "clip_factor": floor.clip_factor,
+        "note": floor.reason,
+    }

@@ -1,0 +1,5 @@
+"""python -m leakscope.cli"""
+
+from leakscope.cli import main
+
+main()

@@ -1,0 +1,125 @@
+"""The command ``audit``; what its options mean stands in the spec, which they are keys of."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, SpecError, read_yaml
+from leakscope.cli.parsing import parse_part, parse_parts
+from leakscope.contracts.settings import settings_of
+from leakscope.results.policy import Policy
+
+
+def _help(key: str, example: str = "", model: Any = AuditSpec) -> Any:
+    """The option of a key of a spec, with the key's own sentence."""
+    sentence = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", str(model.model_fields[key].description)).replace("`", "")
+    return typer.Option(help=f"{sentence[0].upper()}{sentence[1:]}{f'; {example}' if example else ''}.")
+
+
+_MAX_PSNR = next(setting.help for setting in settings_of(Policy) if setting.name == "max_psnr")
+
+
+def audit(
+    spec: Annotated[
+        Path | None, typer.Argument(help="YAML spec; without it the options, or the default audit.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of rows and report; resumed if it exists.")] = Path(
+        "leakscope-audit"
+    ),
+    model: Annotated[str | None, _help("name", model=ModelSpec)] = None,
+    weights: Annotated[Path | None, _help("weights", model=ModelSpec)] = None,
+    data: Annotated[str | None, _help("name", model=DataSpec)] = None,
+    data_path: Annotated[Path | None, _help("path", model=DataSpec)] = None,
+    task: Annotated[str | None, _help("task", "regression:distance=absolute")] = None,
+    examples: Annotated[int | None, _help("examples")] = None,
+    batch: Annotated[int | None, _help("batch")] = None,
+    protocol: Annotated[list[str] | None, _help("protocols", "fedavg:epochs=5,batch_size=10,lr=0.004")] = None,
+    defense: Annotated[list[str] | None, _help("defenses", "gradient-pruning:fraction=0.9; repeatable")] = None,
+    attack: Annotated[list[str] | None, _help("attacks", "dlg:iterations=500; repeatable")] = None,
+    knowledge: Annotated[str | None, _help("knowledge", "adaptive_server lets attacks know the defence")] = None,
+    seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
+    max_psnr: Annotated[float | None, typer.Option(help=f"Policy: {_MAX_PSNR}.")] = None,
+    findings: Annotated[
+        bool | None, typer.Option("--findings/--no-findings", help="Theory beside the attacks.")
+    ] = None,
+    workers: Annotated[int | None, _help("workers")] = None,
+    threads: Annotated[int | None, _help("threads")] = None,
+    device: Annotated[str | None, _help("device")] = None,
+    serial: Annotated[bool, typer.Option("--serial", help="Run jobs in this process, one after another.")] = False,
+    pictures: Annotated[
+        bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
+    ] = None,
+) -> None:
+    """Audit a model and its protocol: attack updates, compare with the truth, judge, write a report."""
+    if weights and not model:
+        raise ValueError("--weights: expected together with --model")
+    chosen = {
+        "model": {"name": model, "weights": weights} if model and weights else model,
+        "data": _data_option(data, data_path, spec),
+        "task": None if task is None else parse_part(task),
+        "examples": examples,
+        "batch": batch,
+        "protocols": parse_parts(protocol),
+        "defenses": parse_parts(defense),
+        "attacks": parse_parts(attack),
+        "knowledge": knowledge,
+        "seeds": seeds,
+        "policy": None if max_psnr is None else {"max_psnr": max_psnr},
+        "findings": findings,
+        "workers": workers,
+        "threads": threads,
+        "device": device,
+        "pictures": pictures,
+        "executor": "serial" if serial else None,
+    }
+    options = {key: value for key, value in chosen.items() if value is not None}
+    raise typer.Exit(_run(spec, options, out))
+
+
+def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
+    if path is None:
+        return name
+    if name is None and spec is None:
+        name = "folder"
+    return {"path": path} if name is None else {"name": name, "path": path}
+
+
+def _run(spec: Path | None, options: dict[str, Any], out: Path) -> int:
+    settings = _default(options) if spec is None else _merged(spec, options)
+    settings.setdefault("executor", "processes")
+    checked = AuditSpec.parse(settings, str(spec or "audit"))
+    from leakscope.audit.run import run_spec
+    from leakscope.cli.console import audit_progress, print_verdict
+
+    with audit_progress() as progress:
+        result = run_spec(checked, out, progress)
+    print_verdict(result, result.report())
+    return result.verdict.exit_code
+
+
+def _merged(spec: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The spec's settings, changed by the options."""
+    if not spec.is_file():
+        raise SpecError([f"{spec}: no such file; expected a YAML spec"], str(spec))
+    written = read_yaml(spec.read_text(encoding="utf-8", errors="replace"), str(spec))
+    if not isinstance(written, dict):
+        raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
+    settings = {**written, **options}
+    for key in ("policy", "data"):  # an option changes one thing of these, not all of them
+        if isinstance(written.get(key), dict) and isinstance(options.get(key), dict):
+            settings[key] = {**written[key], **options[key]}
+    return settings
+
+
+def _default(options: dict[str, Any]) -> dict[str, Any]:
+    """The embedded audit, changed by the options."""
+    from leakscope.audit.default import DEFAULT_SPEC
+
+    settings: dict[str, Any] = {**DEFAULT_SPEC, **options}
+    if ("data" in options or "batch" in options) and "examples" not in options:
+        settings.pop("examples")  # six fit the default data and batch only
+    return settings

@@ -1,0 +1,183 @@
+"""The command ``limits``: arguments in, calls out. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from leakscope.cli.parsing import parse_shape
+
+if TYPE_CHECKING:
+    from torch import nn
+
+Options = dict[str, Any]
+
+
+class NoiseScale(StrEnum):
+    absolute = "absolute"
+    times_clip = "times-clip"
+
+
+class PruneScope(StrEnum):
+    tensor = "tensor"
+    whole = "global"
+
+
+def limits(
+    spec: Annotated[Path | None, typer.Argument(help="YAML spec of an audit, for its model, data and batch.")] = None,
+    model: Annotated[str | None, typer.Option(help="Name or package.module:factory.")] = None,
+    input: Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Examples in the batch; default 1.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Vertical model: samples that batches are drawn from.")] = None,
+    rounds: Annotated[int | None, typer.Option(help="Vertical model: how many batches; default enough.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
+    data: Annotated[str | None, typer.Option(help="Look at real examples of this data, not at random ones.")] = None,
+    index: Annotated[int | None, typer.Option(help="Number of the first of these examples; default 0.")] = None,
+    noise: Annotated[float | None, typer.Option(help="Noise on the gradient, for the least error.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Clip the gradient to this length first.")] = None,
+    noise_scale: Annotated[NoiseScale, typer.Option(help="Unit of --noise.")] = NoiseScale.absolute,
+    prune: Annotated[float | None, typer.Option(help="Share of smallest entries set to zero.")] = None,
+    prune_scope: Annotated[PruneScope, typer.Option(help="Share of what.")] = PruneScope.tensor,
+    dropout: Annotated[float | None, typer.Option(help="Share of entries set to zero at random.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Rank and least error exactly, even if it takes long.")
+    ] = False,
+    probes: Annotated[int, typer.Option(help="Random directions of an estimate.")] = 8,
+    seed: Annotated[int, typer.Option(help="Seed of inputs, batches, dropout and probes.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """What theory says can be recovered, before any attack."""
+    from leakscope.contracts.channel import Channel
+
+    chosen = {"noise": noise, "clip": clip, "prune": prune, "dropout": dropout}
+    settings: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    if noise_scale is NoiseScale.times_clip:
+        if clip is None or noise is None:
+            raise ValueError("--noise-scale times-clip: expected together with --noise and --clip")
+        settings["noise"] = noise * clip
+    channel = Channel(**settings, prune_scope=prune_scope.value) if settings else None
+    from leakscope.cli.console import named_progress, print_limits
+
+    with named_progress() as progress:
+        options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}
+        if spec is not None:
+            said = {"--model": model, "--input": input, "--batch": batch, "--samples": samples, "--rounds": rounds}
+            twice = {**said, "--classes": classes, "--data": data, "--index": index}
+            results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options)
+        elif model is None:
+            raise ValueError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
+        else:
+            count = batch if batch is not None else 1
+            shape, facts = _examples(data, index or 0, samples if samples is not None else count, input)
+            results = [_of_model(model, shape, facts, classes, count, samples, rounds, options)]
+    if as_json:
+        told = [found.as_dict() for _, found in results]
+        print(json.dumps(told[0] if len(told) == 1 else told, indent=1))
+    else:
+        for title, found in results:
+            print_limits(title, found)
+
+
+def _one_gradient(net: nn.Module, shape: tuple[int, ...], batch: int, options: Options, facts: Options) -> Any:
+    from leakscope.limits import limits as compute
+
+    return compute(net, shape, batch, **facts, **options)
+
+
+def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: Options, facts: Options) -> Any:
+    if options["channel"] is not None or options["exact"]:
+        raise ValueError(
+            "--noise, --clip, --prune, --dropout, --exact: not for a vertical model, whose least error is too large to "
+            "compute; leave them out"
+        )
+    from leakscope.limits import vertical_limits
+
+    told = {name: options[name] for name in ("seed", "progress")}
+    return vertical_limits(net, samples, batch, rounds, **facts, **told)
+
+
+def _of_model(
+    name: str,
+    shape: tuple[int, ...],
+    facts: dict[str, Any],
+    classes: int | None,
+    batch: int,
+    samples: int | None,
+    rounds: int | None,
+    options: Options,
+) -> tuple[str, Any]:
+    from leakscope.models import build_model
+    from leakscope.models.split import VerticalModel
+
+    if classes is None:
+        classes = facts.pop("num_classes", None)
+    net = build_model(name, input_shape=shape, **({} if classes is None else {"num_classes": classes}))
+    if not isinstance(net, VerticalModel):
+        if samples is not None or rounds is not None:
+            raise ValueError(f"--samples and --rounds: expected for a vertical model only, and {name!r} is none")
+        return f"{name}, {batch} x {_size(shape)}", _one_gradient(net, shape, batch, options, facts)
+    if samples is None:
+        raise ValueError(
+            f"--samples: {name!r} is a vertical model; expected how many samples its batches are drawn from"
+        )
+    examples: Options = {key: facts[key] for key in ("inputs", "labels") if key in facts}
+    found = _vertical(net, samples, batch, rounds, options, examples)
+    return _vertical_title(name, found, shape), found
+
+
+def _of_spec(path: Path, twice: list[str], options: Options) -> list[tuple[str, Any]]:
+    """The limits of every vertical protocol of a spec, and those of one gradient where there are others."""
+    if twice:
+        raise ValueError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
+    from leakscope.audit import load_spec
+    from leakscope.audit.setup import build_setup
+
+    setup = build_setup(load_spec(path))
+    spec, (x, y) = setup.spec, setup.batch(0)
+    shape = tuple(x.shape[1:])
+    results: list[tuple[str, Any]] = []
+    protocols = [part.instance for part in spec.protocols]
+    for protocol in protocols:
+        if protocol.sends_rounds:
+            facts: Options = {"inputs": x, "labels": y, "sampling": protocol.sampling}
+            rounds = protocol.count_rounds(spec.batch)
+            found = _vertical(setup.model, spec.batch, protocol.batch_size, rounds, options, facts)
+            results.append((_vertical_title(spec.model.name, found, shape), found))
+    if not all(protocol.sends_rounds for protocol in protocols):
+        facts = {"inputs": x, "labels": y}
+        if setup.data.range_known:
+            facts["value_range"] = setup.data.value_range
+        found = _one_gradient(setup.model, shape, spec.batch, options, facts)
+        results.append((f"{spec.model.name}, {spec.batch} x {_size(shape)}", found))
+    return results
+
+
+def _size(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def _vertical_title(name: str, found: Any, shape: tuple[int, ...]) -> str:
+    return f"{name}, {found.samples} x {_size(shape)}, {found.rounds} rounds of {found.batch}"
+
+
+def _examples(name: str | None, index: int, count: int, shape: str | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The shape of an example, and ``count`` real examples with what is known of them where data is named."""
+    wanted = None if shape is None else parse_shape(shape)
+    if name is None:
+        if wanted is None:
+            raise ValueError("--input: expected the shape of one example, such as 3x32x32, or --data")
+        return wanted, {}
+    if index < 0 or count < 1:
+        raise ValueError(f"--index and --batch or --samples: expected at least 0 and 1, got {index} and {count}")
+    from leakscope.data import DATA, load_data
+
+    options = {"split": "test"} if name in DATA and "split" in DATA[name].options() else {}
+    found = load_data(name, limit=index + count, **options).subset(range(index, index + count))
+    if wanted not in (None, found.shape):
+        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, found.shape))}, got {shape}")
+    box = {"value_range": found.value_range} if found.range_known else {}
+    return found.shape, {"inputs": found.x, "labels": found.y, "num_classes": found.num_classes, **box}

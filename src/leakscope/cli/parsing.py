@@ -1,0 +1,47 @@
+"""What people type in one word, as a spec says it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+#: NAME or NAME:key=value,key=value, where the name may be package.module:Class.
+_WORD = re.compile(r"(?P<name>[^=,]+?)(?::(?P<options>[^:=,]+=.*))?", re.DOTALL)
+
+
+def parse_part(text: str) -> Any:
+    """``name:key=value,key=value`` as a spec says it: {name: {key: value}}.
+
+    >>> parse_part("dlg"), parse_part("mine.attacks:Best:steps=3,tv=1e-3")
+    ('dlg', {'mine.attacks:Best': {'steps': 3, 'tv': 0.001}})
+    """
+    from leakscope.audit.spec import read_yaml
+
+    match = _WORD.fullmatch(text)
+    if match is None:
+        raise ValueError(f"{text!r}: expected name:key=value,key=value")
+    if match["options"] is None:
+        return match["name"]
+    options = {}
+    for pair in match["options"].split(","):
+        key, equals, value = pair.partition("=")
+        if not equals or not key.strip():
+            raise ValueError(f"{text!r}: expected name:key=value,key=value, got {pair!r}")
+        options[key.strip()] = read_yaml(value, text)
+    return {match["name"]: options}
+
+
+def parse_parts(texts: list[str] | None) -> list[Any] | None:
+    return [parse_part(text) for text in texts] if texts else None
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """A shape such as 3x32x32.
+
+    >>> parse_shape("3x32x32")
+    (3, 32, 32)
+    """
+    try:
+        return tuple(int(size) for size in text.lower().split("x"))
+    except ValueError as error:
+        raise ValueError(f"--input: expected sizes such as 3x32x32, got {text!r}") from error

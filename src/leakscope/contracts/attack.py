@@ -1,0 +1,133 @@
+"""The contract of an attack. The author of an attack writes ``run``; everything around it is done here, once."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, ClassVar, Self, final
+
+import torch
+from torch import nn
+
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import Described
+
+#: Told how many steps are done, of how many, and the objective.
+Progress = Callable[[int, int, float], None]
+
+
+class MissingKnowledge(ValueError):
+    """The attack needs a fact that the threat model withholds."""
+
+
+class NotApplicable(ValueError):
+    """The attack cannot work on this model or update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attack(Described, ABC):
+    """An attack: settings are keyword-only fields, data is given in the call, and the ``repr`` is complete."""
+
+    #: Fields of Knowledge that must be granted.
+    requires: ClassVar[tuple[str, ...]] = ("num_examples",)
+    #: Whether it reads messages of several rounds on announced batches; all others read one message.
+    reads_rounds: ClassVar[bool] = False
+    #: Whether it makes use of the defence's channel, where the adversary knows it.
+    reads_channel: ClassVar[bool] = False
+    #: Published settings by name, for ``preset``.
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+
+    @classmethod
+    def published(cls, name: str) -> Mapping[str, Any]:
+        """The settings published under ``name``."""
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "none"
+            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has: {known}")
+        return cls.presets[name]
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The attack with the settings published under ``name``, some of them changed."""
+        return cls(**{**cls.published(name), **changes})
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """The model a server that may choose it sends out; most attacks leave it as it is."""
+        return model
+
+    @property
+    def chooses_model(self) -> bool:
+        """Whether it sends out a model of its own where it may."""
+        return type(self).prepare is not Attack.prepare
+
+    @abstractmethod
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        """Recover inputs from what the adversary sees, drawing all randomness from ``generator``."""
+
+    def missing(self, observation: Observation) -> list[str]:
+        """What this attack needs and the observation lacks; one phrase each."""
+        return [name for name in self.requires if not observation.knowledge.grants(name)]
+
+    @final
+    def __call__(
+        self,
+        observation: Observation,
+        *,
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        progress: Progress | None = None,
+    ) -> Reconstruction:
+        """Check, seed, run, time and guard: the same for every attack."""
+        if not isinstance(observation, Observation):
+            raise TypeError(
+                f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
+                "or Observation.from_update(...)."
+            )
+        missing = self.missing(observation)
+        if missing:
+            raise MissingKnowledge(
+                f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds. "
+                "Grant it in the Knowledge, or choose an attack that works without."
+            )
+        if not self.reads_rounds and observation.has_rounds:
+            raise NotApplicable(
+                f"{type(self).__name__} reads one update of all examples, got {len(observation.messages)} messages on "
+                "batches of them. Use cafe, which reads rounds of a vertical model."
+            )
+        for number, message in enumerate(observation.messages):
+            broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]
+            if broken:
+                raise ValueError(
+                    f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
+                    "Expected finite numbers; was the update captured whole?"
+                )
+        if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
+        if dtype is None and observation.dtype in (torch.float16, torch.bfloat16):
+            dtype = torch.float32  # half precision is how an update travels, not how one searches
+        if device is not None or dtype is not None:
+            observation = observation.to(device=device, dtype=dtype)
+        generator = torch.Generator().manual_seed(seed)
+        started = time.perf_counter()
+        result = self.run(observation, generator, progress)
+        info = {
+            **result.info,
+            "seconds": time.perf_counter() - started,
+            "seed": seed,
+            "device": str(observation.device),
+            "dtype": str(observation.dtype).removeprefix("torch."),
+            "threads": torch.get_num_threads(),
+        }
+        expected = observation.input_shape
+        if tuple(result.inputs.shape[1:]) != expected:
+            raise RuntimeError(
+                f"{type(self).__name__} returned inputs of shape {tuple(result.inputs.shape[1:])}, expected {expected}"
+            )
+        return dataclasses.replace(result, info=info)

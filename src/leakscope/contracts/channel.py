@@ -1,0 +1,160 @@
+"""What an adversary who knows the defence can compute with: the way from a client's gradient to what is seen of it.
+
+The same object serves attacks, which pass what they simulate through it, and theory, which asks for the least error
+behind it. In their order: clipping, pruning and dropout of entries, noise. The definitions are those of Liu et al.,
+"Data Reconstruction Attacks and Defenses: A Systematic Evaluation". Clipping is of the whole batch's gradient,
+g / max(1, |g| / C), or of each example's, which a guarantee of differential privacy needs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.settings import Described, setting
+
+PruneScope = Literal["tensor", "global"]
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Channel(Described):
+    """From a client's gradient to what an adversary sees.
+
+    A defence of one's own that these settings do not describe inherits this class and overrides :meth:`mix` (what the
+    client trains on in place of its examples) or :meth:`stand_in` (what becomes of an update), both differentiable.
+
+    >>> Channel(noise=0.5).level("fc.weight"), Channel(noise={"fc.weight": 0.2}).level("fc.weight")
+    (0.5, 0.2)
+    """
+
+    noise: float | Mapping[str, float] = setting(
+        0.0, "Standard deviation of Gaussian noise on what is left, one number or one a tensor.", ge=0
+    )
+    clip: float | None = setting(None, "The largest norm that a gradient may have.", gt=0)
+    clip_per: Literal["batch", "example"] = setting("batch", "Whose gradient is clipped.")
+    prune: float = setting(0.0, "Share of entries of smallest magnitude set to zero.", ge=0, lt=1)
+    prune_scope: PruneScope = setting("tensor", "Whether of each tensor or of the whole update.")
+    dropout: float = setting(0.0, "Probability with which an entry is set to zero, the others not scaled.", ge=0, lt=1)
+
+    def problems(self) -> list[str]:
+        levels = self.noise.values() if isinstance(self.noise, Mapping) else ()
+        return [] if all(0 <= level < math.inf for level in levels) else ["noise: expected finite numbers >= 0"]
+
+    def level(self, name: str) -> float:
+        """The standard deviation of the noise on an entry of this tensor."""
+        return float(self.noise[name] if isinstance(self.noise, Mapping) else self.noise)
+
+    @property
+    def noisy(self) -> bool:
+        return any(self.noise.values()) if isinstance(self.noise, Mapping) else self.noise > 0
+
+    @property
+    def masked(self) -> bool:
+        """Whether entries are set to zero."""
+        return self.prune > 0 or self.dropout > 0
+
+    @property
+    def clips_examples(self) -> bool:
+        return self.clip is not None and self.clip_per == "example"
+
+    def clip_factor(self, norm: float) -> float:
+        """What a gradient of this norm is multiplied with.
+
+        >>> Channel(clip=2.0).clip_factor(8.0), Channel(clip=2.0).clip_factor(1.0), Channel().clip_factor(8.0)
+        (0.25, 1.0, 1.0)
+        """
+        return 1.0 if self.clip is None or norm <= self.clip else self.clip / norm
+
+    # -- what attacks use --
+
+    def mix(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """What the client trains on in place of these examples; as they are unless a defence mixes them."""
+        return x, targets
+
+    def survivors(self, observed: Mapping[str, Tensor]) -> Tensors:
+        """Which entries survived, as far as the update shows it: ones and zeros; empty where all did.
+
+        A pruned entry is exactly zero and gives itself away, unless noise was added afterwards.
+
+        >>> Channel(prune=0.5).survivors({"w": torch.tensor([3.0, 0.0])})["w"].tolist()
+        [1.0, 0.0]
+        """
+        if not self.masked or self.noisy:
+            return {}
+        return {name: (value != 0).to(value) for name, value in observed.items()}
+
+    def clip_update(self, update: Mapping[str, Tensor]) -> Tensors:
+        """An update clipped as one, differentiable."""
+        if self.clip is None:
+            return dict(update)
+        norm = torch.sqrt(torch.stack([value.square().sum() for value in update.values()]).sum() + 1e-24)
+        factor = (self.clip / norm).clamp(max=1.0)
+        return {name: value * factor for name, value in update.items()}
+
+    def stand_in(self, update: Mapping[str, Tensor], survivors: Mapping[str, Tensor]) -> Tensors:
+        """What an adversary expects to see of an update, noise left out; differentiable."""
+        found = dict(update) if self.clips_examples else self.clip_update(update)
+        return {name: value * survivors[name] if name in survivors else value for name, value in found.items()}
+
+    # -- what theory uses --
+
+    def kept(self, update: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
+        """One boolean an entry of the update, in its order: true where it is not set to zero; None if all are kept.
+
+        With one state of ``generator``, what a larger dropout keeps is part of what a smaller one keeps.
+
+        >>> Channel(prune=0.5).kept([torch.tensor([3.0, -1.0]), torch.tensor([9.0])], torch.Generator()).tolist()
+        [True, False, True]
+        """
+        if not self.masked:
+            return None
+        groups = [value.flatten() for value in update]
+        if self.prune_scope == "global":
+            groups = [torch.cat(groups)]
+        kept = torch.cat([self._largest(group) for group in groups])
+        # Drawn on the CPU, so that it is the same on every device.
+        drawn = torch.rand(len(kept), generator=generator, dtype=torch.float64)
+        return kept & (drawn >= self.dropout).to(kept.device)
+
+    def with_least_noise(self, levels: Mapping[str, float]) -> Channel:
+        """The same channel with at least this noise on each tensor, that of rounding say."""
+        return dataclasses.replace(self, noise={name: max(level, self.level(name)) for name, level in levels.items()})
+
+    def _largest(self, flat: Tensor) -> Tensor:
+        kept = torch.ones(len(flat), dtype=torch.bool, device=flat.device)
+        # Exactly floor(share * n) go; a stable sort settles ties.
+        kept[torch.sort(flat.abs(), stable=True).indices[: int(self.prune * len(flat))]] = False
+        return kept
+
+    def describe(self) -> str:
+        """In a few words.
+
+        >>> Channel(clip=4.0, noise=0.1).describe()
+        'clipped to 4, noise 0.1'
+        """
+        whose = " for each example" if self.clips_examples else ""
+        words = [] if self.clip is None else [f"clipped to {self.clip:g}{whose}"]
+        if self.prune:
+            scope = "of each tensor" if self.prune_scope == "tensor" else "of the update"
+            words.append(f"{100 * self.prune:g} % of the entries {scope} pruned")
+        if self.dropout:
+            words.append(f"{100 * self.dropout:g} % of the entries dropped")
+        if self.noisy:
+            words.append("noise by tensor" if isinstance(self.noise, Mapping) else f"noise {self.noise:g}")
+        return ", ".join(words) or "the gradient as it is"
+
+    def facts(self) -> dict[str, Any]:
+        """What a file needs to make it again, as JSON values."""
+        if type(self) is not Channel:
+            raise ValueError(
+                f"channel: a {type(self).__name__} cannot be written to a file; drop it from the observation"
+            )
+        noise = dict(self.noise) if isinstance(self.noise, Mapping) else self.noise
+        return {**dataclasses.asdict(dataclasses.replace(self, noise=0.0)), "noise": noise}

@@ -1,0 +1,199 @@
+"""An observation on disk: one safetensors file with the tensors, one JSON file beside it with the facts."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.inputs import space_from_facts
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Message, Observation
+from leakscope.contracts.task import TASKS, CustomLoss, Task
+
+FORMAT_VERSION = 2
+_FACTS = frozenset(
+    (
+        *("format", "model_name", "inputs", "num_classes", "output_shape", "task", "num_examples", "knowledge"),
+        *("channel", "training", "reduction", "batchnorm", "messages"),
+    )
+)
+
+
+def tensor_file(path: str | os.PathLike[str]) -> Path:
+    """PATH with .safetensors at its end; "round.1" and "round.2" stay two files.
+
+    >>> tensor_file("runs/round.1").name, tensor_file("update.safetensors").name
+    ('round.1.safetensors', 'update.safetensors')
+    """
+    path = Path(path)
+    return path if path.suffix == ".safetensors" else path.with_name(path.name + ".safetensors")
+
+
+def save_observation(observation: Observation, path: str | os.PathLike[str]) -> None:
+    from safetensors.torch import save
+
+    target = tensor_file(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "format": FORMAT_VERSION,
+        "model_name": observation.model_name,
+        "inputs": observation.inputs.facts(),
+        "num_classes": observation.num_classes,
+        "output_shape": list(observation.output_shape),
+        "task": _task_facts(observation.task),
+        "num_examples": observation.num_examples,
+        "knowledge": dataclasses.asdict(observation.knowledge),
+        "channel": None if observation.channel is None else observation.channel.facts(),
+        "training": dataclasses.asdict(observation.training),
+        "reduction": observation.reduction,
+        "batchnorm": observation.batchnorm,
+        "messages": [
+            {"kind": m.kind, "indices": None if m.indices is None else list(m.indices), "partial": m.partial}
+            for m in observation.messages
+        ],
+    }
+    tensors = {name: value.detach().cpu().contiguous().clone() for name, value in _named_tensors(observation)}
+    atomic_write(target, save(tensors))
+    atomic_write(target.with_suffix(".json"), json.dumps(facts, indent=1).encode())
+
+
+def _named_tensors(observation: Observation) -> Iterator[tuple[str, Tensor]]:
+    for name, value in observation.model.state_dict().items():
+        yield f"model/{name}", value
+    for number, message in enumerate(observation.messages):
+        for name, value in message.update.items():
+            yield f"message/{number}/update/{name}", value
+        for name, value in (message.batchnorm_statistics or {}).items():
+            yield f"message/{number}/batchnorm/{name}", value
+    if observation.labels is not None:
+        yield "labels", observation.labels
+    if observation.label_counts is not None:
+        yield "label_counts", observation.label_counts
+
+
+def _task_facts(task: Task) -> dict[str, Any]:
+    if isinstance(task, CustomLoss):
+        raise ValueError(f"task: the loss {task.name!r} is code and is not written to a file")
+    options = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
+    return {"name": TASKS.name_of(type(task)), "options": options}
+
+
+def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observation:
+    """Read what :func:`save_observation` wrote; the structure comes from ``model``."""
+    tensors, facts = read_observation_files(path)
+    skeleton = _with_weights(path, model, _below(tensors, "model/"))
+    try:
+        messages = tuple(
+            Message(
+                update=_below(tensors, f"message/{number}/update/"),
+                kind=entry["kind"],
+                indices=None if entry["indices"] is None else tuple(entry["indices"]),
+                partial=bool(entry.get("partial", False)),
+                batchnorm_statistics=_below(tensors, f"message/{number}/batchnorm/") or None,
+            )
+            for number, entry in enumerate(facts["messages"])
+        )
+        training = dict(facts["training"])
+        if training.get("batch_order") is not None:
+            training["batch_order"] = tuple(tuple(step) for step in training["batch_order"])
+        return Observation(
+            model=skeleton,
+            messages=messages,
+            inputs=space_from_facts(facts["inputs"]),
+            num_classes=facts["num_classes"],
+            output_shape=tuple(facts["output_shape"]),
+            task=_task(facts["task"]),
+            num_examples=facts["num_examples"],
+            knowledge=Knowledge(**facts["knowledge"]),
+            channel=None if facts["channel"] is None else Channel(**facts["channel"]),
+            labels=tensors.get("labels"),
+            label_counts=tensors.get("label_counts"),
+            training=LocalTraining(**training),
+            reduction=facts["reduction"],
+            batchnorm=facts["batchnorm"],
+            model_name=facts["model_name"],
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path}: a fact in the .json file is not as expected ({error!r})") from error
+
+
+def _task(facts: dict[str, Any]) -> Task:
+    # Only names of the table: a file never names code.
+    found: Task = TASKS.find(facts["name"]).target.build(facts["options"])
+    return found
+
+
+def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
+    skeleton = copy.deepcopy(model)
+    precisions = {value.dtype for value in weights.values() if value.is_floating_point()}
+    if len(precisions) == 1:
+        skeleton = skeleton.to(dtype=precisions.pop())
+    try:
+        skeleton.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(
+            f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
+        ) from error
+    return skeleton
+
+
+def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    target = tensor_file(path)
+    beside = target.with_suffix(".json")
+    for file in (target, beside):
+        if not file.is_file():
+            raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
+    try:
+        tensors = load(target.read_bytes())
+    except SafetensorError as error:
+        raise ValueError(f"{target}: not a readable safetensors file ({error})") from error
+    try:
+        facts = json.loads(beside.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{beside}: not readable as JSON ({error})") from error
+    if not isinstance(facts, dict):
+        raise ValueError(f"{beside}: expected a mapping of facts, got {type(facts).__name__}")
+    if facts.get("format") == 1:
+        facts = _of_format_1(facts)
+    missing = _FACTS - set(facts)
+    if missing:
+        raise ValueError(f"{beside}: missing {', '.join(sorted(missing))}")
+    if facts["format"] != FORMAT_VERSION:
+        raise ValueError(f"{target}: format {facts['format']}, this version reads {FORMAT_VERSION}")
+    return tensors, facts
+
+
+def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:
+    """Files of versions up to 0.4 knew boxes and classification only."""
+    space = {"kind": "box", "shape": facts.get("input_shape"), "range": facts.get("value_range")}
+    added = {"output_shape": [facts.get("num_classes")], "task": {"name": "classification", "options": {}}}
+    return {**facts, **added, "format": FORMAT_VERSION, "inputs": space, "channel": None}
+
+
+def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

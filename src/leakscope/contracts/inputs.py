@@ -1,0 +1,188 @@
+"""Where examples live: the space that a search starts in, stays in, and in which results are measured.
+
+A box of floats is the only space today. A further one (tokens of a vocabulary, mixed columns of a table) is one class
+that inherits :class:`InputSpace` and one line in :data:`SPACES`; no attack, engine or measure asks which space it has.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+Start = Literal["grey", "normal", "uniform"]
+
+
+@dataclass(frozen=True)
+class ValueRange:
+    """The valid box of inputs in the space the model reads, one bound a channel (or one for all).
+
+    ``to_unit`` maps it to [0, 1], the space in which pictures are shown and PSNR is measured.
+
+    >>> ValueRange.normalised(mean=(0.5,), std=(0.25,))
+    ValueRange(low=(-2.0,), high=(2.0,))
+    """
+
+    low: tuple[float, ...] = (0.0,)
+    high: tuple[float, ...] = (1.0,)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "low", tuple(float(v) for v in self.low))
+        object.__setattr__(self, "high", tuple(float(v) for v in self.high))
+        if len(self.low) != len(self.high):
+            raise ValueError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
+        if not all(a < b for a, b in zip(self.low, self.high, strict=True)):
+            raise ValueError(f"ValueRange: every low must be below its high, got {self.low} and {self.high}")
+
+    @classmethod
+    def normalised(cls, mean: tuple[float, ...], std: tuple[float, ...]) -> ValueRange:
+        """The box of pixels in [0, 1] after subtracting ``mean`` and dividing by ``std``."""
+        if len(mean) != len(std) or any(s <= 0 for s in std):
+            raise ValueError(f"normalisation: expected equally long mean and positive std, got {mean}, {std}")
+        return cls(
+            low=tuple((0.0 - m) / s for m, s in zip(mean, std, strict=True)),
+            high=tuple((1.0 - m) / s for m, s in zip(mean, std, strict=True)),
+        )
+
+    def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Lower and upper bound, shaped to broadcast over a batch (B, C, ...) such as ``like``."""
+        if len(self.low) == 1:
+            shape: tuple[int, ...] = ()
+        else:
+            if like.dim() < 2 or like.shape[1] != len(self.low):
+                raise ValueError(
+                    f"ValueRange has {len(self.low)} channels but the inputs have shape {tuple(like.shape)}"
+                )
+            shape = (len(self.low),) + (1,) * (like.dim() - 2)
+        low = torch.tensor(self.low, device=like.device, dtype=like.dtype).reshape(shape)
+        high = torch.tensor(self.high, device=like.device, dtype=like.dtype).reshape(shape)
+        return low, high
+
+    def to_unit(self, x: Tensor) -> Tensor:
+        low, high = self.bounds(x)
+        return (x - low) / (high - low)
+
+    def from_unit(self, x: Tensor) -> Tensor:
+        low, high = self.bounds(x)
+        return low + x * (high - low)
+
+
+@dataclass(frozen=True)
+class InputSpace(ABC):
+    """``shape`` is that of one example as the model reads it."""
+
+    #: What files call it.
+    kind: ClassVar[str]
+    #: Names of the measures that mean something here; see ``leakscope.metrics.MEASURES``.
+    measures: ClassVar[tuple[str, ...]]
+
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
+        if not self.shape or any(size < 1 for size in self.shape):
+            raise ValueError(f"input_shape: expected positive sizes without the batch, got {self.shape}")
+
+    @property
+    def size(self) -> int:
+        """Numbers in one example."""
+        return math.prod(self.shape)
+
+    @property
+    @abstractmethod
+    def bounded(self) -> bool:
+        """Whether the adversary knows the valid values, so that [0, 1] has a meaning."""
+
+    @abstractmethod
+    def to_unit(self, x: Tensor) -> Tensor:
+        """Inputs of the model as numbers in [0, 1]; as they are where the valid values are not known."""
+
+    @abstractmethod
+    def from_unit(self, x: Tensor) -> Tensor:
+        """The inverse of :meth:`to_unit`."""
+
+    @abstractmethod
+    def start(self, kind: Start, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
+        """Where a search for ``count`` examples begins, drawn on the CPU so that every device starts alike.
+
+        "grey": the middle of the valid values with a little noise; "normal": N(0, 1); "uniform": [0, 1].
+        """
+
+    @abstractmethod
+    def project(self, x: Tensor) -> Tensor:
+        """The nearest valid inputs of the model."""
+
+    @abstractmethod
+    def facts(self) -> dict[str, Any]:
+        """What a file needs to make it again, as JSON values."""
+
+    @classmethod
+    @abstractmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> InputSpace:
+        """The inverse of :meth:`facts`."""
+
+
+@dataclass(frozen=True)
+class Box(InputSpace):
+    """Floats between bounds; ``range`` None where the adversary does not know them.
+
+    >>> Box((1, 2, 2), ValueRange((0.0,), (2.0,))).to_unit(torch.ones(1, 1, 2, 2)).max().item()
+    0.5
+    >>> Box((4,)).bounded
+    False
+    """
+
+    kind: ClassVar[str] = "box"
+    measures: ClassVar[tuple[str, ...]] = ("mse", "rmse", "rmse_maxnorm", "psnr", "ssim", "lpips", "identification")
+
+    range: ValueRange | None = None
+
+    @property
+    def bounded(self) -> bool:
+        return self.range is not None
+
+    def to_unit(self, x: Tensor) -> Tensor:
+        return x if self.range is None else self.range.to_unit(x)
+
+    def from_unit(self, x: Tensor) -> Tensor:
+        return x if self.range is None else self.range.from_unit(x)
+
+    def start(self, kind: Start, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
+        draw = torch.rand if kind == "uniform" else torch.randn
+        drawn = draw((count, *self.shape), generator=generator).to(like)
+        if kind != "grey":
+            return drawn
+        return 0.5 + 0.1 * drawn if self.bounded else 0.1 * drawn
+
+    def project(self, x: Tensor) -> Tensor:
+        if self.range is None:
+            return x
+        low, high = self.range.bounds(x)
+        return torch.minimum(torch.maximum(x, low), high)
+
+    def facts(self) -> dict[str, Any]:
+        bounds = None if self.range is None else {"low": list(self.range.low), "high": list(self.range.high)}
+        return {"kind": self.kind, "shape": list(self.shape), "range": bounds}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Box:
+        bounds = facts["range"]
+        box = None if bounds is None else ValueRange(tuple(bounds["low"]), tuple(bounds["high"]))
+        return cls(tuple(facts["shape"]), box)
+
+
+#: Spaces by the name that files have for them; add your own here.
+SPACES: dict[str, type[InputSpace]] = {Box.kind: Box}
+
+
+def space_from_facts(facts: Mapping[str, Any]) -> InputSpace:
+    """The space that a file describes."""
+    kind = facts["kind"]
+    if kind not in SPACES:
+        raise ValueError(f"inputs: expected one of {', '.join(SPACES)}, got {kind!r}")
+    return SPACES[kind].from_facts(facts)

@@ -1,0 +1,292 @@
+"""What a client sends, and all that an adversary sees of it.
+
+An :class:`Observation` is the only thing an attack is given. It has no field for private inputs, and it refuses every
+fact that the :class:`Knowledge` denies, so an attack cannot use what the threat model withholds.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.inputs import Box, InputSpace, ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.task import Classification, Reduction, Task
+
+UpdateKind = Literal["gradient", "weight_delta"]
+BatchNormMode = Literal["eval", "train"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LocalTraining:
+    """The client's recipe as far as the adversary knows it; ``None`` means not known."""
+
+    epochs: int | None = None
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    optimizer: str | None = None
+    momentum: float | None = None
+    batch_order: tuple[tuple[int, ...], ...] | None = None
+
+    #: The field of Knowledge that grants each fact.
+    GRANTED_BY = MappingProxyType(
+        {
+            "epochs": "local_epochs",
+            "batch_size": "batch_size",
+            "learning_rate": "learning_rate",
+            "optimizer": "learning_rate",
+            "momentum": "learning_rate",
+            "batch_order": "batch_order",
+        }
+    )
+
+    def granted(self, knowledge: Knowledge) -> LocalTraining:
+        """Only those facts of the recipe that the knowledge grants."""
+        return LocalTraining(
+            **{name: getattr(self, name) for name, field_ in self.GRANTED_BY.items() if knowledge.grants(field_)}
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Message:
+    """One thing sent.
+
+    ``kind`` is "gradient", or "weight_delta" = weights before minus weights after, which for gradient descent is a
+    positive combination of gradients: both kinds point the same way, and no attack has to flip a sign. ``indices`` are
+    the numbers of the samples in the batch, where the protocol reveals them. A ``partial`` message holds some of the
+    tensors only, those that were kept of it.
+    """
+
+    update: Mapping[str, Tensor]
+    kind: UpdateKind = "gradient"
+    indices: tuple[int, ...] | None = None
+    partial: bool = False
+    batchnorm_statistics: Mapping[str, Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("gradient", "weight_delta"):
+            raise ValueError(f"Message.kind: expected 'gradient' or 'weight_delta', got {self.kind!r}")
+        if not isinstance(self.update, Mapping):
+            raise TypeError(
+                f"Message.update: expected a mapping of parameter names to tensors, got "
+                f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
+            )
+        object.__setattr__(self, "update", _frozen_tensors(self.update))
+        if self.batchnorm_statistics is not None:
+            object.__setattr__(self, "batchnorm_statistics", _frozen_tensors(self.batchnorm_statistics))
+
+    def sorted_by(self, order: Mapping[str, int]) -> Message:
+        """The same message with its tensors in this order; those without a place come last."""
+        names = sorted(self.update, key=lambda name: order.get(name, len(order)))
+        if names == list(self.update):
+            return self
+        return dataclasses.replace(self, update={name: self.update[name] for name in names})
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
+        statistics = self.batchnorm_statistics
+        return dataclasses.replace(
+            self,
+            update={k: v.to(device=device, dtype=dtype) for k, v in self.update.items()},
+            batchnorm_statistics=None
+            if statistics is None
+            else {k: v.to(device=device, dtype=dtype) for k, v in statistics.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Observation:
+    """All that an adversary sees: the model as the client received it, the messages, and what else is known.
+
+    Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
+    number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
+    """
+
+    model: nn.Module = field(repr=False)
+    messages: tuple[Message, ...] = field(repr=False)
+    inputs: InputSpace
+    num_classes: int
+    task: Task = Classification()
+    knowledge: Knowledge = Knowledge.honest_server
+    num_examples: int | None = None
+    labels: Tensor | None = field(default=None, repr=False)
+    label_counts: Tensor | None = field(default=None, repr=False)
+    training: LocalTraining = LocalTraining()
+    channel: Channel | None = None
+    reduction: Reduction = "mean"
+    batchnorm: BatchNormMode = "eval"
+    output_shape: tuple[int, ...] = ()
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
+        order = {name: place for place, (name, _) in enumerate(self.model.named_parameters())}
+        object.__setattr__(self, "messages", tuple(message.sorted_by(order) for message in self.messages))
+        object.__setattr__(self, "output_shape", tuple(self.output_shape) or (self.num_classes,))
+        # A copy, so that neither the caller's later training nor an attack can change what was observed.
+        object.__setattr__(self, "model", copy.deepcopy(self.model))
+        problems = [*self._problems(), *(f"{fact} although the knowledge denies it" for fact in self._denied_facts())]
+        if problems:
+            raise ValueError("not a valid observation:\n  - " + "\n  - ".join(problems))
+
+    def _problems(self) -> list[str]:
+        problems: list[str] = []
+        if not self.messages:
+            problems.append("messages: expected at least one Message, got none")
+        if self.num_classes < 1:
+            problems.append(f"num_classes: expected at least 1, got {self.num_classes}")
+        examples = self.num_examples
+        if examples is not None and (not isinstance(examples, int) or examples < 1):
+            problems.append(f"num_examples: expected a whole number of at least 1, got {examples}")
+        parameters = dict(self.model.named_parameters())
+        for message in self.messages:
+            problems += _update_problems(message, parameters)
+        indices = [message.indices for message in self.messages if message.indices is not None]
+        if examples is not None and any(not 0 <= i < examples for batch in indices for i in batch):
+            problems.append(f"batch indices: expected sample numbers in 0..{examples - 1}, got others")
+        return problems
+
+    def _denied_facts(self) -> list[str]:
+        """Facts that are given and that the knowledge does not grant."""
+        statistics = any(message.batchnorm_statistics is not None for message in self.messages)
+        facts = {
+            "labels are given": ("labels", self.labels is not None),
+            "label counts are given": ("label_counts", self.label_counts is not None),
+            "batch indices are given": ("batch_indices", any(m.indices is not None for m in self.messages)),
+            "num_examples is given": ("num_examples", self.num_examples is not None),
+            "the value range of inputs is given": ("normalisation", self.inputs.bounded),
+            "BatchNorm statistics of the batch are given": ("batchnorm_statistics", statistics),
+            "the defence's channel is given": ("defense", self.channel is not None),
+        }
+        for name, granted_by in LocalTraining.GRANTED_BY.items():
+            facts[f"training.{name} is given"] = (granted_by, getattr(self.training, name) is not None)
+        return [fact for fact, (name, given) in facts.items() if given and not self.knowledge.grants(name)]
+
+    @classmethod
+    def from_update(
+        cls,
+        model: nn.Module,
+        update: Mapping[str, Tensor],
+        *,
+        input_shape: tuple[int, ...],
+        num_classes: int,
+        num_examples: int | None = None,
+        kind: UpdateKind = "gradient",
+        knowledge: Knowledge = Knowledge.honest_server,
+        value_range: ValueRange | None = None,
+        **facts: Any,
+    ) -> Observation:
+        """The observation of an update captured elsewhere; ``facts`` are further fields of Observation."""
+        message = Message(update=update, kind=kind)
+        return cls(
+            model=model,
+            messages=(message,),
+            inputs=Box(tuple(input_shape), value_range),
+            num_classes=num_classes,
+            num_examples=num_examples,
+            knowledge=knowledge,
+            **facts,
+        )
+
+    @property
+    def input_shape(self) -> tuple[int, ...]:
+        """The shape of one example."""
+        return self.inputs.shape
+
+    @property
+    def value_range(self) -> ValueRange | None:
+        """The bounds of a box of floats, where they are known."""
+        return self.inputs.range if isinstance(self.inputs, Box) else None
+
+    @property
+    def has_rounds(self) -> bool:
+        """Whether the messages are of batches of the examples, one a round, rather than one of all of them."""
+        first = self.messages[0]
+        batch = self.training.batch_size if first.kind == "gradient" else None
+        return len(self.messages) > 1 or first.indices is not None or batch not in (None, self.num_examples)
+
+    def without_channel(self) -> Observation:
+        """The same observation for somebody who does not know the defence."""
+        return dataclasses.replace(self, channel=None, knowledge=dataclasses.replace(self.knowledge, defense=False))
+
+    @property
+    def message(self) -> Message:
+        """The only message; protocols of several rounds carry more, and attacks on them say so."""
+        if len(self.messages) != 1:
+            raise ValueError(f"expected an observation with one message, got {len(self.messages)}")
+        return self.messages[0]
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.messages[0].update.values())).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(iter(self.messages[0].update.values())).dtype
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Observation:
+        """The same observation on another device or in another precision; integers keep their type."""
+
+        def move(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.to(device=device)
+
+        return dataclasses.replace(
+            self,
+            model=copy.deepcopy(self.model).to(device=device, dtype=dtype),
+            messages=tuple(m.to(device, dtype) for m in self.messages),
+            labels=move(self.labels),
+            label_counts=move(self.label_counts),
+        )
+
+    def with_update(self, update: Mapping[str, Tensor]) -> Observation:
+        """The same observation with another update, for null controls and for defences of a captured update."""
+        return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write PATH.safetensors (tensors) and PATH.json (facts), each atomically."""
+        from leakscope.contracts.files import save_observation
+
+        save_observation(self, path)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], model: nn.Module) -> Observation:
+        """Read what :meth:`save` wrote. The structure comes from ``model``; no code is taken from the file."""
+        from leakscope.contracts.files import load_observation
+
+        return load_observation(path, model)
+
+
+def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+    return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
+
+
+def _update_problems(message: Message, parameters: Mapping[str, Tensor]) -> list[str]:
+    problems, update = [], message.update
+    # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
+    expected_names = [] if message.partial else [name for name, value in parameters.items() if value.requires_grad]
+    missing = [name for name in expected_names if name not in update]
+    if not update:
+        problems.append("update: expected at least one tensor, got none")
+    extra = [name for name in update if name not in parameters]
+    if missing:
+        problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
+    if extra:
+        problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
+    for name, value in update.items():
+        expected = parameters.get(name)
+        if expected is not None and expected.dtype != value.dtype:
+            problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")
+        if expected is not None and expected.shape != value.shape:
+            problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
+    return problems

@@ -1,0 +1,191 @@
+"""The contract of a protocol, and the one place where facts are withheld from the adversary."""
+
+from __future__ import annotations
+
+import copy
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self, get_args
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense
+from leakscope.contracts.inputs import Box, InputSpace, ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.settings import Described, setting
+from leakscope.contracts.task import Classification, Reduction, Task, outputs_of
+
+BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+# Not a number people type as a seed: the client's draws must not coincide with an attack's.
+_CLIENT_SEED = 0x1EA6_5C0F
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol(Described, ABC):
+    """How an update comes about. Settings are keyword-only fields; data is given to :meth:`observe`."""
+
+    #: What a client of this protocol sends.
+    kind: ClassVar[UpdateKind]
+    #: Whether it sends one message a round on batches of the examples, rather than one of all of them.
+    sends_rounds: ClassVar[bool] = False
+    #: What its adversary knows unless somebody says otherwise.
+    default_knowledge: ClassVar[Knowledge] = Knowledge.honest_server
+
+    batchnorm: BatchNormMode = setting("eval", "Whether BatchNorm uses its running statistics or those of the batch.")
+
+    def __post_init__(self) -> None:
+        if getattr(self, "kind", None) not in get_args(UpdateKind):
+            raise TypeError(f"{type(self).__name__}: expected a class attribute kind, 'gradient' or 'weight_delta'")
+        super().__post_init__()
+
+    def observe(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense | None = None,
+        knowledge: Knowledge | None = None,
+        generator: torch.Generator | None = None,
+        *,
+        value_range: ValueRange | None = None,
+        inputs: InputSpace | None = None,
+        task: Task | None = None,
+        num_classes: int | None = None,
+        model_name: str | None = None,
+    ) -> Observation:
+        """What an adversary with this ``knowledge`` sees after a client trained ``model`` on (x, y).
+
+        The client works on a copy: the caller's model is bit-identical afterwards. Dropout is off; BatchNorm
+        follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or ``value_range`` the bounds of a
+        box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
+        what the client minimises, classification unless told.
+        """
+        task = Classification() if task is None else task
+        knowledge = self.default_knowledge if knowledge is None else knowledge
+        self.check(model, x)
+        outputs = check_batch(model, x, y, num_classes, task)
+        # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
+        x, y = x.detach().clone(), y.clone()
+        generator = generator if generator is not None else client_generator()
+        space = _input_space(x, value_range) if inputs is None else inputs
+        client = client_copy(model, self.batchnorm)
+        defense = defense if defense is not None else Defense()
+        messages, recipe = self._exchange(client, x, y, task, defense, knowledge, generator)
+        return Observation(
+            model=model,
+            messages=messages,
+            inputs=space if knowledge.normalisation else Box(space.shape),
+            num_classes=math.prod(outputs),
+            output_shape=outputs,
+            task=task,
+            knowledge=knowledge,
+            num_examples=x.shape[0] if knowledge.num_examples else None,
+            labels=y.clone() if knowledge.labels == "yes" else None,
+            label_counts=task.counts(y, outputs) if knowledge.labels != "no" else None,
+            training=recipe.granted(knowledge),
+            channel=self.channel(defense, len(x)) if knowledge.defense else None,
+            reduction=self._reduction(),
+            batchnorm=self.batchnorm,
+            model_name=model_name,
+        )
+
+    def check(self, model: nn.Module, x: Tensor) -> None:
+        """ValueError where this protocol cannot train such a model on such inputs."""
+
+    def findings(self) -> tuple[str, ...]:
+        """What is worth telling of a setting or client beside its attacks; names in ``leakscope.audit.FINDINGS``."""
+        return ()
+
+    def rehearsal(self) -> Self:
+        """A protocol that meets the same problems in less time; itself unless it plays many rounds."""
+        return self
+
+    def channel(self, defense: Defense, examples: int) -> Channel | None:
+        """What becomes of a message of this protocol under a defence; None where nobody has worked that out."""
+        return defense.channel(examples=examples, reduction=self._reduction())
+
+    @abstractmethod
+    def _exchange(
+        self,
+        client: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        task: Task,
+        defense: Defense,
+        knowledge: Knowledge,
+        generator: torch.Generator,
+    ) -> tuple[tuple[Message, ...], LocalTraining]:
+        """What is sent, as far as the knowledge reveals it, and the whole recipe."""
+
+    def _reduction(self) -> Reduction:
+        return "mean"
+
+
+def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
+    """What the adversary of several protocols knows unless somebody says otherwise: their own default if it is one."""
+    defaults = {protocol.default_knowledge for protocol in protocols}
+    return defaults.pop() if len(defaults) == 1 else Knowledge.honest_server
+
+
+def client_generator() -> torch.Generator:
+    """The client's draws where the caller gives no generator; always the same."""
+    return torch.Generator().manual_seed(_CLIENT_SEED)
+
+
+def client_copy(model: nn.Module, batchnorm: BatchNormMode) -> nn.Module:
+    """A private copy in the client's mode: dropout off, BatchNorm as told."""
+    client = copy.deepcopy(model).eval()
+    for module in client.modules():
+        if isinstance(module, BATCHNORM):
+            module.train(batchnorm == "train")
+    return client
+
+
+def check_batch(
+    model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None, task: Task | None = None
+) -> tuple[int, ...]:
+    """Raise one ValueError with everything that is wrong with the batch; return the shape of an example's outputs."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+        raise TypeError(f"x and y: expected tensors, got {type(x).__name__} and {type(y).__name__}")
+    problems = []
+    if x.dim() < 2 or x.shape[0] < 1:
+        problems.append(f"x: expected (examples, ...) with at least one example, got {tuple(x.shape)}")
+    if not x.is_floating_point():
+        problems.append(f"x: expected floating point, got {x.dtype}; convert with x.float()")
+    elif not bool(torch.isfinite(x).all()):
+        problems.append("x: has NaN or infinite values")
+    if y.dim() < 1 or y.shape[0] != x.shape[0]:
+        problems.append(f"y: expected one target for each of {x.shape[0]} examples, got {y.dtype} {tuple(y.shape)}")
+    parameter = next((p for p in model.parameters() if p.requires_grad), None)
+    if parameter is None:
+        problems.append("model: has no trainable parameter, so there is no update")
+    elif x.is_floating_point() and parameter.dtype != x.dtype:
+        problems.append(f"x is {x.dtype} but the model is {parameter.dtype}; convert one of them")
+    if problems:
+        raise ValueError("not a usable batch:\n  - " + "\n  - ".join(problems))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            answer = client_copy(model, "eval")(x[:1].clone())
+        except RuntimeError as error:
+            raise ValueError(f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}") from error
+    outputs = tuple(outputs_of(answer).shape[1:])
+    if num_classes is not None and num_classes != math.prod(outputs):
+        raise ValueError(f"num_classes is {num_classes} but the model has {math.prod(outputs)} outputs")
+    problems = (Classification() if task is None else task).problems_of(y, len(x), outputs)
+    if problems:
+        raise ValueError("not a usable batch:\n  - " + "\n  - ".join(problems))
+    return outputs
+
+
+def _input_space(x: Tensor, value_range: ValueRange | None) -> Box:
+    if value_range is None and bool((x >= 0).all()) and bool((x <= 1).all()):
+        value_range = ValueRange()
+    return Box(tuple(x.shape[1:]), value_range)

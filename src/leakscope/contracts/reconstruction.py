@@ -1,0 +1,76 @@
+"""What an attack returns, and why it is what it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+from torch import Tensor
+
+DiagnosisOutcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
+DIAGNOSES: tuple[DiagnosisOutcome, ...] = ("recovered", "optimiser failed", "not identifiable", "undecided")
+
+#: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
+RECOVERED = 10 ** (-30 / 20)
+
+#: What each flag means. A pass with a raised flag is inconclusive, not a pass.
+FLAGS: Mapping[str, str] = MappingProxyType(
+    {
+        "did not converge": "The objective was still falling as the steps ran out; more steps may recover more.",
+        "restarts disagree": "Restarts with equally good objectives found different inputs: this is one of several.",
+        "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
+        "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
+        "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
+        "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than plain "
+        "gradient descent); the update was taken for one gradient.",
+        "ill-conditioned": "The attack ended without explaining the update: the gradient is not smooth, its equations "
+        "are badly conditioned, or the update was altered. That is a limit of this attack, not a sign of safety.",
+        "not identifiable": "The announced batches do not determine every sample; those that they leave open are a "
+        "guess.",
+        "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
+        "gradients were altered.",
+        "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """Why a result is what it is, and the numbers behind it; None where a number was not computed.
+
+    ``residual`` is the norm of what the result leaves unexplained, relative to the update. ``hidden`` counts the
+    directions that rounding of the update hides. ``expected_rmse`` is the error of the inputs to be expected.
+    """
+
+    outcome: DiagnosisOutcome
+    reason: str
+    unknowns: int
+    residual: float | None = None
+    hidden: int | None = None
+    condition: float | None = None
+    expected_rmse: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Reconstruction:
+    """An adversary's guess, with its own opinion of it; nothing here was compared with the truth.
+
+    ``diagnosis`` is the attack's own where it has one, a certificate say; ``leakscope.limits.diagnose`` makes one from
+    the Jacobian of any result.
+    """
+
+    inputs: Tensor
+    labels: Tensor | None
+    scores: Tensor
+    history: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    diagnosis: Diagnosis | None = None
+
+    def __post_init__(self) -> None:
+        unknown = [flag for flag in self.flags if flag not in FLAGS]
+        if unknown:
+            raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")

@@ -1,0 +1,171 @@
+"""Names that users type, and what they stand for: one kind of table for attacks, defences, protocols, models and so on.
+
+Kebab-case, snake_case and class names all find the same entry. Where a name has a colon it is the user's own,
+``package.module:Name``, imported from the current folder or an installed package.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+
+def folded(name: str) -> str:
+    """``name`` without case and separators.
+
+    >>> folded("inverting-gradients") == folded("InvertingGradients") == folded("inverting_gradients")
+    True
+    """
+    return re.sub(r"[^a-z0-9.:]", "", name.lower())
+
+
+def kebab(class_name: str) -> str:
+    """The name typed for a class.
+
+    >>> kebab("InvertingGradients"), kebab("FedSGD"), kebab("DLG")
+    ('inverting-gradients', 'fed-sgd', 'dlg')
+    """
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
+
+
+def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> str:
+    """The entry of ``known`` that ``name`` means; ``aliases`` are further (alias, entry) pairs.
+
+    >>> find_name("Fed_SGD", ["fedsgd", "fedavg"])
+    'fedsgd'
+    >>> find_name("fedsdg", ["fedsgd", "fedavg"])
+    Traceback (most recent call last):
+    ...
+    ValueError: expected one of fedsgd, fedavg, got 'fedsdg'; did you mean fedsgd?
+    """
+    entries = list(known)
+    table = {folded(alias): entry for alias, entry in aliases} | {folded(entry): entry for entry in entries}
+    if folded(name) in table:
+        return table[folded(name)]
+    close = difflib.get_close_matches(folded(name), table, n=1, cutoff=0.6)
+    hint = f"; did you mean {table[close[0]]}?" if close else ""
+    raise ValueError(f"expected one of {', '.join(entries)}, got {name!r}{hint}")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A name, the class or function it stands for, and one line on it; ``source`` is the paper or the user's module."""
+
+    name: str
+    target: Any
+    summary: str
+    source: str = ""
+
+
+E = TypeVar("E", bound=Entry)
+
+
+class Registry(Mapping[str, E], Generic[E]):
+    """Entries of one kind by name, open to the user's own.
+
+    ``base`` is the class that the user's classes must inherit; None where entries are functions.
+
+    >>> shapes = Registry("shape", [Entry("square", int, "four sides")])
+    >>> shapes.find("Square").summary, "square" in shapes
+    ('four sides', True)
+    >>> shapes.register(Entry("square", float, "another"))
+    Traceback (most recent call last):
+    ...
+    ValueError: shape 'square': there is one already; choose another name
+    """
+
+    def __init__(self, kind: str, entries: Iterable[E], base: type | None = None) -> None:
+        self.kind, self.base = kind, base
+        self._entries: dict[str, E] = {}
+        for entry in entries:
+            self.register(entry)
+
+    def __getitem__(self, name: str) -> E:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def register(self, entry: E) -> None:
+        """Add an entry; a name that is taken is an error, never a silent change."""
+        if entry.name in self._entries:
+            raise ValueError(f"{self.kind} {entry.name!r}: there is one already; choose another name")
+        self._entries[entry.name] = entry
+
+    def find(self, name: str) -> E:
+        """The entry that a name as people type it means; ValueError with the nearest one otherwise."""
+        if not isinstance(name, str):
+            raise TypeError(f"{self.kind}: expected a name, got {type(name).__name__}")
+        aliases = [(getattr(e.target, "__name__", ""), e.name) for e in self._entries.values()]
+        try:
+            return self._entries[find_name(name, self._entries, aliases)]
+        except ValueError as error:
+            raise ValueError(f"unknown {self.kind} {name!r}: {error}; or package.module:Name for your own") from None
+
+    def target(self, name: str) -> Any:
+        """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
+        if ":" not in str(name):
+            return self.find(name).target
+        target = import_object(self.kind, name)
+        if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
+            raise ValueError(
+                f"{self.kind} {name!r}: expected a class that inherits leakscope.{self.base.__name__}, got {target!r}"
+            )
+        return target
+
+    def name_of(self, cls: type) -> str:
+        """The name under which a class stands in the table, or what its name would be."""
+        return next((entry.name for entry in self._entries.values() if entry.target is cls), kebab(cls.__name__))
+
+
+@contextmanager
+def working_directory_importable() -> Iterator[None]:
+    """The current directory at the front of sys.path, only for as long as an import takes."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        # A module written a moment ago is invisible until the finder forgets its listing of the folder.
+        importlib.invalidate_caches()
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def import_object(kind: str, name: str) -> Callable[..., Any]:
+    """The callable that ``package.module:Name`` names; one ValueError that says which part of it is wrong."""
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example mypackage.parts:Mine")
+    try:
+        with working_directory_importable():
+            module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise ValueError(
+                f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
+            ) from error
+        raise ValueError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
+    except Exception as error:
+        raise ValueError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+    target: Any = module
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
+            raise ValueError(
+                f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
+            )
+        target = getattr(target, part)
+    if not callable(target):
+        raise ValueError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
+    return target

@@ -1,0 +1,223 @@
+"""Settings of attacks, defences, protocols and tasks: type, bounds, default and one sentence, said once, in place.
+
+    iterations: int = setting(300, "Steps of the search.", ge=1)
+
+A class with settings is a frozen dataclass that inherits :class:`Described`. Its constructor checks every value against
+this description and tells all that is wrong in one ValueError; the help of the command line, the tables of the docs and
+the reading of specs come from :func:`settings_of`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal, Self
+
+from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
+
+from leakscope.contracts.registry import find_name
+
+_KEY = "leakscope"
+_NOUNS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+
+
+def setting(
+    default: Any,
+    help: str,
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: Iterable[str] | None = None,
+) -> Any:
+    """A field of a dataclass with its one sentence and its bounds, which hold for every number in it."""
+    bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
+    told = {"help": help, "bounds": bounds, "choices": None if choices is None else tuple(choices)}
+    if isinstance(default, list | dict):
+        raise TypeError(f"setting: expected an immutable default, got {default!r}")
+    return dataclasses.field(default=default, metadata={_KEY: told})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One setting of a class. ``default`` is ``dataclasses.MISSING`` where one must be given."""
+
+    name: str
+    type: Any
+    default: Any
+    help: str
+    bounds: Mapping[str, float | None]
+    choices: tuple[str, ...] | None = None
+
+    @property
+    def required(self) -> bool:
+        return self.default is dataclasses.MISSING
+
+    @cached_property
+    def expected(self) -> str:
+        """What a value must be, in words.
+
+        >>> @dataclass(frozen=True, kw_only=True)
+        ... class Demo(Described):
+        ...     steps: int = setting(3, "Steps.", ge=1)
+        ...     share: float | None = setting(None, "A share.", ge=0, lt=1)
+        ...     form: Literal["soft", "hard"] = setting("soft", "Which.")
+        >>> [found.expected for found in settings_of(Demo)]
+        ['a whole number of at least 1', 'a number of at least 0 and below 1 or None', "'soft' or 'hard'"]
+        """
+        return _words(self.type, self._bounds_in_words(), self.choices)
+
+    def checked(self, value: Any) -> Any:
+        """``value`` as the setting holds it: lists as tuples, whole numbers as floats; ValueError where it is wrong."""
+        problem = f"{self.name}: expected {self.expected}, got {value!r}"
+        value = self._typed(value, problem)
+        numbers = list(_numbers(value))
+        if not all(math.isfinite(number) and self._within(number) for number in numbers):
+            raise ValueError(problem)
+        if self.choices is not None and isinstance(value, str) and value not in self.choices:
+            raise ValueError(problem)
+        return value
+
+    def _typed(self, value: Any, problem: str) -> Any:
+        if self._adapter is None:
+            return _frozen(value)
+        for candidate in (_frozen(value), value):  # as it is where the type asks for a list
+            with suppress(ValidationError):
+                return self._adapter.validate_python(candidate, strict=True)
+        raise ValueError(problem)
+
+    @cached_property
+    def _adapter(self) -> TypeAdapter[Any] | None:
+        try:
+            return TypeAdapter(self.type, config=ConfigDict(arbitrary_types_allowed=True))
+        except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
+            try:
+                return TypeAdapter(self.type)
+            except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
+                return None  # a type that only the class itself can check
+
+    def _within(self, number: float) -> bool:
+        ge, gt, le, lt = (self.bounds[name] for name in ("ge", "gt", "le", "lt"))
+        above = (ge is None or number >= ge) and (gt is None or number > gt)
+        return above and (le is None or number <= le) and (lt is None or number < lt)
+
+    def _bounds_in_words(self) -> str:
+        words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+        found = [f"{words[name]} {bound:g}" for name, bound in self.bounds.items() if bound is not None]
+        return "".join(f" {phrase}" if place == 0 else f" and {phrase}" for place, phrase in enumerate(found))
+
+
+class Described:
+    """Base of frozen dataclasses whose fields are settings. Override :meth:`problems` for rules between settings."""
+
+    def __post_init__(self) -> None:
+        found = []
+        for setting_ in settings_of(type(self)):
+            try:
+                value = setting_.checked(getattr(self, setting_.name))
+            except ValueError as error:
+                found.append(str(error))
+                continue
+            object.__setattr__(self, setting_.name, value)
+        found = found or self.problems()
+        if found:
+            raise ValueError(f"{type(self).__name__}:\n  - " + "\n  - ".join(found))
+
+    def problems(self) -> list[str]:
+        """What is wrong between settings that are each right by themselves, one line each."""
+        return []
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any]) -> Self:
+        """``cls(**options)``, with every unknown, missing or wrong setting told in one ValueError."""
+        known = {found.name: found for found in settings_of(cls)}
+        found = [unknown_setting(name, known) for name in options if name not in known]
+        for name, one in known.items():
+            if name not in options:
+                found += [f"{name}: expected {one.expected}, got nothing"] if one.required else []
+                continue
+            try:
+                one.checked(options[name])
+            except ValueError as error:
+                found.append(str(error))
+        if found:
+            raise ValueError("\n".join(found))
+        return cls(**options)
+
+
+def settings_of(cls: type) -> tuple[Setting, ...]:
+    """The settings of a dataclass in their order; one without a description has none of help and bounds."""
+    return _settings_of(cls)
+
+
+@lru_cache(maxsize=256)
+def _settings_of(cls: type) -> tuple[Setting, ...]:
+    try:
+        hints = typing.get_type_hints(cls)
+    except (NameError, TypeError):
+        hints = {}  # an annotation that cannot be evaluated here
+    found = []
+    for entry in dataclasses.fields(cls):
+        if entry.init:
+            told = entry.metadata.get(
+                _KEY, {"help": "", "bounds": dict.fromkeys(("ge", "gt", "le", "lt")), "choices": None}
+            )
+            default = entry.default
+            if default is dataclasses.MISSING and entry.default_factory is not dataclasses.MISSING:
+                default = entry.default_factory()
+            found.append(Setting(entry.name, hints.get(entry.name, Any), default, **told))
+    return tuple(found)
+
+
+def unknown_setting(name: str, known: Iterable[str]) -> str:
+    """The line for a setting that is not among the ``known``.
+
+    >>> unknown_setting("iteration", ["iterations", "tv"])
+    "unknown setting 'iteration': expected one of iterations, tv, got 'iteration'; did you mean iterations?"
+    """
+    try:
+        meant = find_name(name, known)
+    except ValueError as error:
+        return f"unknown setting {name!r}: {error}"
+    return f"unknown setting {name!r}: expected it spelt {meant!r}, got {name!r}"
+
+
+def _words(hint: Any, bounds: str, choices: tuple[str, ...] | None) -> str:
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if choices is not None:
+        return "one of " + ", ".join(choices)
+    if origin is Literal:
+        return _either([repr(value) for value in arguments])
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_words(part, bounds, None) for part in arguments)
+    if origin is tuple:
+        if len(arguments) == 2 and arguments[1] is Ellipsis:
+            return f"a list, each {_words(arguments[0], bounds, None)}"
+        return f"a list of {len(arguments)}, each {_words(arguments[0], bounds, None)}" if arguments else "a list"
+    if hint in (None, type(None)):
+        return "None"
+    noun = _NOUNS.get(hint, getattr(hint, "__name__", str(hint)))
+    return noun + bounds if hint in (int, float) else noun
+
+
+def _either(words: list[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(_frozen(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, tuple):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)

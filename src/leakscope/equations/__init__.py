@@ -1,0 +1,1 @@
+"""The algebra that solving attacks share: linear systems, constraints, residual blocks, last layers, index matrices."""

@@ -1,0 +1,268 @@
+"""The linear equations that a layer's input satisfies, as sparse matrices in float64.
+
+For a convolution z = w * x + b with output gradient k = dL/dz, both known, the input x of one example satisfies
+
+    W x = z - b        weight constraints: one row (f, a, b) an output,        |z| rows
+    K x = dL/dw        gradient constraints: one row (f, c, i, j) a weight,    |w| rows
+
+(Zhu and Blaschko, R-GAP, ICLR 2021). Padded pixels are known to be zero, so their columns are left out; the published
+code keeps them as unknowns with rows of their own, which comes to the same. For each pair of filters
+k_f' W_g = w_g' K_f, so that the rank is at most |z| + |w| - filters^2; random weights mostly attain it, or the number
+of unknowns (see :func:`generic_rank`). For a linear layer dL/dW = k x', and its many rows are worth exactly
+|k| x = (dL/dW)' k / |k|. The gradients of a BatchNorm in eval mode are left out: they say nothing that its outputs do
+not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import scipy.sparse
+import torch
+from torch import Tensor, nn
+
+from leakscope.equations.linear_system import Array, LinearSystem, Matrix
+from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, Operation, ResidualStage, Stage
+
+#: Rows and what they are equal to.
+Block: TypeAlias = tuple[Matrix, Array]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class AffineMap:
+    """A stage without its activation: outputs = ``matrix`` x + ``offset``, and one block of rows for each gradient."""
+
+    matrix: Matrix
+    offset: Array
+    gradients: tuple[Block, ...]
+
+
+def operation_matrix(operation: Operation) -> Matrix:
+    """The matrix of an operation over the flattened, unpadded input; the bias is :func:`operation_offset`.
+
+    >>> layer = nn.AvgPool1d(2).double()
+    >>> pool = Operation(name="pool", module=layer, input_shape=(1, 4), output_shape=(1, 2))
+    >>> operation_matrix(pool).toarray().tolist()
+    [[0.5, 0.5, 0.0, 0.0], [0.0, 0.0, 0.5, 0.5]]
+    """
+    module = operation.module
+    if isinstance(module, nn.Linear):
+        return scipy.sparse.csr_array(_numpy(module.weight))
+    if isinstance(module, CONVOLUTIONS):
+        return _convolution_matrix(operation, _numpy(module.weight).reshape(len(module.weight), -1), weights=True)
+    if isinstance(module, BATCH_NORMS):
+        scale, _ = _normalisation(module)
+        return scipy.sparse.csr_array(scipy.sparse.diags_array(_each_place(scale, operation)))
+    return _pooling_matrix(operation)
+
+
+def operation_offset(operation: Operation) -> Array:
+    """What the operation adds to each of its flattened outputs."""
+    if isinstance(operation.module, BATCH_NORMS):
+        _, offset = _normalisation(operation.module)
+        return _each_place(offset, operation)
+    bias = getattr(operation.module, "bias", None)
+    return np.zeros(math.prod(operation.output_shape)) if bias is None else _each_place(_numpy(bias), operation)
+
+
+def gradient_block(operation: Operation, output_gradient: Array, gradient: Array) -> Block:
+    """The rows K x = dL/dw for the operation's own input x, from the output gradient at its flattened output.
+
+    For a linear layer |k| x = (dL/dW)' k / |k| without loss, for K'K = |k|^2; no rows where the output gradient is 0.
+
+    >>> layer = Operation(name="fc", module=nn.Linear(2, 2), input_shape=(2,), output_shape=(2,))
+    >>> rows, target = gradient_block(layer, np.array([3.0, 4.0]), np.array([[3.0, 6.0], [4.0, 8.0]]))
+    >>> rows.toarray().tolist(), target.tolist()
+    ([[5.0, 0.0], [0.0, 5.0]], [5.0, 10.0])
+    """
+    if isinstance(operation.module, CONVOLUTIONS):
+        signal = output_gradient.reshape(operation.output_shape[0], -1)
+        return _convolution_matrix(operation, signal, weights=False), gradient.reshape(-1)
+    length = float(np.linalg.norm(output_gradient))
+    unknowns = operation.input_shape[0]
+    if length == 0:
+        return scipy.sparse.csr_array((0, unknowns)), np.zeros(0)
+    return scipy.sparse.csr_array(length * scipy.sparse.eye_array(unknowns)), gradient.T @ (output_gradient / length)
+
+
+def stage_system(
+    stage: Stage, outputs: Array | Tensor, output_gradient: Array | Tensor, update: Mapping[str, Tensor]
+) -> LinearSystem:
+    """All equations for the input of ``stage``, from what its activation received and the loss's derivative there.
+
+    First the weight constraints (the product of the stage's matrices), then a block of gradient constraints for each
+    operation whose weight is in ``update``, times the matrices before it. A first linear layer with a gradient says all
+    on its own, so there the weight constraints are left out, as in R-GAP.
+    """
+    parts = affine_map(stage, output_gradient, update)
+    first = stage.operations[0]
+    decided = isinstance(first.module, nn.Linear) and first.weight_name in update and parts.gradients[0][0].shape[0] > 0
+    return stacked(parts.gradients if decided else [(parts.matrix, _flat(outputs) - parts.offset), *parts.gradients])
+
+
+def affine_map(stage: Stage, output_gradient: Array | Tensor, update: Mapping[str, Tensor]) -> AffineMap:
+    """What ``stage`` is without its activation, whose derivative of the loss is ``output_gradient``.
+
+    A gradient's rows are those of :func:`gradient_block` times the matrices before its operation, offsets subtracted.
+    """
+    _refuse_blocks(stage)
+    matrices = [operation_matrix(operation) for operation in stage.operations]
+    # Output gradients at the output of each operation, the last one's first.
+    signals = [_flat(output_gradient)]
+    for matrix in matrices[:0:-1]:
+        signals.append(np.asarray(matrix.T @ signals[-1]))
+    signals.reverse()
+    before: Matrix | None = None  # the product of the matrices so far; None is the identity
+    offset = np.zeros(stage.unknowns)
+    gradients: list[Block] = []
+    for operation, matrix, at_output in zip(stage.operations, matrices, signals, strict=True):
+        gradient = None if operation.weight_name is None else update.get(operation.weight_name)
+        if gradient is not None and not isinstance(operation.module, BATCH_NORMS):
+            rows, target = gradient_block(operation, at_output, _numpy(gradient))
+            gradients.append((_product(rows, before), target - rows @ offset))
+        offset = matrix @ offset + operation_offset(operation)
+        before = _product(matrix, before)
+    assert before is not None  # a stage has operations
+    return AffineMap(matrix=before, offset=offset, gradients=tuple(gradients))
+
+
+def stacked(blocks: Sequence[Block]) -> LinearSystem:
+    """One system of the rows of all blocks."""
+    return LinearSystem(
+        scipy.sparse.csr_array(scipy.sparse.vstack([rows for rows, _ in blocks])),
+        np.concatenate([target for _, target in blocks]),
+        tuple(int(rows.shape[0]) for rows, _ in blocks),
+    )
+
+
+def signal_at_input(stage: Stage, output_gradient: Array | Tensor) -> Array:
+    """The loss's derivative by the input of ``stage``, from that by what its activation received."""
+    _refuse_blocks(stage)
+    signal = _flat(output_gradient)
+    for operation in reversed(stage.operations):
+        signal = np.asarray(operation_matrix(operation).T @ signal)
+    return signal
+
+
+def generic_rank(stage: Stage) -> int | None:
+    """min(unknowns, |z| + |w| - filters^2) of a single ungrouped convolution, all unknowns of a single linear layer.
+
+    The rank never exceeds it where a filter has as many weights, and as many outputs, as there are filters. It attains
+    it with random weights and stride 1 and padding up to half the kernel; more padding can cost a few ranks, and so can
+    strides, above all where the last rows and columns are in no window.
+    None for stages of several operations and for grouped convolutions, for which no such formula is known.
+    """
+    if len(stage.operations) != 1:
+        return None
+    module = stage.operations[0].module
+    if isinstance(module, nn.Linear):
+        return stage.unknowns
+    if isinstance(module, CONVOLUTIONS) and module.groups == 1:
+        filters = module.out_channels
+        return min(stage.unknowns, math.prod(stage.output_shape) + module.weight.numel() - filters**2)
+    return None
+
+
+def _refuse_blocks(stage: Stage) -> None:
+    if isinstance(stage, ResidualStage):
+        raise TypeError(f"{stage.name!r} is a residual block, whose equations are those of ResidualSystem")
+
+
+def _normalisation(module: nn.Module) -> tuple[Array, Array]:
+    """Factor and offset of each channel of a BatchNorm that uses its running statistics."""
+    assert isinstance(module, BATCH_NORMS)
+    assert module.running_mean is not None
+    assert module.running_var is not None
+    scale = 1 / np.sqrt(_numpy(module.running_var) + module.eps)
+    if module.affine:
+        scale = scale * _numpy(module.weight)
+    offset = -scale * _numpy(module.running_mean)
+    return scale, offset + _numpy(module.bias) if module.affine else offset
+
+
+def _each_place(channels: Array, operation: Operation) -> Array:
+    """One number a channel, repeated for all places of the output."""
+    return np.repeat(channels, math.prod(operation.output_shape) // len(channels))
+
+
+def _convolution_matrix(operation: Operation, values: Array, *, weights: bool) -> Matrix:
+    """W (``weights``: values of (filter, position in the kernel)) or K (values of (filter, position of the output))."""
+    module = operation.module
+    assert isinstance(module, CONVOLUTIONS)
+    places = _patches(operation)  # input column of (channel and kernel position, output position), -1 in the padding
+    positions, outputs = places.shape
+    filters, groups = module.out_channels, module.groups
+    each = positions // groups
+    rows, columns, entries = [], [], []
+    for group in range(groups):
+        part = places[group * each : (group + 1) * each]
+        members = np.arange(group * filters // groups, (group + 1) * filters // groups)
+        kernel, output = np.nonzero(part >= 0)
+        for member in members:
+            rows.append(member * outputs + output if weights else member * each + kernel)
+            columns.append(part[kernel, output])
+            entries.append(values[member, kernel] if weights else values[member, output])
+    shape = (filters * (outputs if weights else each), math.prod(operation.input_shape))
+    triple = (np.concatenate(entries), (np.concatenate(rows), np.concatenate(columns)))
+    return scipy.sparse.csr_array(scipy.sparse.coo_array(triple, shape=shape))
+
+
+def _patches(operation: Operation) -> Array:
+    """Which input each output reads at each place of the kernel: the layer's own windows, cut from numbered inputs."""
+    module = operation.module
+    assert isinstance(module, CONVOLUTIONS)
+    size = math.prod(operation.input_shape)
+    numbers = torch.arange(1.0, size + 1, dtype=torch.float64).reshape(1, *operation.input_shape)
+    pads: list[int] = []
+    for axis in reversed(range(len(module.kernel_size))):
+        if module.padding == "same":
+            total = module.dilation[axis] * (module.kernel_size[axis] - 1)
+            pads += [total // 2, total - total // 2]
+        else:
+            amount = 0 if isinstance(module.padding, str) else module.padding[axis]
+            pads += [amount, amount]
+    mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+    numbers = nn.functional.pad(numbers, pads, mode=mode)
+    kernel, stride, dilation = module.kernel_size, module.stride, module.dilation
+    if isinstance(module, nn.Conv1d):
+        numbers = numbers[:, :, None]
+        kernel, stride, dilation = (1, *kernel), (1, *stride), (1, *dilation)
+    windows = nn.functional.unfold(numbers, kernel, dilation=dilation, stride=stride)[0]
+    return np.asarray(windows.round().long().numpy() - 1)
+
+
+def _pooling_matrix(operation: Operation) -> Matrix:
+    """Average pooling works on each axis alone, so its matrix is a Kronecker product."""
+    module = operation.module
+    matrix: Matrix = scipy.sparse.csr_array(scipy.sparse.eye_array(operation.input_shape[0]))
+    for axis, (size, target) in enumerate(zip(operation.input_shape[1:], operation.output_shape[1:], strict=True)):
+        impulses = torch.eye(size, dtype=torch.float64)[:, None]
+        if isinstance(module, nn.AvgPool1d | nn.AvgPool2d):
+            kernel, stride, padding = (_along(v, axis) for v in (module.kernel_size, module.stride, module.padding))
+            one = nn.functional.avg_pool1d(
+                impulses, kernel, stride, padding, module.ceil_mode, module.count_include_pad
+            )
+        else:
+            one = nn.functional.adaptive_avg_pool1d(impulses, target)
+        matrix = scipy.sparse.csr_array(scipy.sparse.kron(matrix, scipy.sparse.csr_array(one[:, 0].numpy().T)))
+    return matrix
+
+
+def _product(matrix: Matrix, before: Matrix | None) -> Matrix:
+    return matrix if before is None else scipy.sparse.csr_array(matrix @ before)
+
+
+def _along(value: int | Sequence[int], axis: int) -> int:
+    return value if isinstance(value, int) else value[axis]
+
+
+def _flat(values: Array | Tensor) -> Array:
+    return (_numpy(values) if isinstance(values, Tensor) else np.asarray(values, dtype=float)).reshape(-1)
+
+
+def _numpy(values: Tensor) -> Array:
+    return np.asarray(values.detach().to(device="cpu", dtype=torch.float64).numpy())

@@ -1,0 +1,113 @@
+"""The client's side of a step: the gradient of one batch with the defence's hooks, and what is sent of it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Message
+from leakscope.contracts.protocol import BATCHNORM, Protocol
+from leakscope.contracts.task import Reduction, Task, outputs_of
+from leakscope.network.recorder import record_layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneMessage(Protocol):
+    """Base of protocols whose client sends one message on all its examples."""
+
+    def _exchange(
+        self,
+        client: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        task: Task,
+        defense: Defense,
+        knowledge: Knowledge,
+        generator: torch.Generator,
+    ) -> tuple[tuple[Message, ...], LocalTraining]:
+        with own_randomness(generator):
+            statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
+            update, recipe = self._train(client, x, y, task, defense, generator)
+        update = finite(defense.protect_message(update, generator))
+        return (Message(update=update, kind=self.kind, batchnorm_statistics=statistics),), recipe
+
+    @abstractmethod
+    def _train(
+        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
+    ) -> tuple[Gradient, LocalTraining]:
+        """The update before ``protect_message``, and the whole recipe; ``observe`` withholds what is not known."""
+
+
+def finite(update: Gradient) -> Gradient:
+    """The update itself; ValueError where it is not finite."""
+    broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
+    if broken:
+        raise ValueError(
+            f"the client's update is not finite in {', '.join(broken)}: its training diverged. "
+            "Lower the learning rate or check the inputs."
+        )
+    return update
+
+
+@contextmanager
+def own_randomness(generator: torch.Generator) -> Iterator[None]:
+    """For models that draw random numbers of their own: from the client's generator, leaving the global one alone."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        yield
+
+
+def batch_gradient(
+    client: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    reduction: Reduction,
+    task: Task,
+    defense: Defense,
+    generator: torch.Generator,
+) -> Gradient:
+    """The gradient of the client's loss on one batch, with the defence's hooks applied in their order."""
+    x, y = defense.protect_batch(x, y, generator)
+    if defense.needs_example_gradients:
+        # One backward pass an example: BatchNorm in train mode mixes examples, so it has no such gradients.
+        singles = [_gradient(client, x[i : i + 1], y[i : i + 1], "mean", task) for i in range(x.shape[0])]
+        stacked = {name: torch.stack([g[name] for g in singles]) for name in singles[0]}
+        protected = defense.protect_example_gradients(stacked, generator)
+        gradient = {k: v.mean(0) if reduction == "mean" else v.sum(0) for k, v in protected.items()}
+    else:
+        gradient = _gradient(client, x, y, reduction, task)
+    return defense.protect_gradient(gradient, generator)
+
+
+def _gradient(client: nn.Module, x: Tensor, y: Tensor, reduction: Reduction, task: Task) -> Gradient:
+    names = [name for name, p in client.named_parameters() if p.requires_grad]
+    parameters = [p for p in client.parameters() if p.requires_grad]
+    loss = task.loss(outputs_of(client(x.clone())), y, reduction)
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return {
+        name: torch.zeros_like(p) if g is None else g.detach()
+        for name, p, g in zip(names, parameters, gradients, strict=True)
+    }
+
+
+def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] | None:
+    """Mean and biased variance of the inputs of each BatchNorm layer on the private batch."""
+    if not any(isinstance(module, BATCHNORM) for module in client.modules()):
+        return None
+    # What a random model draws here must not change its training: the update is the same whoever looks at it.
+    with torch.random.fork_rng(devices=[]):
+        record = record_layers(client, x, lambda _, module: isinstance(module, BATCHNORM))
+    found: dict[str, Tensor] = {}
+    for call in record.calls:
+        z = call.inputs.detach()
+        axes = [0, *range(2, z.dim())]
+        found[f"{call.name}.mean"] = z.mean(axes)
+        found[f"{call.name}.var"] = z.var(axes, unbiased=False)
+    return found

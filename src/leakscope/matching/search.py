@@ -1,0 +1,88 @@
+"""The one loop of every search: ask the optimiser for points, evaluate them, tell it, remember the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.matching.optimisers import Optimiser, Project
+
+#: From points (rows, n) and the number of the step: objectives (rows,), judged values (rows, k), gradients (rows, n).
+#: The optimiser descends the objective; the first judged value says which point is best, the others go along with it.
+Evaluate = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+#: Told after each step: how many are done, the first judged values there, and the best so far; both (rows,).
+Watch = Callable[[int, Tensor, Tensor], None]
+
+
+@dataclass(frozen=True, eq=False)
+class SearchResult:
+    """One row per start: its point, the judged values there, and whether its numbers stayed finite.
+
+    ``settled`` are the best points three quarters through; ``curves`` has the first judged values of each step, the
+    best so far where the optimiser tries points that it may take back.
+    """
+
+    points: Tensor
+    judged: Tensor
+    alive: Tensor
+    settled: Tensor
+    curves: list[Tensor]
+
+
+def search(
+    evaluate: Evaluate,
+    start: Tensor,
+    optimiser: Optimiser,
+    *,
+    project: Project,
+    iterations: int,
+    evaluations: int | None = None,
+    keep: Literal["best", "last"] = "best",
+    tolerance: float = -math.inf,
+    patience: int = 0,
+    watch: Watch | None = None,
+) -> SearchResult:
+    """Descend from ``start`` (rows, n); rows do not influence each other.
+
+    ``iterations`` is what the optimiser plans for, ``evaluations`` how many there are (as many, unless it is given).
+    A row is done when its best value reaches ``tolerance``, when that fell by less than a twentieth over ``patience``
+    steps (0: never), when the optimiser has nothing more to try, or when a number is not finite and the optimiser does
+    not survive that; the search ends when all rows are. ``keep`` "last" returns where the last step led.
+    """
+    state = optimiser.begin(start, iterations, project)
+    best = settled = start.clone()
+    best_judged = judged = start.new_full((len(start), 1), math.inf)
+    alive = torch.ones(len(start), dtype=torch.bool, device=start.device)
+    curves: list[Tensor] = []
+    levels: list[Tensor] = []
+    for step in range(iterations if evaluations is None else evaluations):
+        if step == 3 * iterations // 4:
+            settled = best
+        points = state.ask()
+        objectives, judged, gradients = evaluate(points, step)
+        values, best_values = judged[:, 0], best_judged[:, 0]
+        usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
+        if not optimiser.survives_non_finite or step == 0:
+            alive = alive & usable
+        better = usable & alive & (values < best_values)
+        best = torch.where(better[:, None], points, best)
+        best_judged = torch.where(better[:, None], judged, best_judged)
+        best_values = best_judged[:, 0]
+        curves.append(best_values if optimiser.survives_non_finite else values)
+        levels.append(best_values)
+        state.tell(objectives, torch.where(usable[:, None], gradients, 0.0), usable & alive)
+        if watch is not None:
+            watch(step + 1, values, best_values)
+        done = ~alive | state.finished | (best_values <= tolerance)
+        if patience and step >= patience:
+            done = done | (best_values > 0.95 * levels[step - patience])
+        if bool(done.all()):
+            break
+    if keep == "last":
+        return SearchResult(state.ask(), judged, alive, settled, curves)
+    return SearchResult(best, best_judged, alive, settled, curves)

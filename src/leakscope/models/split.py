@@ -1,0 +1,145 @@
+"""A model that several workers hold together: each owns some features of every sample, a server joins what they make.
+
+In vertical federated learning worker m computes a representation of its own share of a sample, the server concatenates
+them and computes the logits. :class:`VerticalModel` is the whole as one module, so that everything that works on a
+model works on it too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+Groups = Mapping[str, Sequence[int | str]]
+_TOLD = 8
+
+
+@dataclass(frozen=True)
+class Share:
+    """The features of one worker: their ``places`` in a flattened sample, and the ``shape`` they have together."""
+
+    name: str
+    places: tuple[int, ...] = field(repr=False)
+    shape: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Share:
+        return self  # it never changes, and copying thousands of places with each model would be felt
+
+    def take(self, x: Tensor) -> Tensor:
+        """This worker's part of samples (B, ...)."""
+        places = torch.tensor(self.places, device=x.device)
+        return x.flatten(1).index_select(1, places).reshape(-1, *self.shape)
+
+
+def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", workers: int = 4) -> tuple[Share, ...]:
+    """Who owns what of samples of this shape.
+
+    ``slices``: "quadrants" cuts an image in four; "strips" cuts the rows of an image, or the last axis of a signal or
+    table, in ``workers`` bands as equal as can be; a mapping of names to numbers or ranges such as "3-9" gives each
+    worker a group of features along the last axis, however many ``workers`` are asked for.
+
+    >>> [share.shape for share in make_shares((3, 32, 32))]
+    [(3, 16, 16), (3, 16, 16), (3, 16, 16), (3, 16, 16)]
+    >>> [(share.name, share.places) for share in make_shares((5,), {"bank": ["0-2"], "shop": [4, 3]})]
+    [('bank', (0, 1, 2)), ('shop', (4, 3))]
+    """
+    shape = tuple(input_shape)
+    grid = torch.arange(math.prod(shape)).reshape(shape)
+    if isinstance(slices, Mapping):
+        blocks = {str(name): grid[..., _columns(name, group, shape[-1])] for name, group in slices.items()}
+    elif slices == "quadrants":
+        if len(shape) != 3 or min(shape[1:]) < 2:
+            raise ValueError(
+                f"slices: quadrants need images (channels, height, width) of at least 2x2, got {shape}; "
+                "use 'strips' or name groups of features"
+            )
+        if workers != 4:
+            raise ValueError(f"workers: expected 4 for quadrants, got {workers!r}; use 'strips' for other numbers")
+        halves = [grid.tensor_split(2, dim=1)[row].tensor_split(2, dim=2) for row in range(2)]
+        names = ("top left", "top right", "bottom left", "bottom right")
+        blocks = dict(zip(names, (block for row in halves for block in row), strict=True))
+    elif slices == "strips":
+        axis = 1 if len(shape) == 3 else len(shape) - 1
+        if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= shape[axis]:
+            raise ValueError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {workers!r}")
+        blocks = {f"strip {n + 1}": block for n, block in enumerate(grid.tensor_split(workers, dim=axis))}
+    else:
+        raise ValueError(f"slices: expected 'quadrants', 'strips' or a mapping of names to features, got {slices!r}")
+    shares = tuple(Share(n, tuple(b.flatten().tolist()), tuple(b.shape)) for n, b in blocks.items())
+    check_shares(shares, shape)
+    return shares
+
+
+def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
+    columns: list[int] = []
+    for entry in group if isinstance(group, Iterable) and not isinstance(group, str) else [group]:
+        first, dash, last = str(entry).partition("-")
+        try:
+            numbers = range(int(first), int(last if dash else first) + 1)
+        except ValueError:
+            numbers = range(0)
+        if not numbers:
+            raise ValueError(f"slices: {name}: expected feature numbers or rising ranges such as '3-9', got {entry!r}")
+        columns += numbers
+    wrong = [column for column in columns if not 0 <= column < length]
+    if wrong or not columns:
+        raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {wrong or 'none'}")
+    return columns
+
+
+def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
+    """ValueError unless every feature of such a sample belongs to exactly one worker."""
+    if not shares:
+        raise ValueError("slices: expected at least one worker, got none")
+    size = math.prod(input_shape)
+    owners = torch.zeros(size, dtype=torch.long)
+    for share in shares:
+        if math.prod(share.shape) != len(share.places) or not all(0 <= place < size for place in share.places):
+            raise ValueError(f"slices: {share.name}: {len(share.places)} places do not fit the shape {share.shape}")
+        owners += torch.bincount(torch.tensor(share.places), minlength=size)
+    wrong = torch.nonzero(owners != 1).flatten().tolist()
+    if wrong:
+        told = ", ".join(f"{place} ({int(owners[place])} times)" for place in wrong[:_TOLD])
+        more = f" and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
+        raise ValueError(f"slices: every feature must belong to exactly one worker; not so: {told}{more}")
+
+
+def assemble(shares: Sequence[Share], parts: Sequence[Tensor], input_shape: Sequence[int]) -> Tensor:
+    """Whole samples from the parts (B, ...) of all workers.
+
+    >>> x = torch.arange(32.0).reshape(2, 1, 4, 4)
+    >>> shares = make_shares((1, 4, 4))
+    >>> torch.equal(assemble(shares, [share.take(x) for share in shares], (1, 4, 4)), x)
+    True
+    """
+    order = torch.tensor([place for share in shares for place in share.places], device=parts[0].device)
+    together = torch.cat([part.flatten(1) for part in parts], dim=1)
+    return together.index_select(1, torch.argsort(order)).reshape(-1, *input_shape)
+
+
+class VerticalModel(nn.Module):
+    """Workers that each read their share of a sample, and a head that reads their outputs one after another."""
+
+    def __init__(
+        self, *, workers: Sequence[nn.Module], head: nn.Module, shares: Sequence[Share], input_shape: Sequence[int]
+    ) -> None:
+        super().__init__()
+        if len(workers) != len(shares):
+            raise ValueError(f"VerticalModel: expected a worker for each of {len(shares)} shares, got {len(workers)}")
+        check_shares(shares, input_shape)
+        self.shares = tuple(shares)
+        self.input_shape = tuple(int(size) for size in input_shape)
+        self.workers = nn.ModuleList(workers)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [worker(share.take(x)) for worker, share in zip(self.workers, self.shares, strict=True)]
+        answer: Tensor = self.head(torch.cat(outputs, dim=1))
+        return answer
+
+    def extra_repr(self) -> str:
+        return "; ".join(f"{share.name}: {'x'.join(map(str, share.shape))}" for share in self.shares)

@@ -1,0 +1,1 @@
+"""Reading somebody's model: one recorder of what layers receive and give, heads, first layers, chains, kinks."""

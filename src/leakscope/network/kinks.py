@@ -1,0 +1,46 @@
+"""Where a model's derivative jumps: Newton's method and everything else that is linear locally stops at such places."""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+import torch
+from torch import nn
+
+from leakscope.contracts.task import outputs_of
+
+#: Operations with a kink, by how autograd calls their derivative.
+_KINKS = re.compile(
+    r"(Relu|LeakyRelu|Prelu|Rrelu|Threshold|Hardtanh|Hardswish|Hardsigmoid|Hardshrink|Softshrink|Clamp|Abs|"
+    r"(?:Adaptive)?MaxPool\dD|Maximum|Minimum|Amax|Amin|Max|Min|Sign)(?:Kernel|WithIndices)?Backward"
+)
+
+
+def kinks(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[str, ...]:
+    """The kinds of operations with a kink that a forward pass executes, in alphabetical order; none for a smooth model.
+
+    Read off the graph that autograd records, so that an activation called as a function is seen too.
+
+    >>> kinks(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.Tanh()), (2,))
+    ('Relu',)
+    """
+    probe = copy.deepcopy(model).eval()
+    like = next(probe.parameters())
+    with torch.enable_grad():
+        x = torch.full((1, *input_shape), 0.5, device=like.device, dtype=like.dtype, requires_grad=True)
+        output = outputs_of(probe(x))
+    found: set[str] = set()
+    seen: set[Any] = set()
+    waiting = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        match = _KINKS.match(node.name())
+        if match:
+            found.add(match.group(1))
+        waiting += [following for following, _ in node.next_functions]
+    return tuple(sorted(found))

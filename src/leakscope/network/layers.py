@@ -1,0 +1,208 @@
+"""What a model is made of, found by running it: its layers in their order, the head, and first linear layers.
+
+The order of definition need not be the order of execution, and the last two parameters need not be the head's.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.models.split import Share, VerticalModel
+from leakscope.network.recorder import Call, probe, probe_input
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer with parameters, in the order of execution.
+
+    ``reads_input``: it received exactly the input's values in their order, flattened at most. ``trainable``: its
+    weights are in the update.
+    """
+
+    name: str
+    module: nn.Module
+    reads_input: bool
+    trainable: bool
+
+    @property
+    def kind(self) -> str:
+        return type(self.module).__name__
+
+    @property
+    def size(self) -> str:
+        """Its size in a few characters, such as "64 -> 10"."""
+        module = self.module
+        if isinstance(module, nn.Linear):
+            return f"{module.in_features} -> {module.out_features}"
+        if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
+            kernel = "x".join(str(n) for n in module.kernel_size)
+            return f"{module.in_channels} -> {module.out_channels}, kernel {kernel}"
+        return f"{sum(p.numel() for p in module.parameters(recurse=False))} parameters"
+
+    @property
+    def has_bias(self) -> bool:
+        bias = getattr(self.module, "bias", None)
+        return isinstance(bias, nn.Parameter) and bias.requires_grad
+
+
+@dataclass(frozen=True)
+class Structure:
+    """The layers that ran, the shape of one example's outputs, and the number of entries that an update has."""
+
+    layers: tuple[Layer, ...]
+    output_shape: tuple[int, ...]
+    entries: int
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that the model gives for one example."""
+        return math.prod(self.output_shape)
+
+    @property
+    def first(self) -> Layer:
+        return self.layers[0]
+
+    @property
+    def linear_first(self) -> Layer | str:
+        """The first layer, where it is linear and reads the input itself; else why it is not so."""
+        first = self.first
+        if not isinstance(first.module, nn.Linear):
+            return f"the first layer {first.name!r} is {first.kind}, not Linear"
+        if not first.reads_input:
+            return f"the first linear layer {first.name!r} does not read the input itself"
+        return first
+
+
+def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
+    """Run a copy of ``model`` on one marked input of ``input_shape``; the caller's model is left as it is.
+
+    >>> found = structure(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (2, 3))
+    >>> found.first.kind, found.first.size, found.first.reads_input, found.outputs, found.entries
+    ('Linear', '6 -> 3', True, 3, 21)
+    """
+    entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    if entries == 0:
+        raise ValueError("the model has no trainable parameters, so an update of it is empty")
+    wide = copy.deepcopy(model).to(device="cpu", dtype=torch.float64)
+    size = math.prod(input_shape)
+    marked = (torch.arange(1, size + 1, dtype=torch.float64) / size).reshape(1, *input_shape)
+    record = probe(wide, marked)
+    if not record.calls:
+        raise ValueError("the model runs no layer with parameters")
+    layers = tuple(
+        Layer(
+            call.name,
+            call.module,
+            _reads(call, marked),
+            all(parameter.requires_grad for parameter in call.module.parameters(recurse=False)),
+        )
+        for call in record.calls
+    )
+    return Structure(layers, tuple(record.outputs.shape[1:]), entries)
+
+
+@dataclass(frozen=True)
+class Head:
+    """The linear layer that produces the logits: its name and those of its parameters in ``named_parameters()``.
+
+    ``last``: its outputs are the model's, with no softmax or activation behind them.
+    """
+
+    weight_name: str
+    bias_name: str | None
+    module_name: str
+    last: bool = True
+
+
+def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Head:
+    """The last layer with parameters that a forward pass executes, which must be linear.
+
+    The pass runs on a copy in evaluation mode; the caller's model keeps its mode, its hooks and its statistics.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+    >>> find_head(net, (1, 2, 2), 3)
+    Head(weight_name='3.weight', bias_name='3.bias', module_name='3', last=True)
+    """
+    draws = torch.Generator().manual_seed(0)
+    like = probe_input(model, input_shape)
+    # Small and large inputs, so that outputs have either sign: a ReLU behind the head leaves positive ones alone.
+    sizes = torch.logspace(0, 1.5, 16).reshape(-1, *[1] * len(input_shape))
+    record = probe(model, (sizes * torch.randn((16, *input_shape), generator=draws)).to(like))
+    if not record.calls:
+        raise ValueError("no head: the forward pass executes no layer with parameters, so no linear layer")
+    name, last = record.calls[-1].name, record.calls[-1].module
+    if not isinstance(last, nn.Linear):
+        raise ValueError(
+            f"no linear head: the last layer executed is {name!r} ({type(last).__name__}). Label recovery "
+            "reads the linear layer that produces the logits; give the labels, or end the model in nn.Linear."
+        )
+    if last.out_features != num_classes:
+        raise ValueError(
+            f"no head for {num_classes} classes: the last layer executed, {name!r}, has {last.out_features} outputs"
+        )
+    names = {id(parameter): key for key, parameter in model.named_parameters()}
+    weight_name = names.get(id(last.weight))
+    if weight_name is None:
+        raise ValueError(
+            f"the weight of {name!r} is computed from other parameters (a parametrisation), so the update "
+            "does not hold its gradient; remove the parametrisation or give the labels"
+        )
+    bias_name = None if last.bias is None else names.get(id(last.bias))
+    is_last = torch.equal(record.calls[-1].output, record.outputs)
+    return Head(weight_name=weight_name, bias_name=bias_name, module_name=name, last=is_last)
+
+
+@dataclass(frozen=True, eq=False)
+class FirstDense:
+    """The first dense layer of a worker: CAFE reads its output gradients V and its inputs H.
+
+    ``name`` is that of the layer in the whole model; its parameters are ``name``.weight and ``name``.bias.
+    """
+
+    worker: int
+    share: Share
+    name: str
+    inputs: int
+    units: int
+    bias: bool
+
+    def module(self, model: nn.Module) -> nn.Linear:
+        """The layer itself."""
+        layer = model.get_submodule(self.name)
+        assert isinstance(layer, nn.Linear)
+        return layer
+
+
+def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
+    """The first dense layer that each worker runs; ValueError where there is none, or it reads no row a sample."""
+    found = []
+    for number, (worker, share) in enumerate(zip(model.workers, model.shares, strict=True)):
+        like = probe_input(worker, share.shape)
+        with torch.random.fork_rng(devices=[]):
+            record = probe(worker, like.new_zeros((2, *share.shape)), lambda _, module: isinstance(module, nn.Linear))
+        if not record.calls:
+            raise ValueError(f"worker {share.name!r}: expected a dense layer (nn.Linear), it runs none")
+        first = record.calls[0]
+        uses = len(record.of(first.name))
+        if first.output.dim() != 2 or uses > 1:
+            got = f"used {uses} times" if uses > 1 else f"with outputs {tuple(first.output.shape)}"
+            raise ValueError(
+                f"worker {share.name!r}: expected a first dense layer to read each sample once, got one {got}"
+            )
+        layer = first.module
+        assert isinstance(layer, nn.Linear)
+        path = f"workers.{number}.{first.name}".removesuffix(".")
+        found.append(FirstDense(number, share, path, layer.in_features, layer.out_features, layer.bias is not None))
+    return tuple(found)
+
+
+def _reads(call: Call, marked: Tensor) -> bool:
+    flat = call.inputs.flatten()
+    same = len(flat) == marked.numel() and torch.equal(flat, marked.flatten())
+    # A linear layer on a matrix reads its rows one by one, not the input as a whole.
+    return same and (not isinstance(call.module, nn.Linear) or call.inputs.dim() == 2)

@@ -1,0 +1,136 @@
+"""Which way a tensor goes through a model, read from its symbolic trace: layers in a row, or two paths added up."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.passes.shape_prop import ShapeProp
+
+from leakscope.network.activations import Unsupported
+
+_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sum:
+    """Two paths that part at one tensor, and the node that adds them up; a path without nodes is the tensor itself."""
+
+    node: fx.Node
+    paths: tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]
+
+
+def trace(model: nn.Module) -> fx.GraphModule:
+    """The model's own code run on stand-ins for tensors."""
+    tracer = fx.Tracer()
+    try:
+        return fx.GraphModule(model, tracer.trace(model))
+    # The model's code can fail on stand-ins in any way that code can.
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise Unsupported(f"not supported because the model's code cannot be traced: {reason}") from error
+
+
+def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[fx.Node | Sum]:
+    """The nodes between input and output for a batch like ``sample``, in order; sums only where ``residual`` is set."""
+    ShapeProp(graph).propagate(sample)
+    previous: dict[fx.Node, fx.Node | None] = {}  # what a node reads; for a sum, the node at which its paths part
+    sums: dict[fx.Node, Sum] = {}
+    last: fx.Node | None = None
+    for node in graph.graph.nodes:
+        if node.op == "output":
+            last = _returned(node)
+            continue
+        if not _is_tensor(node):
+            continue  # a size, or arithmetic with sizes
+        tensors = [n for n in node.all_input_nodes if _is_tensor(n)]
+        if node.op == "placeholder":
+            if previous:
+                raise Unsupported("not supported because the model has several inputs")
+            previous[node] = None
+        elif node.op == "get_attr":
+            raise Unsupported(f"not supported because the model uses the tensor {node.target!r} outside of a layer")
+        elif node.target in _ADDITIONS and len(tensors) == 2:
+            if not residual:
+                raise Unsupported(
+                    f"not supported because {label(node, graph)} joins two paths (a residual connection): only one of "
+                    "two summands can be solved for"
+                )
+            previous[node], sums[node] = _join(node, tensors, previous, sums, graph)
+        elif len(tensors) == 1:
+            previous[node] = tensors[0]
+        else:
+            raise Unsupported(f"not supported because {label(node, graph)} does not read the layer before it alone")
+    path = [sums.get(node, node) for node in _back_to(None, last, previous)]
+    _refuse_leftovers(previous, path, graph)
+    return path[1:]
+
+
+def shape_of(node: fx.Node) -> tuple[int, ...]:
+    """The shape of what a node gives, without the batch."""
+    return tuple(node.meta["tensor_meta"].shape[1:])
+
+
+def shape_before(node: fx.Node) -> tuple[int, ...]:
+    """The shape of the one tensor that a node reads, without the batch."""
+    return next(shape_of(read) for read in node.all_input_nodes if _is_tensor(read))
+
+
+def label(node: fx.Node, graph: fx.GraphModule) -> str:
+    if node.op == "call_module":
+        return f"{node.target!r} ({type(graph.get_submodule(str(node.target))).__name__})"
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    return f"{node.name!r} ({name})"
+
+
+def _join(
+    node: fx.Node,
+    tensors: list[fx.Node],
+    previous: Mapping[fx.Node, fx.Node | None],
+    sums: Mapping[fx.Node, Sum],
+    graph: fx.GraphModule,
+) -> tuple[fx.Node, Sum]:
+    """The node at which the two paths part that ``node`` adds up, and the paths."""
+    first, second = tensors
+    if len(node.args) != 2 or node.kwargs or shape_of(first) != shape_of(second):
+        raise Unsupported(f"not supported because {label(node, graph)} is no plain sum of two tensors of one shape")
+    behind = set(_back_to(None, first, previous))
+    start = next(n for n in reversed(_back_to(None, second, previous)) if n in behind)
+    paths = (tuple(_back_to(start, first, previous)), tuple(_back_to(start, second, previous)))
+    for inner in (n for path in paths for n in path if n in sums):
+        raise Unsupported(
+            f"not supported because {label(node, graph)} joins more than two paths: {label(inner, graph)} is on one"
+        )
+    return start, Sum(node=node, paths=paths)
+
+
+def _back_to(start: fx.Node | None, node: fx.Node | None, previous: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
+    """The nodes after ``start`` up to ``node``, in order; from the input on without a start."""
+    found: list[fx.Node] = []
+    while node is not start and node is not None:
+        found.append(node)
+        node = previous[node]
+    return found[::-1]
+
+
+def _refuse_leftovers(nodes: Iterable[fx.Node], path: list[fx.Node | Sum], graph: fx.GraphModule) -> None:
+    used: set[fx.Node] = set()
+    for step in path:
+        used.update((step.node, *step.paths[0], *step.paths[1]) if isinstance(step, Sum) else (step,))
+    for node in nodes:
+        if node not in used:
+            raise Unsupported(f"not supported because {label(node, graph)} is not on the way to the output")
+
+
+def _returned(output: fx.Node) -> fx.Node:
+    (value,) = output.args
+    if not isinstance(value, fx.Node) or not _is_tensor(value):
+        raise Unsupported("not supported because the model returns something else than its last layer")
+    return value
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return getattr(node.meta.get("tensor_meta"), "shape", None) is not None

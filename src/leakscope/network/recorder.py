@@ -1,0 +1,162 @@
+"""One place where hooks are set on a model: what layers receive and give, recorded, tapped, or cut.
+
+No caller's model keeps a hook: :func:`record_layers` and :func:`tap` work on private copies, the others take their
+hooks away when they are done.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.protocol import BATCHNORM
+from leakscope.contracts.task import outputs_of
+
+#: Whether a layer of this name is wanted.
+Chosen = Callable[[str, nn.Module], bool]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One execution of a layer. ``module`` is the caller's own; ``inputs`` the first tensor that it was given."""
+
+    name: str
+    module: nn.Module
+    inputs: Tensor
+    output: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """The chosen layers in the order in which they ran, a layer that ran twice twice, and the model's outputs."""
+
+    calls: tuple[Call, ...] = field(repr=False)
+    outputs: Tensor = field(repr=False)
+
+    def of(self, name: str) -> tuple[Call, ...]:
+        """Every execution of the layer called ``name``."""
+        return tuple(call for call in self.calls if call.name == name)
+
+
+def is_layer(_name: str, module: nn.Module) -> bool:
+    """Whether it is linear, or holds parameters while no child of it does.
+
+    A container that also owns a parameter (a class token, say) is no layer: its children are.
+    """
+    inner = any(next(child.parameters(), None) is not None for child in module.children())
+    own = next(module.parameters(recurse=False), None) is not None
+    return isinstance(module, nn.Linear) or (own and not inner)
+
+
+def record_layers(model: nn.Module, x: Tensor, chosen: Chosen = is_layer, *, evaluate: bool = False) -> Record:
+    """Run a copy of ``model`` on ``x`` without gradients and record the ``chosen`` layers.
+
+    The copy is in the model's own mode, or with ``evaluate`` in evaluation mode.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
+    >>> [(call.name, tuple(call.output.shape)) for call in record_layers(net, torch.zeros(1, 2, 2)).calls]
+    [('1', (1, 3)), ('3', (1, 2))]
+    """
+    twin = copy.deepcopy(model)
+    calls: list[Call] = []
+
+    def recorder(name: str, original: nn.Module) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            first = next((value for value in inputs if isinstance(value, Tensor)), torch.empty(0))
+            calls.append(Call(name, original, first, output))
+
+        return hook
+
+    for (name, module), original in zip(twin.named_modules(), model.modules(), strict=True):
+        if chosen(name, module):
+            module.register_forward_hook(recorder(name, original))
+    with torch.no_grad():
+        outputs = outputs_of((twin.eval() if evaluate else twin)(x.clone()))
+    return Record(tuple(calls), outputs)
+
+
+def probe(model: nn.Module, x: Tensor, chosen: Chosen = is_layer) -> Record:
+    """:func:`record_layers` in evaluation mode; a shape that does not fit becomes a ValueError that names it."""
+    try:
+        return record_layers(model, x, chosen, evaluate=True)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise ValueError(
+            f"the model cannot read an input of shape {tuple(x.shape[1:])}: {error}. "
+            "Pass the shape of one example without the batch."
+        ) from error
+
+
+def probe_input(model: nn.Module, input_shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
+    """An input of one value throughout; two examples where BatchNorm needs a batch to normalise."""
+    norms = (*BATCHNORM, nn.SyncBatchNorm)
+    needs_batch = any(isinstance(m, norms) and m.running_mean is None for m in model.modules())
+    like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+    return torch.full((2 if needs_batch else 1, *input_shape), fill, device=like.device, dtype=like.dtype)
+
+
+def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
+    """A tape that holds, after each pass, what the layers called ``names`` received; ``model`` must be a private copy.
+
+    The tensors are as the pass has them, so that derivatives go through. The hooks live as long as the copy.
+    """
+    tape: dict[str, Tensor] = {}
+
+    def recorder(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            tape[name] = inputs[0]
+
+        return hook
+
+    for name in names:
+        model.get_submodule(name).register_forward_pre_hook(recorder(name))
+    return tape
+
+
+class _Reached(Exception):
+    """The layer was reached, with this input; nothing behind it need run."""
+
+    def __init__(self, inputs: Tensor) -> None:
+        super().__init__()
+        self.inputs = inputs
+
+
+def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
+    """What ``model`` computes of ``x`` up to ``layer``, differentiable; nothing behind the layer is run."""
+
+    def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        raise _Reached(inputs[0])
+
+    handle = layer.register_forward_pre_hook(stop)
+    try:
+        model(x)
+    except _Reached as reached:
+        return reached.inputs
+    finally:
+        handle.remove()
+    raise ValueError("inputs_of: expected a layer that the model runs, got one that it does not")
+
+
+@contextmanager
+def cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
+    """Input and output of each layer; the output is where differentiation ends, so nothing before it is kept."""
+    cuts: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+
+    def cut(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        if output.dim() != 2 or layer in cuts:
+            got = "used twice" if layer in cuts else f"with outputs {tuple(output.shape)}"
+            raise ValueError(f"model: expected first dense layers that read each sample once, got one {got}")
+        cuts[layer] = (inputs[0], output.detach().requires_grad_())
+        return cuts[layer][1]
+
+    handles = [layer.register_forward_hook(cut) for layer in layers]
+    try:
+        yield cuts
+    finally:
+        for handle in handles:
+            handle.remove()

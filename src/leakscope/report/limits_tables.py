@@ -1,0 +1,218 @@
+"""The limits of a model as small tables of text."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from leakscope.limits.cramer_rao import Floor
+from leakscope.limits.report import Limits
+from leakscope.limits.security import LayerSystem
+
+FACTS = ("what", "value", "meaning")
+#: The error of always guessing the middle of the range, at most: above it the floor excludes nothing of interest.
+_GREY = 0.5
+
+
+@dataclass(frozen=True)
+class Table:
+    """A title, the names of the columns, rows of as many cells, and a remark below."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str | None = None
+
+
+def limits_tables(limits: Limits) -> tuple[Table, ...]:
+    return (_observed(limits), _published(limits), _rank(limits), _layers(limits), _floor(limits), _orders(limits))
+
+
+def brief(value: float | None) -> str:
+    """Three digits, or a word.
+
+    >>> brief(0.12345), brief(float("inf")), brief(None)
+    ('0.123', 'infinite', 'not computed')
+    """
+    if value is None or math.isnan(value):
+        return "not computed"
+    return "infinite" if math.isinf(value) else f"{value:.3g}"
+
+
+def _met(value: bool | None) -> str:
+    return "met" if value else "not met"
+
+
+def _observed(limits: Limits) -> Table:
+    rows = (
+        (
+            "first layer",
+            f"{limits.first_layer}: {limits.first_layer_kind} {limits.first_layer_size}",
+            "the first layer with parameters that reads the input",
+        ),
+        ("observed gradient entries", str(limits.gradient_entries), "equations: one per trainable weight"),
+        ("unknown input values", str(limits.unknowns), "batch size times values per example"),
+        (
+            "unknowns with labels",
+            str(limits.unknowns_with_labels),
+            "the same and one value per class and example, where the labels are not known",
+        ),
+        (
+            "count, labels known",
+            _met(limits.count_met),
+            "at least as many equations as unknowns; necessary, not sufficient",
+        ),
+        ("count, labels unknown", _met(limits.count_met_with_labels), "the same with the labels' unknowns"),
+        ("first linear layer", "yes" if limits.closed_form or limits.span_readable else "no", limits.first_linear),
+    )
+    return Table("What is observed", FACTS, rows)
+
+
+def _published(limits: Limits) -> Table:
+    rows = tuple((p.name, _met(p.met) if p.applies else "does not apply", p.statement) for p in limits.propositions)
+    return Table("Published conditions", ("proposition", "condition", "meaning"), rows)
+
+
+def _rank(limits: Limits) -> Table:
+    jacobian = limits.jacobian
+    if jacobian.rank is None:
+        row = ("rank of the Jacobian", "not computed", jacobian.reason or "")
+        return Table("Identifiability", FACTS, (row, _conclusion(limits)))
+    rows = (
+        (
+            "rank of the Jacobian",
+            f"{jacobian.rank} of {jacobian.unknowns}",
+            f"directions of the inputs that show in the gradient, at {limits.point}; by its {jacobian.method}, "
+            f"singular values below {brief(jacobian.tolerance)} counting as zero",
+        ),
+        ("smallest singular value", brief(jacobian.smallest), "how faintly the weakest one shows"),
+        ("largest singular value", brief(jacobian.largest), "how strongly the strongest one shows"),
+        (
+            "condition number",
+            brief(jacobian.condition),
+            "the ratio of the two; where it is large, rounding or a little noise hides directions",
+        ),
+        _conclusion(limits),
+    )
+    return Table("Identifiability", FACTS, rows)
+
+
+def _conclusion(limits: Limits) -> tuple[str, str, str]:
+    word = {True: "identifiable", False: "not identifiable", None: "open"}[limits.identifiable]
+    return "conclusion", word, limits.conclusion
+
+
+def _layers(limits: Limits) -> Table:
+    title = "Layer by layer: the linear system of each, for one example"
+    if not limits.layers:
+        return Table(title, (), (), limits.layers_reason)
+    columns = ("layer", "equations", "unknowns", "rank", "deficiency", "smallest value", "condition", "share of c(M)")
+    convolutions = [layer for layer in limits.layers if layer.convolutional]
+    rows = tuple(
+        (
+            layer.name,
+            str(layer.rows),
+            str(layer.unknowns),
+            _layer_rank(layer),
+            "not known" if layer.deficiency is None else str(layer.deficiency),
+            brief(layer.smallest),
+            brief(layer.condition),
+            _share(layer, convolutions),
+        )
+        for layer in limits.layers
+    )
+    security = limits.security
+    note = (
+        f"c(M) = {security:g}" if security is not None and not math.isnan(security) else "c(M) is not known"
+    ) + ": 0 if each layer follows from those behind it, the more negative the safer; conditioning is not in it."
+    return Table(title, columns, rows, note)
+
+
+def _layer_rank(layer: LayerSystem) -> str:
+    if layer.rank is not None:
+        return str(layer.rank)
+    return "not known" if layer.predicted_rank is None else f"{layer.predicted_rank} by size"
+
+
+def _share(layer: LayerSystem, convolutions: list[LayerSystem]) -> str:
+    if not layer.convolutional:
+        return "0"
+    if layer.deficiency is None:
+        return "not known"
+    place, depth = convolutions.index(layer), len(convolutions)
+    return f"{(depth - place) / depth * layer.deficiency:g}"
+
+
+def _floor(limits: Limits) -> Table:
+    title = "Least error of an unbiased adversary (Cramér–Rao)"
+    floor, channel = limits.floor, limits.channel
+    if floor is None or channel is None:
+        return Table(title, (), (), limits.floor_reason)
+    rows = [
+        ("what is seen", f"|g| = {brief(floor.gradient_norm)}", channel.describe()),
+        ("least RMSE", _with_error(floor), "root-mean-square error, in units of the value range"),
+        ("highest PSNR", _decibels(floor.psnr), "the same in decibels, peak 1"),
+        ("loosened RMSE", brief(floor.loosened), "the cheap lower bound sqrt(n / trace of the Fisher information)"),
+    ]
+    if floor.rank is not None:
+        rows += [
+            ("rank", f"{floor.rank} of {floor.unknowns}", "directions that show in what is seen"),
+            ("condition number", brief(floor.condition), "of the Jacobian of what is seen"),
+        ]
+        if floor.rank < floor.unknowns:
+            rows.append(("visible RMSE", brief(floor.visible_rmse), "along directions that show, for orientation"))
+    if channel.masked:
+        rows.append(("surviving", f"{100 * floor.surviving:.3g} %", "squared Jacobian that pruning and dropout leave"))
+    if channel.clip is not None:
+        rows.append(("clip factor", brief(floor.clip_factor), "what clipping multiplied the gradient with"))
+    if floor.example_rmse is not None and len(floor.example_rmse) > 1:
+        rows.append(("each example", ", ".join(map(brief, floor.example_rmse)), "least RMSE of each example"))
+    return Table(title, FACTS, tuple(rows), _floor_note(floor, limits.point))
+
+
+def _with_error(floor: Floor) -> str:
+    if floor.interval is None:
+        return brief(floor.rmse)
+    low, high = floor.interval
+    return f"{brief(floor.rmse)} ({brief(low)} to {brief(high)})"
+
+
+def _decibels(value: float) -> str:
+    if math.isinf(value):
+        return "no limit" if value > 0 else "nothing is certain"
+    return "not computed" if math.isnan(value) else f"{value:.1f} dB"
+
+
+def _floor_note(floor: Floor, point: str) -> str:
+    how = "exact" if floor.method == "exact" else f"estimated with {floor.probes} probes"
+    words = [f"At {point}, labels known, {how}; a prior on the inputs may go below it."]
+    if floor.interval is not None:
+        words.append("In brackets the 95 % interval over the probes.")
+    if floor.reason is not None:
+        words.append(f"{floor.reason[0].upper()}{floor.reason[1:]}.")
+    if _GREY < floor.rmse < math.inf:
+        words.append("Above 0.5 guessing grey is better: weak directions dominate, others may be seen well.")
+    return " ".join(words)
+
+
+def _orders(limits: Limits) -> Table:
+    title = "Published orders of the error: constants and logarithms dropped"
+    if not limits.orders:
+        return Table(title, (), (), limits.orders_reason)
+    rows = tuple(
+        (
+            order.defense,
+            "not known" if order.upper_formula is None else f"{_order(order.upper)} = {order.upper_formula}",
+            f"{_order(order.lower)} = {order.lower_formula}",
+        )
+        for order in limits.orders
+    )
+    note = (
+        "For one hidden layer of m random units, d features and B examples of length 1; orders compare defences and "
+        "are no errors. A question mark needs a channel with that defence, and for the last column with noise."
+    )
+    return Table(title, ("defence", "an attack reaches", "no attack is better than"), rows, note)
+
+
+def _order(value: float | None) -> str:
+    return "?" if value is None else f"{value:.3g}"

@@ -1,0 +1,52 @@
+"""From values to a file: one self-contained HTML page.
+
+Every string is untrusted: the template engine escapes all of it, and the page's own policy forbids any fetch and any
+script but the one whose hash it names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FunctionLoader, StrictUndefined
+from markupsafe import Markup
+
+from leakscope.contracts.files import atomic_write
+
+# Control characters (of a coloured error text, say) are no HTML; line ends and tabs are.
+_CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} | {127: "\ufffd"}
+
+
+def fill(template: str, context: dict[str, Any]) -> str:
+    """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
+    environment = Environment(
+        loader=FunctionLoader(_resource),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    script = _resource("table.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
+    page = environment.get_template(template).render(
+        **context, style=Markup(_resource("style.css")), script=Markup(script), script_hash=digest
+    )
+    # A lone surrogate from a JSON escape cannot be written as UTF-8.
+    return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
+
+
+def write_page(path: str | os.PathLike[str], page: str) -> Path:
+    """Write ``page`` whole or not at all, in a folder that is made where it is missing."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    atomic_write(target, page.encode("utf-8"))
+    return target
+
+
+def _resource(name: str) -> str:
+    return resources.files("leakscope.report").joinpath(name).read_text(encoding="utf-8")

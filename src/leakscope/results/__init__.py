@@ -1,0 +1,28 @@
+"""What an audit leaves behind: typed rows in a store, the policy, and the verdict on them. Pages are made from it.
+
+Names are loaded on first use, so that a policy can be looked at without loading the libraries that measure.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+_NAMES = {
+    "policy": ("Policy",),
+    "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
+    "store": ("Store", "StoreError", "StoreMismatch"),
+    "summary": ("MeasureSummary", "SettingSummary", "summarise"),
+    "verdict": ("SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
+}
+_HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(_HOMES)

@@ -1,0 +1,318 @@
+"""What a store holds, as typed records; the only place where its JSON is read.
+
+Reading forgives: a value that is missing or of the wrong kind becomes NaN, None or nothing, so that a damaged row costs
+itself and not the page. Writing does not: what is written is what the fields hold, with null for NaN and infinity.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from leakscope.contracts.reconstruction import DIAGNOSES
+
+Status = Literal["done", "failed", "refused"]
+NAN = float("nan")
+
+
+def plain(value: Any) -> Any:
+    """``value`` as JSON values; NaN and infinity, which JSON lacks, are null.
+
+    >>> plain({"psnr": float("nan"), "curve": (1, 2.5)})
+    {'psnr': None, 'curve': [1, 2.5]}
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return plain(value.tolist()) if hasattr(value, "tolist") else str(value)
+
+
+def number(value: Any) -> float:
+    """``value`` as a float; NaN for anything that is no finite number.
+
+    >>> number(3), number(None), number("x"), number(True), number(math.inf)
+    (3.0, nan, nan, nan, nan)
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return NAN
+    try:
+        return float(value) if math.isfinite(value) else NAN
+    except OverflowError:
+        return NAN
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    """``value`` if it is a mapping, else an empty one."""
+    return value if isinstance(value, dict) else {}
+
+
+def texts(value: Any) -> tuple[str, ...]:
+    """The items of a list as texts; none of anything else."""
+    return tuple(str(item) for item in value) if isinstance(value, list | tuple) else ()
+
+
+def mean(values: Iterable[float]) -> float:
+    """Mean of what is not NaN; NaN of nothing.
+
+    >>> mean([1.0, NAN, 3.0]), mean([])
+    (2.0, nan)
+    """
+    measured = [value for value in values if not math.isnan(value)]
+    return math.fsum(measured) / len(measured) if measured else NAN
+
+
+def highest(values: Iterable[float]) -> float:
+    """The highest of what is not NaN; NaN of nothing."""
+    return max((value for value in values if not math.isnan(value)), default=NAN)
+
+
+def counted(count: int, noun: str) -> str:
+    """A count with its noun.
+
+    >>> counted(1, "job"), counted(3000, "job")
+    ('1 job', '3,000 jobs')
+    """
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def first_line(text: str | None) -> str:
+    """The first line of an error, which says what happened; the rest is its traceback.
+
+    >>> first_line("ValueError: no\\nTraceback"), first_line(None)
+    ('ValueError: no', '')
+    """
+    return next(iter((text or "").strip().splitlines()), "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What a job was: a cell of the grid. ``control`` is the kind of control, None for an attempt that counts."""
+
+    protocol: str
+    defense: str
+    attack: str
+    attack_name: str
+    seed: int
+    batch: int
+    control: str | None = None
+    indices: tuple[int, ...] = ()
+    knowledge: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """Protocol and defence."""
+        return self.protocol, self.defense
+
+    @classmethod
+    def read(cls, raw: Any) -> JobRecord:
+        facts = mapping(raw)
+        control = facts.get("control")
+        indices = facts.get("indices")
+        return cls(
+            protocol=str(facts.get("protocol")),
+            defense=str(facts.get("defense")),
+            attack=str(facts.get("attack")),
+            attack_name=str(facts.get("attack_name")),
+            seed=_whole(facts.get("seed")),
+            batch=_whole(facts.get("batch")),
+            control=str(control) if control else None,
+            indices=tuple(_whole(index) for index in indices) if isinstance(indices, list | tuple) else (),
+            knowledge=mapping(facts.get("knowledge")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExampleRecord:
+    """One private example and what an attempt made of it; ``values`` by the keys of the measures, NaN where missing."""
+
+    index: int
+    values: Mapping[str, float]
+    label: Any = None
+    label_guess: Any = None
+    score: float = NAN
+
+    def value(self, key: str) -> float:
+        return self.values.get(key, NAN)
+
+    @classmethod
+    def read(cls, raw: Any) -> ExampleRecord:
+        facts = mapping(raw)
+        named = {"index", "label", "label_guess", "score"}
+        values = {key: float(v) if isinstance(v, bool) else number(v) for key, v in facts.items() if key not in named}
+        return cls(
+            index=_whole(facts.get("index")),
+            values=values,
+            label=facts.get("label"),
+            label_guess=facts.get("label_guess"),
+            score=number(facts.get("score")),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiagnosisRecord:
+    """Why a result is what it is, as far as attack and Jacobian tell."""
+
+    outcome: str
+    reason: str
+
+    @classmethod
+    def read(cls, raw: Any) -> DiagnosisRecord | None:
+        facts = mapping(raw)
+        if facts.get("outcome") not in DIAGNOSES:
+            return None
+        return cls(outcome=str(facts["outcome"]), reason=str(facts.get("reason")))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttemptRecord:
+    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it."""
+
+    examples: tuple[ExampleRecord, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+    diagnosis: DiagnosisRecord | None = None
+    adaptive: bool = False
+    peak_memory_mb: float = NAN
+
+    @classmethod
+    def read(cls, raw: Any) -> AttemptRecord:
+        facts = mapping(raw)
+        examples = facts.get("examples")
+        return cls(
+            examples=tuple(ExampleRecord.read(e) for e in examples if isinstance(e, dict))
+            if isinstance(examples, list)
+            else (),
+            reasons={str(k): str(v) for k, v in mapping(facts.get("reasons")).items() if v},
+            flags=texts(facts.get("flags")),
+            notes=texts(facts.get("notes")),
+            info=mapping(facts.get("info")),
+            diagnosis=DiagnosisRecord.read(facts.get("diagnosis")),
+            adaptive=facts.get("adaptive") is True,
+            peak_memory_mb=number(facts.get("peak_memory_mb")),
+        )
+
+    @property
+    def best_psnr(self) -> float:
+        """The highest PSNR of an example; NaN where none was measured."""
+        return highest(example.value("psnr") for example in self.examples)
+
+    @property
+    def whole_psnr(self) -> float:
+        """PSNR of a whole update: errors are averaged before decibels are taken, as a theoretical floor's are."""
+        errors = [example.value("mse") for example in self.examples]
+        if not errors or any(math.isnan(error) for error in errors):
+            return NAN
+        return -10 * math.log10(max(sum(errors) / len(errors), 1e-30))
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finished attempt or control."""
+
+    key: str
+    position: int
+    status: Status
+    job: JobRecord
+    result: AttemptRecord | None = None
+    error: str | None = None
+    seconds: float | None = None
+    finished: str | None = None
+    #: The result as it was written; what is stored is never rebuilt from the record.
+    raw: Mapping[str, Any] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def examples(self) -> tuple[ExampleRecord, ...]:
+        return () if self.result is None else self.result.examples
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return () if self.result is None else self.result.flags
+
+    @property
+    def reason(self) -> str:
+        """Why there is no result; empty where there is one."""
+        return first_line(self.error)
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is an attempt, and no control."""
+        return self.job.control is None
+
+    @classmethod
+    def read(
+        cls,
+        key: str,
+        position: int,
+        status: Status,
+        job: Any,
+        result: Any,
+        error: str | None = None,
+        seconds: float | None = None,
+        finished: str | None = None,
+    ) -> Row:
+        record = None if result is None else AttemptRecord.read(result)
+        return cls(key, position, status, JobRecord.read(job), record, error, seconds, finished, raw=result)
+
+
+@dataclass(frozen=True)
+class FindingRow:
+    """What is true of a setting, or of one client of it, whatever attack is run.
+
+    ``content`` is what its kind says it is, plain JSON values, or only a ``reason`` why there is nothing.
+    ``batch`` and ``seed`` are those of the client it was taken of.
+    """
+
+    key: str
+    position: int
+    kind: str
+    status: Status
+    protocol: str
+    defense: str
+    batch: int
+    seed: int
+    content: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    seconds: float | None = None
+    finished: str | None = None
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        return self.protocol, self.defense
+
+    @property
+    def reason(self) -> str:
+        """Why there is nothing; empty where there is something."""
+        return first_line(self.error) or str(self.content.get("reason") or "")
+
+    @classmethod
+    def read(
+        cls, key: str, position: int, kind: str, status: Status, subject: Any, content: Any, *rest: Any
+    ) -> FindingRow:
+        facts = mapping(subject)
+        return cls(
+            *(key, position, kind, status, str(facts.get("protocol")), str(facts.get("defense"))),
+            *(_whole(facts.get("batch")), _whole(facts.get("seed")), mapping(content), *rest),
+        )
+
+    def subject(self) -> dict[str, Any]:
+        return {"protocol": self.protocol, "defense": self.defense, "batch": self.batch, "seed": self.seed}
+
+
+def job_facts(job: JobRecord) -> dict[str, Any]:
+    """A job as the store and the events of progress tell it."""
+    facts: dict[str, Any] = plain(dataclasses.asdict(job))
+    return facts
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) else -1

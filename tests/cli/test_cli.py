@@ -1,0 +1,292 @@
+"""The commands as a user types them: output, exit codes, and that a mistake costs nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from leakscope.cli import app
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.federation import FedSGD
+from leakscope.models import build_model
+from leakscope.results import Store
+
+TINY = """
+model: {name: mlp, options: {hidden: [8]}}
+data: {name: tiles, limit: 4}
+examples: 2
+attacks: [linear-layer, {inverting-gradients: {iterations: 3}}]
+executor: serial
+"""
+
+
+def leakscope(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "leakscope.cli", *map(str, arguments)],
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment},
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    (folder / "spec.yaml").write_text(TINY)
+    done = leakscope("audit", "spec.yaml", "--out", "run", cwd=folder)
+    assert done.returncode == 1, done.stderr
+    assert "Verdict: LEAKS" in done.stdout
+    assert (folder / "run" / "report.html").is_file()
+    return folder
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_running_again_resumes_and_says_so(finished) -> None:
+    again = leakscope("audit", "spec.yaml", "--out", "run", cwd=finished)
+    assert again.returncode == 1
+    assert "resuming: 8 of 8 jobs are done" in again.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["audit", "missing.yaml"], "no such file"),
+        (["audit", "broken.yaml"], "not valid YAML"),
+        (["audit", "list.yaml"], "expected a mapping"),
+        (["audit", "wrong.yaml"], "nonsense"),
+        (["audit", "--model", "no.such.module:factory"], "no.such.module"),
+        (["audit", "--model", "convnett"], "convnet"),
+        (["audit", "--data", "cifar10", "--data-path", "truncated.bin"], "truncated.bin"),
+        (["audit", "--attack", "dlg:nonsense=1"], "nonsense"),
+        (["audit", "--attack", "dlg:iterations"], "key=value"),
+        (["audit", "--attack", "dlg:history=0"], "history"),
+        (["audit", "--attack", "dlg:iterations=abc"], "iterations"),
+        (["audit", "--examples", "0"], "examples"),
+        (["audit", "--frobnicate"], "frobnicate"),
+        (["audit", "spec.yaml", "--seeds", "2"], "seeds"),
+    ],
+)
+def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arguments, words, finished) -> None:
+    (finished / "broken.yaml").write_text("model: [unclosed")
+    (finished / "list.yaml").write_text("- a\n- b\n")
+    (finished / "wrong.yaml").write_text(TINY + "nonsense: 3\nbatch: -1\n")
+    (finished / "truncated.bin").write_bytes(b"\x01" * 1000)
+    before = snapshot(finished / "run")
+    result = leakscope(*arguments, *(["--out", "run"] if arguments[0] == "audit" else []), cwd=finished)
+    assert result.returncode == 4, result.stderr
+    assert words in result.stderr
+    assert "Traceback" not in result.stderr
+    after = snapshot(finished / "run")
+    assert {k: v for k, v in before.items() if "-wal" not in k and "-shm" not in k} == {
+        k: v for k, v in after.items() if "-wal" not in k and "-shm" not in k
+    }
+
+
+def test_an_option_changes_one_limit_of_the_policy_not_all(finished) -> None:
+    (finished / "policy.yaml").write_text(TINY + "policy: {max_psnr: 500, max_ssim: 0.1}\n")
+    result = leakscope("audit", "policy.yaml", "--max-psnr", "400", "--out", "run", cwd=finished)
+    assert result.returncode == 1, result.stderr
+    assert "SSIM" in result.stdout
+
+
+def test_usage_errors_do_not_create_a_folder(tmp_path) -> None:
+    assert leakscope("audit", "--model", "nothing", "--out", "new", cwd=tmp_path).returncode == 4
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_attack_on_a_captured_update(tmp_path) -> None:
+    net = build_model("mlp", input_shape=(3, 8, 8), num_classes=5)
+    x = torch.rand(1, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    seen = FedSGD().observe(net, x, torch.tensor([3]), knowledge=Knowledge.honest_server, model_name="mlp")
+    seen.save(tmp_path / "update.safetensors")
+    done = leakscope("attack", "update.safetensors", "--attack", "linear-layer", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "found" / "reconstruction-0.png").is_file()
+    told = json.loads((tmp_path / "found" / "reconstruction.json").read_text())
+    assert told["flags"] == []
+    from safetensors.torch import load_file
+
+    found = load_file(tmp_path / "found" / "reconstruction.safetensors")["inputs"]
+    assert float((found - x).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("harm", ["damaged", "hostile name", "not finite"])
+def test_attack_refuses_bad_updates_with_code_4(harm, tmp_path) -> None:
+    net = build_model("mlp", input_shape=(3, 8, 8), num_classes=5)
+    x = torch.rand(1, 3, 8, 8)
+    seen = FedSGD().observe(net, x, torch.tensor([3]), model_name="mlp")
+    if harm == "not finite":
+        update = {k: v.clone() for k, v in seen.message.update.items()}
+        next(iter(update.values())).fill_(float("nan"))
+        seen = seen.with_update(update)
+    seen.save(tmp_path / "update")
+    if harm == "damaged":
+        (tmp_path / "update.safetensors").write_bytes(b"oh no")
+    if harm == "hostile name":  # code named by a data file must not run
+        text = (tmp_path / "update.json").read_text().replace('"mlp"', '"os:getcwd"')
+        (tmp_path / "update.json").write_text(text)
+    done = leakscope("attack", "update", "--out", "found", cwd=tmp_path)
+    assert done.returncode == 4, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "found").exists()
+
+
+def test_other_commands(finished) -> None:
+    for what in ("attacks", "defenses", "models", "data", "papers"):
+        done = leakscope("list", what, cwd=finished)
+        assert done.returncode == 0, done.stderr
+        assert len(done.stdout.splitlines()) >= 2
+    assert leakscope("report", "run", "--to", "page.html", cwd=finished).stdout.strip().endswith("page.html")
+    compared = leakscope("compare", "run", "run", "--to", "compare.html", cwd=finished)
+    assert compared.returncode == 0, compared.stderr
+    assert (finished / "compare.html").is_file()
+    assert leakscope("report", "nowhere", cwd=finished).returncode == 4
+    done = leakscope("limits", "--model", "mlp", "--input", "1x8x8", "--batch", "2", "--json", cwd=finished)
+    assert json.loads(done.stdout)["batch"] == 2
+    assert json.loads(done.stdout)["floor"] is None
+    assert leakscope("reproduce", "gradients/counting", cwd=finished).returncode == 0
+    assert leakscope("reproduce", "no/such", cwd=finished).returncode == 4
+    assert leakscope("--version", cwd=finished).stdout.startswith("leakscope ")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--input", "abc"], "3x32x32"),
+        ([], "--input"),
+        (["--input", "1x8x8", "--prune", "1"], "prune:"),
+        (["--input", "1x8x8", "--noise", "1", "--noise-scale", "times-clip"], "needs clip"),
+        (["--input", "1x8x8", "--noise", "1", "--probes", "1", "--data", "tiles"], "has shape 3x32x32"),
+        (["--data", "no-such-data"], "unknown data"),
+        (["--data", "tiles", "--index", "-1"], "--index"),
+        (["--data", "tiles", "--index", "100000"], "between 0 and"),
+    ],
+)
+def test_mistakes_in_limits_are_named(arguments, words) -> None:
+    done = CliRunner().invoke(app, ["limits", "--model", "mlp", *arguments])
+    assert isinstance(done.exception, ValueError), done.output  # main turns these into code 4
+    assert words in str(done.exception)
+
+
+def test_limits_with_a_channel_and_with_real_examples(tmp_path) -> None:
+    options = ["--model", "mlp", "--batch", "2", "--noise", "0.1", "--clip", "0.5", "--dropout", "0.1", "--seed", "3"]
+    done = leakscope("limits", *options, "--input", "1x4x4", cwd=tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    for words in ("What is observed", "Identifiability", "least RMSE", "clip factor", "DP-SGD", "Conclusion:"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    real = ["--data", "tiles", "--index", "1", "--probes", "2", "--json"]
+    done = CliRunner().invoke(app, ["limits", "--model", "logistic", "--noise", "0.1", *real])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert facts["point"] == "the batch that was given"
+    assert facts["floor"]["method"] == "estimate"
+    assert facts["num_classes"] == 9
+
+
+VERTICAL = """
+model: {name: vertical-mlp, options: {workers: 2, hidden: 6, middle: 4, slices: strips}}
+data: {name: tiles, limit: 12}
+examples: 12
+batch: 12
+protocols: [{vertical: {batch_size: 3, rounds: 5}}]
+attacks: [inverting-gradients]
+executor: serial
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--model", "vertical-mlp", "--input", "16"], "--samples: 'vertical-mlp' is a vertical model"),
+        (["--model", "mlp", "--input", "16", "--samples", "4"], "for a vertical model only, and 'mlp' is none"),
+        (["--model", "mlp", "--input", "16", "--rounds", "4"], "for a vertical model only"),
+        (["--model", "vertical-mlp", "--input", "16", "--samples", "4", "--batch", "5"], "at most the 4 samples"),
+        (["--model", "vertical-mlp", "--input", "16", "--samples", "4", "--noise", "1"], "leave them out"),
+        (["--model", "vertical-mlp", "--data", "tiles", "--samples", "0"], "--samples"),
+        ([], "expected a spec (leakscope limits SPEC.yaml) or --model"),
+        (["spec.yaml", "--batch", "3", "--data", "tiles"], "--batch, --data: expected without a spec"),
+        (["missing.yaml"], "missing.yaml"),
+    ],
+)
+def test_mistakes_in_limits_of_vertical_models_are_named(arguments, words) -> None:
+    done = CliRunner().invoke(app, ["limits", *arguments])
+    assert isinstance(done.exception, ValueError), done.output
+    assert words in str(done.exception)
+
+
+def test_limits_of_a_vertical_model(tmp_path) -> None:
+    options = ["--model", "vertical-mlp", "--input", "16", "--classes", "3", "--samples", "20", "--batch", "4"]
+    done = leakscope("limits", *options, "--rounds", "30", cwd=tmp_path, COLUMNS="100")
+    assert done.returncode == 0, done.stderr
+    for words in ("vertical-mlp, 20 x 16, 30 rounds of 4", "Announced batches", "Workers", "as printed", "Conclusion:"):
+        assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100
+    options = ["--model", "vertical-mlp", "--data", "tiles", "--index", "2", "--samples", "6", "--batch", "2"]
+    done = CliRunner().invoke(app, ["limits", *options, "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["samples"], facts["batch"], facts["point"]) == (6, 2, "the samples that were given")
+
+
+def test_limits_of_a_spec(tmp_path) -> None:
+    (tmp_path / "vertical.yaml").write_text(VERTICAL)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "vertical.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["samples"], facts["batch"], facts["rounds"], facts["sampling"]) == (12, 3, 5, "uniform")
+    assert facts["index"]["rank"] <= 5
+    assert len(facts["workers"]) == 2
+    shuffled = VERTICAL.replace("rounds: 5", "sampling: epochs").replace("]\nattacks", ", fedsgd]\nattacks")
+    (tmp_path / "two.yaml").write_text(shuffled)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "two.yaml"), "--json"])
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(done.stdout)
+    assert (first["rounds"], first["sampling"]) == (20, "epochs")
+    assert (second["batch"], second["input_shape"]) == (12, [3, 32, 32])
+    (tmp_path / "plain.yaml").write_text(TINY)
+    done = CliRunner().invoke(app, ["limits", str(tmp_path / "plain.yaml"), "--noise", "0.1", "--json"])
+    assert done.exit_code == 0, done.output
+    facts = json.loads(done.stdout)
+    assert (facts["batch"], facts["point"]) == (1, "the batch that was given")
+    assert facts["floor"] is not None
+
+
+@pytest.mark.parametrize("executor", ["serial", "processes"])
+def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> None:
+    slow = TINY.replace("executor: serial", f"executor: {executor}").replace("iterations: 3", "iterations: 1000000")
+    (tmp_path / "spec.yaml").write_text(slow)
+    run = subprocess.Popen(
+        [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1"],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        # A shell that starts the tests in the background has its children ignore Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    assert run.stderr is not None
+    for line in run.stderr:
+        if line.startswith("[1/"):  # the closed form on the first client is done, a long search is under way
+            break
+    run.send_signal(signal.SIGINT)
+    rest = run.stderr.read()
+    assert run.wait(60) == 2, rest
+    assert "Interrupted" in rest
+    assert "Traceback" not in rest
+    with Store.open(tmp_path / "run") as store:
+        assert [row.job.attack_name for row in store.rows()] == ["linear-layer"]
