@@ -18,8 +18,7 @@ from leakscope.audit import trajectory as module
 from leakscope.audit.trajectory import describe_update
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.observation import LocalTraining
-from leakscope.contracts.protocol import Protocol
-from leakscope.contracts.task import Task
+from leakscope.contracts.protocol import ClientSide, Protocol
 from leakscope.defenses import GradientNoise, GradientPruning
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.federation.client import OneMessage
@@ -164,10 +163,8 @@ def test_long_training_and_large_models_keep_few_steps(monkeypatch: pytest.Monke
 class OwnProtocol(OneMessage):
     kind = "weight_delta"
 
-    def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
-    ) -> Any:
-        return {name: torch.ones_like(p) for name, p in client.named_parameters()}, LocalTraining()
+    def _train(self, client: ClientSide) -> Any:
+        return {name: torch.ones_like(p) for name, p in client.trained.items()}, LocalTraining()
 
 
 def test_what_cannot_be_told_has_a_reason() -> None:

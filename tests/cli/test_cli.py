@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from leakscope.cli import app
+from leakscope.cli import app, main
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedSGD
 from leakscope.models import build_model
@@ -29,13 +31,27 @@ executor: serial
 
 
 def leakscope(*arguments: object, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command in this process, where the libraries are loaded already: ``main`` as the console script calls it."""
+    words, out, err = [str(a) for a in arguments], io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(out), redirect_stderr(err):
+        patch.chdir(cwd)
+        patch.setattr(sys, "argv", ["leakscope", *words])
+        for name, value in {"COLUMNS": "160", **environment}.items():
+            patch.setenv(name, value)
+        with pytest.raises(SystemExit) as ended:
+            main()
+    return subprocess.CompletedProcess(words, int(ended.value.code or 0), out.getvalue(), err.getvalue())
+
+
+def in_a_shell(*arguments: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """The command in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "leakscope.cli", *map(str, arguments)],
         cwd=cwd,
         capture_output=True,
         text=True,
         timeout=300,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160", **environment},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"},
     )
 
 
@@ -43,7 +59,7 @@ def leakscope(*arguments: object, cwd: Path, **environment: str) -> subprocess.C
 def finished(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("cli")
     (folder / "spec.yaml").write_text(TINY)
-    done = leakscope("audit", "spec.yaml", "--out", "run", cwd=folder)
+    done = in_a_shell("audit", "spec.yaml", "--out", "run", cwd=folder)
     assert done.returncode == 1, done.stderr
     assert "Verdict: LEAKS" in done.stdout
     assert (folder / "run" / "report.html").is_file()
@@ -57,7 +73,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
 def test_running_again_resumes_and_says_so(finished) -> None:
     again = leakscope("audit", "spec.yaml", "--out", "run", cwd=finished)
     assert again.returncode == 1
-    assert "resuming: 8 of 8 jobs are done" in again.stderr
+    assert "resuming: 9 of 9 jobs are done" in again.stderr
 
 
 @pytest.mark.parametrize(
@@ -168,7 +184,10 @@ def test_other_commands(finished) -> None:
         (["--input", "abc"], "3x32x32"),
         ([], "--input"),
         (["--input", "1x8x8", "--prune", "1"], "prune:"),
-        (["--input", "1x8x8", "--noise", "1", "--noise-scale", "times-clip"], "needs clip"),
+        (
+            ["--input", "1x8x8", "--noise", "1", "--noise-scale", "times-clip"],
+            "expected together with --noise and --clip",
+        ),
         (["--input", "1x8x8", "--noise", "1", "--probes", "1", "--data", "tiles"], "has shape 3x32x32"),
         (["--data", "no-such-data"], "unknown data"),
         (["--data", "tiles", "--index", "-1"], "--index"),

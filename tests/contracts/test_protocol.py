@@ -17,7 +17,7 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, UpdateKind
-from leakscope.contracts.protocol import Protocol, default_knowledge
+from leakscope.contracts.protocol import ClientSide, Protocol, default_knowledge
 from leakscope.contracts.registry import Entry
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification, CustomLoss, MultiLabel, PerPosition, Regression, Task
@@ -243,18 +243,15 @@ class FedProx(OneMessage):
     pull: float = setting(0.5, "Weight of the squared distance from the received weights.", ge=0)
     steps: int = setting(1, "Local steps.", ge=1)
 
-    def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
-    ) -> tuple[Gradient, LocalTraining]:
-        trained = {name: p for name, p in client.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
+    def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
+        trained, before = client.trained, client.weights()
         for _ in range(self.steps):
-            gradient = batch_gradient(client, x, y, "mean", task, defense, generator)
+            gradient = batch_gradient(client)
             with torch.no_grad():
                 for name, p in trained.items():
                     p -= self.lr * (gradient[name] + self.pull * (p - before[name]))
         recipe = LocalTraining(
-            epochs=self.steps, batch_size=len(x), learning_rate=self.lr, optimizer="sgd", momentum=0.0
+            epochs=self.steps, batch_size=len(client.x), learning_rate=self.lr, optimizer="sgd", momentum=0.0
         )
         return {name: before[name] - p.detach() for name, p in trained.items()}, recipe
 

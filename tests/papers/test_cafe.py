@@ -11,13 +11,13 @@ import torch
 
 from leakscope.attacks.cafe import CAFE
 from leakscope.data import Examples, load_data
-from leakscope.defenses import DPSGD, FakeGradients
+from leakscope.defenses import DPSGD, FakeGradients, accounting
 from leakscope.equations.index_matrix import identify
+from leakscope.federation.batches import draw_batches
 from leakscope.models import build_model
 from leakscope.papers import cafe, cafe_training, reproduce
 from leakscope.papers.cafe import RECONSTRUCTIONS, Faces, Reconstruction, Scene
 from leakscope.papers.cafe_training import TABLE_11, TRAININGS, Training
-from leakscope.federation.batches import draw_batches
 
 TINY = Scene(6, 2, (2, 4), 8)
 
@@ -28,6 +28,8 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Examples:
     found = load_data("tiles")
     for module in (cafe, cafe_training):
         monkeypatch.setattr(module, "examples_or_reason", lambda name, **options: found)
+    # The accountant takes seconds and has tests of its own; here any noise will do.
+    monkeypatch.setattr(accounting, "_noise_multiplier", lambda epsilon, *_: 4 / epsilon)
     small = Reconstruction(TINY, {40: 2, 100: 3}, (100,), (1, 2), 3, (4, 2, 1))
     monkeypatch.setattr(cafe, "RECONSTRUCTIONS", {"smoke": small})
     monkeypatch.setattr(cafe, "FACES", {"smoke": Faces(TINY, 2), "paper": Faces(TINY, 9)})

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from leakscope import papers
+from leakscope.contracts.registry import Registry
 from leakscope.data import Examples, load_data
 from leakscope.papers import (
     PAPERS,
@@ -19,6 +20,7 @@ from leakscope.papers import (
     PictureGrid,
     Reproduction,
     Row,
+    base,
     idlg,
     reproduce,
     sampling_tolerance,
@@ -35,12 +37,12 @@ def test_every_table_is_described_and_has_the_three_scales() -> None:
         assert table.name == name
         assert table.title
         assert table.summary
-        assert table.paper
+        assert table.source
         assert list(table.scales) == ["smoke", "small", "paper"]
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting.*sme/table1.*Did you mean 'idlg/labels'"):
+    with pytest.raises(ValueError, match=r"idlg/labels, gradients/counting.*sme/table1.*did you mean idlg/labels\?"):
         reproduce("idlg/label")
     with pytest.raises(ValueError, match="smoke, small, paper"):
         reproduce("gradients/counting", scale="huge")
@@ -113,7 +115,7 @@ def _tiles_for(names: set[str]) -> object:
 
 
 def test_missing_data_is_a_row_that_says_so_and_the_rest_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idlg, "load_data", _tiles_for({"cifar100"}))
+    monkeypatch.setattr(base, "load_data", _tiles_for({"cifar100"}))
     monkeypatch.setattr(idlg, "SCALES", {**idlg.SCALES, "smoke": idlg.Scale(2, 3)})
     first, second = reproduce("idlg/labels"), reproduce("idlg/labels")
     assert first == second
@@ -130,7 +132,7 @@ def test_nothing_to_run_is_an_error_with_the_reasons(monkeypatch: pytest.MonkeyP
 
 def test_a_wrong_rule_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The label of the largest row sum is never right: its row must read as below."""
-    monkeypatch.setattr(idlg, "load_data", _tiles_for({"mnist"}))
+    monkeypatch.setattr(base, "load_data", _tiles_for({"mnist"}))
     monkeypatch.setattr(idlg, "SCALES", {**idlg.SCALES, "smoke": idlg.Scale(2, 1)})
     monkeypatch.setattr(idlg, "idlg_label", lambda weight: int(weight.sum(dim=1).argmax()))
     row = reproduce("idlg/labels").rows[1]
@@ -138,8 +140,8 @@ def test_a_wrong_rule_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _found(monkeypatch: pytest.MonkeyPatch, found: list[Row] | Findings) -> Reproduction:
-    table = dataclasses.replace(PAPERS["idlg/labels"], run=lambda scale, seed, progress: found)
-    monkeypatch.setattr(papers, "PAPERS", {"idlg/labels": table})
+    table = dataclasses.replace(PAPERS["idlg/labels"], target=lambda scale, seed, progress: found)
+    monkeypatch.setattr(papers, "PAPERS", Registry("table", [table]))
     return reproduce("idlg/labels")
 
 

@@ -136,27 +136,3 @@ def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Atta
     """
     cls: type[Attack] = ATTACKS.target(name)
     return cls.build(options if preset is None else {**cls.published(preset), **options})
-
-
-__all__ = [
-    "ATTACKS",
-    "CAFE",
-    "DLFA",
-    "DLG",
-    "IDLG",
-    "RGAP",
-    "SAPAG",
-    "SME",
-    "Attack",
-    "AttackEntry",
-    "GaussNewton",
-    "GradientMatching",
-    "Hybrid",
-    "InvertingGradients",
-    "LearnFromGradients",
-    "LinearLayer",
-    "MissingKnowledge",
-    "NotApplicable",
-    "make_attack",
-    "standard_attacks",
-]

@@ -51,14 +51,15 @@ class GaussNewton(Attack):
 
     ``restarts`` are tries from different starts: one that explains the update ends them, or two that come to rest at
     the same inputs; what they leave is then noise. ``dense`` is the largest number of unknowns (examples x input size)
-    for which the Jacobian is made. ``smooth_only`` declines models
-    with ReLU and the like; without it they are tried.
+    for which the Jacobian is made. ``smooth_only`` declines models with ReLU and the like; without it they are tried.
     """
 
     reads_channel: ClassVar[bool] = True
 
     steps: int = setting(60, "Trial steps at most, accepted or not.", ge=1)
-    restarts: int = setting(3, "Tries from different starts.", ge=1)
+    restarts: int = setting(
+        3, "Tries from different starts, one after another; one that explains the update ends them.", ge=1
+    )
     damping: float = setting(1e-3, "mu at the start: how much of the mean diagonal of J'J is added to it.", gt=0)
     dense: int = setting(5000, "Unknowns up to which the Jacobian is made.", ge=0)
     noise: float = setting(0.0, "Standard deviation of noise on the update, where the channel does not tell it.", ge=0)
@@ -76,10 +77,10 @@ class GaussNewton(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        found = kinks(observation.model, observation.input_shape) if self.smooth_only else ()
-        if found:
+        kinked = kinks(observation.model, observation.input_shape) if self.smooth_only else ()
+        if kinked:
             raise NotApplicable(
-                f"the model has {', '.join(found)}, where the gradient jumps and Newton's steps do not fit; "
+                f"the model has {', '.join(kinked)}, where the gradient jumps and Newton's steps do not fit; "
                 "smooth_only=False tries all the same"
             )
         wide = observation.to(dtype=torch.float64)

@@ -107,11 +107,11 @@ def find_targets(
     if observation.labels is None and not observation.task.has_classes:
         return None, (), (), "joint"  # no rule reads them, and nothing is uncertain about a search
     try:
-        found = recover_labels(observation, generator=generator)
+        recovery = recover_labels(observation, generator=generator)
     except ValueError as error:
         return None, ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",), "joint"
-    flags = () if found.exact else ("labels uncertain",)
-    return found.labels, flags, found.notes, found.method
+    flags = () if recovery.exact else ("labels uncertain",)
+    return recovery.labels, flags, recovery.notes, recovery.method
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:

@@ -135,9 +135,9 @@ class Hybrid(Attack):
             inputs=observation.inputs,
         )
         walk, notes = walk_back(solver, observation, scaled, why, progress)
-        found = reconstruction(observation, walk, notes)
+        result = reconstruction(observation, walk, notes)
         steps = sum(row["steps"] for row in walk.layers)
-        return dataclasses.replace(found, info={**found.info, "steps": steps})
+        return dataclasses.replace(result, info={**result.info, "steps": steps})
 
     def at(self, number: int) -> tuple[int, Weights]:
         """Steps and weights for the layer of this number, 0 for the input's."""
@@ -191,7 +191,7 @@ class _HybridSolver(Solver):
                 alone=trusted and residual <= _EXACT,
             )
             start = x if search.alone or not self.settings.trust else self._damped(system, x, stage)
-            if search.seen:
+            if search.names:
                 x, row["objective"], worst = search.run(start)
                 row["steps"] = search.steps
         return dataclasses.replace(
@@ -258,10 +258,10 @@ class _Search:
         return self.settings.form == "constrained" and (self.alone or not self.settings.trust)
 
     @cached_property
-    def seen(self) -> frozenset[str]:
+    def names(self) -> frozenset[str]:
         """The tensors that the update shows; one that is zero has no direction and no length to compare with."""
-        names = self.chain.parameters(self.number)
-        return frozenset(name for name in names if name in self.update and bool(self.update[name].any()))
+        own = self.chain.parameters(self.number)
+        return frozenset(name for name in own if name in self.update and bool(self.update[name].any()))
 
     def run(self, start: np.ndarray) -> tuple[np.ndarray, tuple[float, float], float]:
         """The best input; the objective before and after; how far its update is from the observed one, relatively."""
@@ -323,7 +323,7 @@ class _Search:
 
     def _candidate(self, picture: Tensor) -> dict[str, Tensor]:
         """The update of the layers from this one on, with the derivative at the last layer's output held."""
-        weights = {n: p for n, p in self.chain.parameters(self.number).items() if n in self.seen}
+        weights = {n: p for n, p in self.chain.parameters(self.number).items() if n in self.names}
         twice = picture.requires_grad
         *stages, last = self.chain.stages[self.number :]
         for stage in stages:

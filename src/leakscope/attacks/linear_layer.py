@@ -38,10 +38,10 @@ class LinearLayer(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        found = structure(observation.model, observation.input_shape).linear_first
-        if isinstance(found, str):
-            raise NotApplicable(found)
-        layer = found.name
+        first = structure(observation.model, observation.input_shape).linear_first
+        if isinstance(first, str):
+            raise NotApplicable(first)
+        layer = first.name
         update = observation.message.update
         if f"{layer}.weight" not in update:
             raise NotApplicable(f"the update has no gradient of {layer}.weight of its own: frozen, or tied to another")

@@ -249,8 +249,8 @@ def last_signals(
     labels = None if known is None else (known,)
     if len(weight) == 1 and bias is None and head.activation.homogeneous:
         return logistic_signals(weight, gradient, labels or (0, 1), head.activation)
-    found = softmax_signals(weight, bias, gradient, labels, head.activation)
-    return [signal for signal in found if signal.mismatch <= 10 * found[0].mismatch + 1e-9][:_FOLLOWED]
+    signals = softmax_signals(weight, bias, gradient, labels, head.activation)
+    return [signal for signal in signals if signal.mismatch <= 10 * signals[0].mismatch + 1e-9][:_FOLLOWED]
 
 
 def homogeneous(chain: Chain) -> bool:

@@ -49,14 +49,23 @@ class Outcome:
     def row(self, setup: Setup, job: Job) -> Row:
         """The row of an attempt or control."""
         record = None if self.result is None else AttemptRecord.read(self.result)
-        told = describe(setup, job)
-        return Row(job.key, job.position, self.status, told, record, self.error, self.seconds, _now(), raw=self.result)
+        facts = describe(setup, job)
+        return Row(job.key, job.position, self.status, facts, record, self.error, self.seconds, _now(), raw=self.result)
 
     def finding(self, setup: Setup, job: Job) -> FindingRow:
         """The row of a finding."""
-        told = describe(setup, job)
+        facts = describe(setup, job)
         return FindingRow(
-            *(job.key, job.position, job.finding or "", self.status, told.protocol, told.defense, job.batch, job.seed),
+            *(
+                job.key,
+                job.position,
+                job.finding or "",
+                self.status,
+                facts.protocol,
+                facts.defense,
+                job.batch,
+                job.seed,
+            ),
             *(self.result or {}, self.error, self.seconds, _now()),
         )
 
@@ -73,10 +82,7 @@ class Bench:
         """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
         started = time.perf_counter()
         try:
-            if job.finding is not None:
-                outcome = self._finding(job)
-            else:
-                outcome = self._attempt(job, progress)
+            outcome = self._attempt(job, progress) if job.finding is None else self._finding(job)
         except (MissingKnowledge, NotApplicable) as error:
             outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
@@ -113,21 +119,21 @@ class Bench:
             draws = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control"))
             observation = CONTROLS[job.control].alter(observation, draws)
         memory = PeakMemory()
-        found = self._attack(job, attack, observation, progress)
+        reconstruction = self._attack(job, attack, observation, progress)
         peak = memory.megabytes()
         x, y = setup.batch(job.batch)
         originals = setup.data.inputs.to_unit(x).float().clamp(0, 1)
-        guesses = setup.data.inputs.to_unit(found.inputs.detach().cpu().to(x.dtype)).float()
-        measured = self._compare(originals, y, guesses, found)
+        guesses = setup.data.inputs.to_unit(reconstruction.inputs.detach().cpu().to(x.dtype)).float()
+        measured = self._compare(originals, y, guesses, reconstruction)
         result = {
-            **_result(setup, job, found, measured),
+            **_result(setup, job, reconstruction, measured),
             "adaptive": attack.reads_channel and observation.channel is not None,
             "peak_memory_mb": peak,
         }
         if job.control is None:
-            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, found)))
+            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, reconstruction)))
         return Outcome(
-            "done", result, tensors=_pictures(setup, originals, measured), history=plain(dict(found.history))
+            "done", result, tensors=_pictures(setup, originals, measured), history=plain(dict(reconstruction.history))
         )
 
     def _attack(self, job: Job, attack: Attack, observation: Observation, progress: Advance | None) -> Reconstruction:
@@ -143,13 +149,13 @@ class Bench:
             progress=progress,
         )
 
-    def _compare(self, originals: Tensor, y: Tensor, guesses: Tensor, found: Reconstruction) -> Evaluation:
+    def _compare(self, originals: Tensor, y: Tensor, guesses: Tensor, reconstruction: Reconstruction) -> Evaluation:
         setup = self._setup
         return evaluate(
             originals,
             y,
             guesses,
-            None if found.labels is None else found.labels.detach().cpu(),
+            None if reconstruction.labels is None else reconstruction.labels.detach().cpu(),
             candidates_unit=setup.candidates,
             lpips=setup.lpips,
             inputs=setup.data.inputs,
@@ -197,8 +203,8 @@ def _prepared(setup: Setup, attack: Attack) -> Setup:
     return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model)))
 
 
-def _result(setup: Setup, job: Job, found: Reconstruction, measured: Evaluation) -> dict[str, Any]:
-    scores = found.scores.detach().cpu().flatten().tolist()
+def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Evaluation) -> dict[str, Any]:
+    scores = reconstruction.scores.detach().cpu().flatten().tolist()
     examples = []
     for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=True)):
         source = int(measured.order[place])
@@ -207,9 +213,9 @@ def _result(setup: Setup, job: Job, found: Reconstruction, measured: Evaluation)
     return {
         "examples": examples,
         "reasons": plain(dict(measured.reasons)),
-        "flags": list(found.flags),
-        "notes": list(found.notes),
-        "info": plain({"device": setup.spec.device, "threads": torch.get_num_threads(), **found.info}),
+        "flags": list(reconstruction.flags),
+        "notes": list(reconstruction.notes),
+        "info": plain({"device": setup.spec.device, "threads": torch.get_num_threads(), **reconstruction.info}),
     }
 
 

@@ -138,12 +138,23 @@ def _part(value: Any, table: Registry[Any]) -> Part:
     name, options = _named(value, table.kind)
     own = ":" in name
     known = name if own else find_name(name, table, [(e.target.__name__, e.name) for e in table.values()])
-    cls: type[Described] = table.target(known)
+    cls: type[Described] = _own(name, table) if own else table.target(known)
     try:
         instance = cls.build(_with_preset(cls, options))
     except ValueError as error:
         raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=_plain_fields(instance), instance=instance)
+
+
+def _own(name: str, table: Registry[Any]) -> type[Described]:
+    """The class that ``package.module:Class`` names."""
+    try:
+        cls: type[Described] = table.target(name)
+    except ValueError as error:
+        known, _, rest = name.partition(":")
+        hint = f" For a setting of {known} write {known}:key=value, not {known}:{rest}." if known in table else ""
+        raise ValueError(f"{error}{hint}") from error
+    return cls
 
 
 def _with_preset(cls: type, options: dict[str, Any]) -> dict[str, Any]:

@@ -106,8 +106,8 @@ def _attempts(setup: Setup) -> list[Job]:
             for attack in range(len(spec.attacks)):
                 for seed in spec.seeds:
                     for batch in range(len(setup.batches)):
-                        told = {"control": control, "attack": spec.attacks[attack].identity()}
-                        key = keys.of(protocol, defense, seed, batch, told)
+                        identity = {"control": control, "attack": spec.attacks[attack].identity()}
+                        key = keys.of(protocol, defense, seed, batch, identity)
                         jobs.append(Job(key, len(jobs), protocol, defense, seed, batch, attack, control))
     return jobs
 
@@ -149,11 +149,11 @@ class _Keys:
             "pictures": setup.pictures,
         }
 
-    def of(self, protocol: int, defense: int | None, seed: int, batch: int, told: dict[str, Any]) -> str:
+    def of(self, protocol: int, defense: int | None, seed: int, batch: int, identity: dict[str, Any]) -> str:
         return content_hash(
             {
                 **self._common,
-                **told,
+                **identity,
                 "protocol": self._spec.protocols[protocol].identity(),
                 "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
                 "seed": seed,

@@ -46,7 +46,7 @@ def describe_rounds(subject: Subject) -> dict[str, Any]:
     if not subject.task.has_classes:
         return {**facts, "reason": f"the calculation is for classification, not for {subject.task!r}"}
     assert isinstance(observation.model, VerticalModel)  # or the protocol had refused it
-    found = vertical_limits(
+    limits = vertical_limits(
         observation.model,
         samples,
         protocol.batch_size,
@@ -56,7 +56,7 @@ def describe_rounds(subject: Subject) -> dict[str, Any]:
         labels=subject.y,
         indices=batches if announced else None,
     )
-    return {**facts, "found": found.as_dict()}
+    return {**facts, "found": limits.as_dict()}
 
 
 def describe_cost(subject: Subject) -> dict[str, Any]:

@@ -167,6 +167,7 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
         # These change how the rows are made or judged, not what is in them, so the newest wish counts.
         store.set_meta("spec", setup.spec.normalised())
         store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
+        store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
     except BaseException:
         store.close()
         raise
@@ -222,8 +223,8 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
     def emit(event: dict[str, Any]) -> None:
         if progress is not None:
             job: Job = event["job"]
-            told = {**job_facts(describe(setup, job)), "finding": job.finding}
-            progress({**event, "job": told, "key": job.key, "position": job.position})
+            facts = {**job_facts(describe(setup, job)), "finding": job.finding}
+            progress({**event, "job": facts, "key": job.key, "position": job.position})
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed

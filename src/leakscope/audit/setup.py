@@ -164,13 +164,13 @@ def rehearse(setup: Setup) -> None:
         brief = protocol.model_copy(update={"instance": protocol.instance.rehearsal()})
         for place, defense in enumerate(setup.spec.defenses):
             try:
-                seen = observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
-                wrong = setup.spec.task.instance.problems_of(targets, len(targets), seen.output_shape)
+                observation = observe(setup, brief, defense, x, y, torch.Generator().manual_seed(0))
+                wrong = setup.spec.task.instance.problems_of(targets, len(targets), observation.output_shape)
                 problems += [f"data: {line}" for line in wrong]
             except Exception as error:  # noqa: BLE001 - the user's model may raise anything; all of it is told
-                said = "; ".join(lines(str(error))) or "no message"
+                message = "; ".join(lines(str(error))) or "no message"
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-                problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{said}")
+                problems.append(f"protocols[{number}] with defenses[{place}]: {kind}{message}")
     if problems:
         raise SpecError(list(dict.fromkeys(problems)))
 

@@ -39,34 +39,34 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
-def _told(help: str, **bounds: Any) -> Any:
+def _key(help: str, **bounds: Any) -> Any:
     """A key of a spec: its one sentence, which the help and the docs show, and its bounds."""
     return Field(description=help, **bounds)
 
 
 class ModelSpec(_Strict):
-    name: Annotated[str, _told("a [reference model](models-and-data.md#models) or `package.module:factory`")]
-    options: Annotated[dict[str, Any], _told("the model's own options")] = {}
-    seed: Annotated[int, _told("seed of the initial weights")] = 0
+    name: Annotated[str, _key("a [reference model](models-and-data.md#models) or `package.module:factory`")]
+    options: Annotated[dict[str, Any], _key("the model's own options")] = {}
+    seed: Annotated[int, _key("seed of the initial weights")] = 0
     weights: Annotated[
-        Path | None, _told("a `.safetensors` file of the state dictionary, loaded over the initial weights")
+        Path | None, _key("a `.safetensors` file of the state dictionary, loaded over the initial weights")
     ] = None
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
 class DataSpec(_Strict):
-    name: Annotated[str, _told("a [data set](models-and-data.md#data) or `package.module:function`")]
-    path: Annotated[Path | None, _told("where the files are; default: the folder `LEAKSCOPE_DATA`")] = None
-    split: Annotated[str | None, _told("a split, where the reader has them")] = None
+    name: Annotated[str, _key("a [data set](models-and-data.md#data) or `package.module:function`")]
+    path: Annotated[Path | None, _key("where the files are; default: the folder `LEAKSCOPE_DATA`")] = None
+    split: Annotated[str | None, _key("a split, where the reader has them")] = None
     limit: Annotated[
-        int | None, _told("use only the first so many examples; also shrinks the pool for identification", ge=1)
+        int | None, _key("use only the first so many examples; also shrinks the pool for identification", ge=1)
     ] = None
-    options: Annotated[dict[str, Any], _told("the reader's own options")] = {}
+    options: Annotated[dict[str, Any], _key("the reader's own options")] = {}
     mean: Annotated[
         tuple[float, ...] | None,
-        _told("with `std`: normalise (unit value − mean) / std, one number a channel or one for all"),
+        _key("with `std`: normalise (unit value − mean) / std, one number a channel or one for all"),
     ] = None
-    std: Annotated[tuple[float, ...] | None, _told("see `mean`")] = None
+    std: Annotated[tuple[float, ...] | None, _key("see `mean`")] = None
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
@@ -74,26 +74,26 @@ class TrainingSpec(_Strict):
     """Federated training on the audit's data before the audit: the model is attacked as it is in round ``rounds``."""
 
     rounds: Annotated[
-        int, _told("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
+        int, _key("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
     ]
     split: Annotated[
         Literal["group", "dirichlet", "iid"],
-        _told("how the data is divided: at random, with label shares from a Dirichlet, or a client a group"),
+        _key("how the data is divided: at random, with label shares from a Dirichlet, or a client a group"),
     ] = "iid"
     clients: Annotated[
-        int | None, _told("how many clients; required with `iid` and `dirichlet`, not for `group`", ge=1)
+        int | None, _key("how many clients; required with `iid` and `dirichlet`, not for `group`", ge=1)
     ] = None
     alpha: Annotated[
-        float | None, _told("with `dirichlet`, and required there: the smaller, the fewer clients share a class", gt=0)
+        float | None, _key("with `dirichlet`, and required there: the smaller, the fewer clients share a class", gt=0)
     ] = None
     clients_per_round: Annotated[
-        int, _told("clients that the server draws each round; all of them where there are fewer", ge=1)
+        int, _key("clients that the server draws each round; all of them where there are fewer", ge=1)
     ] = 10
-    epochs: Annotated[int, _told("local epochs, as in [FedAvg](protocols-and-defenses.md)", ge=1)] = 1
-    batch_size: Annotated[int, _told("size of the local batches", ge=1)] = 10
-    lr: Annotated[float, _told("local learning rate of SGD", gt=0)] = 0.01
+    epochs: Annotated[int, _key("local epochs, as in [FedAvg](protocols-and-defenses.md)", ge=1)] = 1
+    batch_size: Annotated[int, _key("size of the local batches", ge=1)] = 10
+    lr: Annotated[float, _key("local learning rate of SGD", gt=0)] = 0.01
     seed: Annotated[
-        int, _told("seed of the split, of the server's draws and of the order of local batches", ge=0, lt=2**63)
+        int, _key("seed of the split, of the server's draws and of the order of local batches", ge=0, lt=2**63)
     ] = 0
 
     def describe(self) -> str:
@@ -237,8 +237,8 @@ def _seeds(value: Any) -> Any:
 def _distinct(values: list[Any]) -> list[Any]:
     if not values:
         raise ValueError("expected at least one, got none")
-    told = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
-    twice = sorted({name for name in told if told.count(name) > 1})
+    identities = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
+    twice = sorted({name for name in identities if identities.count(name) > 1})
     if twice:
         raise ValueError(f"expected each once, got {', '.join(twice)} more than once")
     return values
@@ -254,8 +254,8 @@ def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 def _protocols(info: ValidationInfo) -> list[Part]:
     """Those of the spec that is being checked; none where they are wrong, which is told anyway."""
-    found: list[Part] = info.data.get("protocols", [])
-    return found
+    protocols: list[Part] = info.data.get("protocols", [])
+    return protocols
 
 
 def _dtype(value: str | None) -> str | None:
@@ -276,28 +276,26 @@ class AuditSpec(_Strict):
         ModelSpec,
         BeforeValidator(_model),
         AfterValidator(_known_model),
-        _told("the victim; see the keys of `model`"),
+        _key("the victim; see the keys of `model`"),
     ]
     data: Annotated[
         DataSpec,
         BeforeValidator(_data),
         AfterValidator(_known_data),
-        _told("the private examples; see the keys of `data`"),
+        _key("the private examples; see the keys of `data`"),
     ]
     task: Annotated[
         _Task,
-        _told(
-            "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`", validate_default=True
-        ),
-    ] = Field(default_factory=lambda: "classification")
+        _key("what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`"),
+    ] = Field(default_factory=lambda: parts.task_part("classification"))
     training: Annotated[
         TrainingSpec | None,
         AfterValidator(_whole_training),
-        _told("federated training before the audit; see the keys of `training`; default: the model as it is"),
+        _key("federated training before the audit; see the keys of `training`; default: the model as it is"),
     ] = None
     examples: Annotated[
         int | None,
-        _told(
+        _key(
             "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
             "as the data goes",
             ge=1,
@@ -305,64 +303,64 @@ class AuditSpec(_Strict):
     ] = None
     batch: Annotated[
         int,
-        _told(
+        _key(
             "examples a client holds, in vertical learning the samples that the workers share; batch b holds the "
             "examples b·batch to (b+1)·batch − 1",
             ge=1,
         ),
     ] = 1
-    protocols: Annotated[list[_Protocol], *_ONCE, _told("[protocols](protocols-and-defenses.md)")] = Field(
+    protocols: Annotated[list[_Protocol], *_ONCE, _key("[protocols](protocols-and-defenses.md)")] = Field(
         default_factory=lambda: ["fedsgd"], validate_default=True
     )
     defenses: Annotated[
-        list[_Defense], *_ONCE, _told("[defences](protocols-and-defenses.md#defences); `none` is the bare update")
+        list[_Defense], *_ONCE, _key("[defences](protocols-and-defenses.md#defences); `none` is the bare update")
     ] = Field(default_factory=lambda: ["none"], validate_default=True)
     attacks: Annotated[
         list[_Attack],
         BeforeValidator(_attacks),
         AfterValidator(_distinct),
-        _told("[attacks](attacks.md), or `package.module:Class`; `standard` stands for several"),
+        _key("[attacks](attacks.md), or `package.module:Class`; `standard` stands for several"),
     ] = Field(default_factory=lambda: ["standard"], validate_default=True)
     knowledge: Annotated[
         dict[str, Any],
         BeforeValidator(_knowledge),
-        _told("[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols"),
+        _key("[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols"),
     ] = Field(default=None, validate_default=True)
     seeds: Annotated[
-        list[int], BeforeValidator(_seeds), AfterValidator(_distinct), _told("a number n means the seeds 0 to n − 1")
+        list[int], BeforeValidator(_seeds), AfterValidator(_distinct), _key("a number n means the seeds 0 to n − 1")
     ] = [0]
-    policy: Annotated[Policy, BeforeValidator(_policy), _told("limits of the verdict; see the keys of `policy`")] = (
+    policy: Annotated[Policy, BeforeValidator(_policy), _key("limits of the verdict; see the keys of `policy`")] = (
         Policy()
     )
     pictures: Annotated[
-        bool | None, _told("whether originals and reconstructions are kept; default: only if not private")
+        bool | None, _key("whether originals and reconstructions are kept; default: only if not private")
     ] = None
     controls: Annotated[
-        list[str], BeforeValidator(_controls), _told("controls beside each attack: `true`, `false` or their kinds")
+        list[str], BeforeValidator(_controls), _key("controls beside each attack: `true`, `false` or their kinds")
     ] = Field(default_factory=lambda: True, validate_default=True)
     findings: Annotated[
         list[str],
         BeforeValidator(_findings),
-        _told("what is told of settings beside attacks: `true`, `false` or their kinds"),
+        _key("what is told of settings beside attacks: `true`, `false` or their kinds"),
     ] = Field(default_factory=lambda: True, validate_default=True)
     lpips: Annotated[
-        Path | None, _told("file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one")
+        Path | None, _key("file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one")
     ] = None
-    device: Annotated[str, _told("where attacks run, as torch names it")] = "cpu"
+    device: Annotated[str, _key("where attacks run, as torch names it")] = "cpu"
     dtype: Annotated[
         str | None,
         AfterValidator(_dtype),
-        _told("precision of attacks, `float32` or `float64`; default: that of the update"),
+        _key("precision of attacks, `float32` or `float64`; default: that of the update"),
     ] = None
-    threads: Annotated[int, _told("threads per job", ge=1)] = 1
+    threads: Annotated[int, _key("threads per job", ge=1)] = 1
     executor: Annotated[
         str,
         AfterValidator(_executor),
-        _told("where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`"),
+        _key("where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`"),
     ] = "serial"
-    workers: Annotated[int | None, _told("parallel jobs; default: processors divided by `threads`", ge=1)] = None
+    workers: Annotated[int | None, _key("parallel jobs; default: processors divided by `threads`", ge=1)] = None
     timeout: Annotated[
-        float | None, _told("seconds after which a job is stopped and counts as failed; needs `processes`", gt=0)
+        float | None, _key("seconds after which a job is stopped and counts as failed; needs `processes`", gt=0)
     ] = None
 
     @classmethod
@@ -376,9 +374,9 @@ class AuditSpec(_Strict):
         try:
             spec = cls.model_validate(dict(mapping))
         except ValidationError as error:
-            found = [_line(entry) for entry in error.errors(include_url=False)]
+            wrong = [_line(entry) for entry in error.errors(include_url=False)]
             # The lines tell everything; the library's own account would only bury them.
-            raise SpecError(found + problems, source) from None
+            raise SpecError(wrong + problems, source) from None
         if problems:
             raise SpecError(problems, source)
         return spec

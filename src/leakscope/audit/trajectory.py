@@ -16,7 +16,7 @@ from torch import Tensor
 
 from leakscope.audit.findings import Subject
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.protocol import client_copy
+from leakscope.contracts.protocol import ClientSide, client_copy
 from leakscope.contracts.task import outputs_of
 from leakscope.federation import FedAvg
 from leakscope.federation.client import batch_gradient, own_randomness
@@ -92,7 +92,7 @@ class _Client:
         self._load(weights)
         draws = torch.Generator().manual_seed(0)
         with own_randomness(draws):
-            return batch_gradient(self._model, self._x, self._y, "mean", self._task, Defense(), draws)
+            return batch_gradient(ClientSide(self._model, self._x, self._y, self._task, Defense(), draws))
 
     def loss(self, weights: Weights) -> float:
         self._load(weights)
@@ -120,8 +120,8 @@ def _along(path: Trajectory, client: _Client) -> tuple[list[float], dict[str, fl
     # The weights at the end give one more secant, but no step started there.
     shares: list[float] = leading_shares(rows[:-1]).tolist()
     longest = max(_norm(row) for row in rows)
-    found = {"gradient_norm": max(longest, *path.norms), "lipschitz": longest, "smoothness": smoothness}
-    return shares, {name: _finite(value) for name, value in found.items()}
+    constants = {"gradient_norm": max(longest, *path.norms), "lipschitz": longest, "smoothness": smoothness}
+    return shares, {name: _finite(value) for name, value in constants.items()}
 
 
 def _bound(protocol: FedAvg, path: Trajectory, known: Mapping[str, Any]) -> tuple[float | None, str | None]:

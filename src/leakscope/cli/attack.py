@@ -37,19 +37,19 @@ def attack(
     if not isinstance(name, str) or (model is None and name not in MODELS):
         raise ValueError(f"{observation}: does not name a reference model; pass --model")
     net = build_model(name, input_shape=tuple(facts["inputs"]["shape"]), num_classes=facts["num_classes"])
-    seen = Observation.load(observation, net)
+    observed = Observation.load(observation, net)
     recover = attack_part(parse_part(attack)).instance
     with step_progress() as progress:
-        result = recover(seen, seed=seed, device=device, progress=progress)
-    result = dataclasses.replace(result, diagnosis=explain(seen, result, thorough=diagnose))
-    _write(result, seen, {"attack": repr(recover), "seed": seed}, out)
+        result = recover(observed, seed=seed, device=device, progress=progress)
+    result = dataclasses.replace(result, diagnosis=explain(observed, result, thorough=diagnose))
+    _write(result, observed, {"attack": repr(recover), "seed": seed}, out)
     for line in (*result.flags, *result.notes):
         print(f"note: {line}")
     print(f"{result.diagnosis.outcome}: {result.diagnosis.reason}")
     print(f"returned {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
 
 
-def _write(result: Any, seen: Any, facts: dict[str, Any], out: Path) -> None:
+def _write(result: Any, observed: Any, facts: dict[str, Any], out: Path) -> None:
     """What an attack recovered: tensors, pictures, and the attack's own opinion beside ``facts``."""
     from safetensors.torch import save
 
@@ -61,7 +61,7 @@ def _write(result: Any, seen: Any, facts: dict[str, Any], out: Path) -> None:
     tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
     atomic_write(out / "reconstruction.safetensors", save(tensors))
     if result.inputs.dim() == 4:
-        unit = seen.inputs.to_unit(result.inputs.cpu()).clamp(0, 1)
+        unit = observed.inputs.to_unit(result.inputs.cpu()).clamp(0, 1)
         for number, picture in enumerate(unit):
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
     summary = {

@@ -104,20 +104,20 @@ def print_listing(lines: Iterable[tuple[str, str]]) -> None:
     Console(highlight=False).print(table)
 
 
-def print_limits(title: str, found: Any) -> None:
+def print_limits(title: str, limits: Any) -> None:
     """What theory says, in small tables, each with its remark below."""
     from leakscope.report import tables_of
 
     console = Console(highlight=False)
     console.print(title, style="bold", markup=False)
-    for table in tables_of(found):
+    for table in tables_of(limits):
         if table.rows:
             print_table(table.title, table.columns, table.rows)
         else:
             console.print(f"{table.title}:", markup=False, style="italic")
         if table.note:
             console.print(f"  {table.note}", markup=False)
-    console.print(f"Conclusion: {found.conclusion}", style="bold", markup=False)
+    console.print(f"Conclusion: {limits.conclusion}", style="bold", markup=False)
 
 
 def print_reproduction(title: str, result: Any, page: Path | None = None, pictures: bool | None = None) -> None:

@@ -65,8 +65,8 @@ def limits(
     with named_progress() as progress:
         options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}
         if spec is not None:
-            said = {"--model": model, "--input": input, "--batch": batch, "--samples": samples, "--rounds": rounds}
-            twice = {**said, "--classes": classes, "--data": data, "--index": index}
+            flags = {"--model": model, "--input": input, "--batch": batch, "--samples": samples, "--rounds": rounds}
+            twice = {**flags, "--classes": classes, "--data": data, "--index": index}
             results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options)
         elif model is None:
             raise ValueError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
@@ -75,11 +75,11 @@ def limits(
             shape, facts = _examples(data, index or 0, samples if samples is not None else count, input)
             results = [_of_model(model, shape, facts, classes, count, samples, rounds, options)]
     if as_json:
-        told = [found.as_dict() for _, found in results]
-        print(json.dumps(told[0] if len(told) == 1 else told, indent=1))
+        contents = [limits.as_dict() for _, limits in results]
+        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1))
     else:
-        for title, found in results:
-            print_limits(title, found)
+        for title, limits in results:
+            print_limits(title, limits)
 
 
 def _one_gradient(net: nn.Module, shape: tuple[int, ...], batch: int, options: Options, facts: Options) -> Any:
@@ -96,8 +96,8 @@ def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: O
         )
     from leakscope.limits import vertical_limits
 
-    told = {name: options[name] for name in ("seed", "progress")}
-    return vertical_limits(net, samples, batch, rounds, **facts, **told)
+    shared = {name: options[name] for name in ("seed", "progress")}
+    return vertical_limits(net, samples, batch, rounds, **facts, **shared)
 
 
 def _of_model(
@@ -125,8 +125,8 @@ def _of_model(
             f"--samples: {name!r} is a vertical model; expected how many samples its batches are drawn from"
         )
     examples: Options = {key: facts[key] for key in ("inputs", "labels") if key in facts}
-    found = _vertical(net, samples, batch, rounds, options, examples)
-    return _vertical_title(name, found, shape), found
+    limits = _vertical(net, samples, batch, rounds, options, examples)
+    return _vertical_title(name, limits, shape), limits
 
 
 def _of_spec(path: Path, twice: list[str], options: Options) -> list[tuple[str, Any]]:
@@ -145,14 +145,14 @@ def _of_spec(path: Path, twice: list[str], options: Options) -> list[tuple[str, 
         if protocol.sends_rounds:
             facts: Options = {"inputs": x, "labels": y, "sampling": protocol.sampling}
             rounds = protocol.count_rounds(spec.batch)
-            found = _vertical(setup.model, spec.batch, protocol.batch_size, rounds, options, facts)
-            results.append((_vertical_title(spec.model.name, found, shape), found))
+            limits = _vertical(setup.model, spec.batch, protocol.batch_size, rounds, options, facts)
+            results.append((_vertical_title(spec.model.name, limits, shape), limits))
     if not all(protocol.sends_rounds for protocol in protocols):
         facts = {"inputs": x, "labels": y}
         if setup.data.range_known:
             facts["value_range"] = setup.data.value_range
-        found = _one_gradient(setup.model, shape, spec.batch, options, facts)
-        results.append((f"{spec.model.name}, {spec.batch} x {_size(shape)}", found))
+        limits = _one_gradient(setup.model, shape, spec.batch, options, facts)
+        results.append((f"{spec.model.name}, {spec.batch} x {_size(shape)}", limits))
     return results
 
 
@@ -160,8 +160,8 @@ def _size(shape: tuple[int, ...]) -> str:
     return "x".join(map(str, shape))
 
 
-def _vertical_title(name: str, found: Any, shape: tuple[int, ...]) -> str:
-    return f"{name}, {found.samples} x {_size(shape)}, {found.rounds} rounds of {found.batch}"
+def _vertical_title(name: str, limits: Any, shape: tuple[int, ...]) -> str:
+    return f"{name}, {limits.samples} x {_size(shape)}, {limits.rounds} rounds of {limits.batch}"
 
 
 def _examples(name: str | None, index: int, count: int, shape: str | None) -> tuple[tuple[int, ...], dict[str, Any]]:
@@ -176,8 +176,8 @@ def _examples(name: str | None, index: int, count: int, shape: str | None) -> tu
     from leakscope.data import DATA, load_data
 
     options = {"split": "test"} if name in DATA and "split" in DATA[name].options() else {}
-    found = load_data(name, limit=index + count, **options).subset(range(index, index + count))
-    if wanted not in (None, found.shape):
-        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, found.shape))}, got {shape}")
-    box = {"value_range": found.value_range} if found.range_known else {}
-    return found.shape, {"inputs": found.x, "labels": found.y, "num_classes": found.num_classes, **box}
+    examples = load_data(name, limit=index + count, **options).subset(range(index, index + count))
+    if wanted not in (None, examples.shape):
+        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
+    box = {"value_range": examples.value_range} if examples.range_known else {}
+    return examples.shape, {"inputs": examples.x, "labels": examples.y, "num_classes": examples.num_classes, **box}

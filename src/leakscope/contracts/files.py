@@ -19,12 +19,9 @@ from leakscope.contracts.observation import LocalTraining, Message, Observation
 from leakscope.contracts.task import TASKS, CustomLoss, Task
 
 FORMAT_VERSION = 2
-_FACTS = frozenset(
-    (
-        *("format", "model_name", "inputs", "num_classes", "output_shape", "task", "num_examples", "knowledge"),
-        *("channel", "training", "reduction", "batchnorm", "messages"),
-    )
-)
+#: Fields of an observation that JSON holds as they are.
+_PLAIN = ("model_name", "num_classes", "num_examples", "reduction", "batchnorm")
+_FACTS = {*_PLAIN, "format", "inputs", "output_shape", "task", "knowledge", "channel", "training", "messages"}
 
 
 def tensor_file(path: str | os.PathLike[str]) -> Path:
@@ -42,19 +39,14 @@ def save_observation(observation: Observation, path: str | os.PathLike[str]) -> 
 
     target = tensor_file(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    facts = {
+    facts = {name: getattr(observation, name) for name in _PLAIN} | {
         "format": FORMAT_VERSION,
-        "model_name": observation.model_name,
         "inputs": observation.inputs.facts(),
-        "num_classes": observation.num_classes,
         "output_shape": list(observation.output_shape),
         "task": _task_facts(observation.task),
-        "num_examples": observation.num_examples,
         "knowledge": dataclasses.asdict(observation.knowledge),
         "channel": None if observation.channel is None else observation.channel.facts(),
         "training": dataclasses.asdict(observation.training),
-        "reduction": observation.reduction,
-        "batchnorm": observation.batchnorm,
         "messages": [
             {"kind": m.kind, "indices": None if m.indices is None else list(m.indices), "partial": m.partial}
             for m in observation.messages
@@ -108,18 +100,14 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             model=skeleton,
             messages=messages,
             inputs=space_from_facts(facts["inputs"]),
-            num_classes=facts["num_classes"],
             output_shape=tuple(facts["output_shape"]),
             task=_task(facts["task"]),
-            num_examples=facts["num_examples"],
             knowledge=Knowledge(**facts["knowledge"]),
             channel=None if facts["channel"] is None else Channel(**facts["channel"]),
             labels=tensors.get("labels"),
             label_counts=tensors.get("label_counts"),
             training=LocalTraining(**training),
-            reduction=facts["reduction"],
-            batchnorm=facts["batchnorm"],
-            model_name=facts["model_name"],
+            **{name: facts[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path}: a fact in the .json file is not as expected ({error!r})") from error

@@ -51,17 +51,12 @@ class ValueRange:
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Lower and upper bound, shaped to broadcast over a batch (B, C, ...) such as ``like``."""
-        if len(self.low) == 1:
-            shape: tuple[int, ...] = ()
-        else:
-            if like.dim() < 2 or like.shape[1] != len(self.low):
-                raise ValueError(
-                    f"ValueRange has {len(self.low)} channels but the inputs have shape {tuple(like.shape)}"
-                )
-            shape = (len(self.low),) + (1,) * (like.dim() - 2)
-        low = torch.tensor(self.low, device=like.device, dtype=like.dtype).reshape(shape)
-        high = torch.tensor(self.high, device=like.device, dtype=like.dtype).reshape(shape)
-        return low, high
+        channels = len(self.low)
+        if channels > 1 and (like.dim() < 2 or like.shape[1] != channels):
+            raise ValueError(f"ValueRange has {channels} channels but the inputs have shape {tuple(like.shape)}")
+        low, high = (torch.tensor(bound, device=like.device, dtype=like.dtype) for bound in (self.low, self.high))
+        shape = () if channels == 1 else (channels,) + (1,) * (like.dim() - 2)
+        return low.reshape(shape), high.reshape(shape)
 
     def to_unit(self, x: Tensor) -> Tensor:
         low, high = self.bounds(x)
@@ -117,6 +112,10 @@ class InputSpace(ABC):
     def project(self, x: Tensor) -> Tensor:
         """The nearest valid inputs of the model."""
 
+    def project_unit(self, x: Tensor) -> Tensor:
+        """The nearest valid inputs, of numbers as :meth:`to_unit` gives them."""
+        return self.to_unit(self.project(self.from_unit(x)))
+
     @abstractmethod
     def facts(self) -> dict[str, Any]:
         """What a file needs to make it again, as JSON values."""
@@ -164,6 +163,9 @@ class Box(InputSpace):
             return x
         low, high = self.range.bounds(x)
         return torch.minimum(torch.maximum(x, low), high)
+
+    def project_unit(self, x: Tensor) -> Tensor:
+        return x.clamp(0, 1) if self.bounded else x
 
     def facts(self) -> dict[str, Any]:
         bounds = None if self.range is None else {"low": list(self.range.low), "high": list(self.range.high)}

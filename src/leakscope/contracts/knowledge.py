@@ -67,25 +67,20 @@ class Knowledge(Described):
 
     def describe(self) -> list[str]:
         """The threat model in plain words, one sentence a line."""
+        labels = {
+            "no": "It does not know the labels and must infer them.",
+            "counts": "It knows how many examples each class has, not which example has which label.",
+            "yes": "It knows every label.",
+        }
         lines = ["The adversary sees the model's structure, the weights the client received, and the update it sent."]
-        lines.append(
-            {
-                "no": "It does not know the labels and must infer them.",
-                "counts": "It knows how many examples each class has, not which example has which label.",
-                "yes": "It knows every label.",
-            }[self.labels]
-        )
+        lines.append(labels[self.labels])
         facts = {s.name: s.help for s in settings_of(Knowledge) if s.name != "labels" and s.name not in _POWERS}
         for verb, granted in (("knows", True), ("does not know", False)):
             phrases = [phrase for name, phrase in facts.items() if getattr(self, name) is granted]
             lines += [f"It {verb} " + ", ".join(phrases) + "."] if phrases else []
         chosen = [words for name, words in _POWERS.items() if getattr(self, name)]
-        lines.append(
-            f"It may choose {' and '.join(chosen)} of the model."
-            if chosen
-            else "It follows the protocol and may not change the model."
-        )
-        return lines
+        honest = "It follows the protocol and may not change the model."
+        return [*lines, f"It may choose {' and '.join(chosen)} of the model." if chosen else honest]
 
 
 Knowledge.eavesdropper = Knowledge()
@@ -98,11 +93,5 @@ Knowledge.malicious_server = dataclasses.replace(Knowledge.honest_server, choose
 Knowledge.full = Knowledge(labels="yes", **{s.name: True for s in settings_of(Knowledge) if s.type is bool})
 
 KNOWLEDGE_PRESETS: Mapping[str, Knowledge] = MappingProxyType(
-    {
-        name: getattr(Knowledge, name)
-        for name in (
-            *("eavesdropper", "honest_server", "adaptive_server"),
-            *("vertical_server", "malicious_server", "full"),
-        )
-    }
+    {name: value for name, value in vars(Knowledge).items() if isinstance(value, Knowledge)}
 )

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import refuse
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import Classification, Reduction, Task
@@ -39,21 +40,14 @@ class LocalTraining:
 
     #: The field of Knowledge that grants each fact.
     GRANTED_BY = MappingProxyType(
-        {
-            "epochs": "local_epochs",
-            "batch_size": "batch_size",
-            "learning_rate": "learning_rate",
-            "optimizer": "learning_rate",
-            "momentum": "learning_rate",
-            "batch_order": "batch_order",
-        }
+        {"epochs": "local_epochs", "batch_size": "batch_size", "learning_rate": "learning_rate"}
+        | {"optimizer": "learning_rate", "momentum": "learning_rate", "batch_order": "batch_order"}
     )
 
     def granted(self, knowledge: Knowledge) -> LocalTraining:
         """Only those facts of the recipe that the knowledge grants."""
-        return LocalTraining(
-            **{name: getattr(self, name) for name, field_ in self.GRANTED_BY.items() if knowledge.grants(field_)}
-        )
+        names = [name for name, granted_by in self.GRANTED_BY.items() if knowledge.grants(granted_by)]
+        return LocalTraining(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,14 +86,11 @@ class Message:
         return dataclasses.replace(self, update={name: self.update[name] for name in names})
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
-        statistics = self.batchnorm_statistics
-        return dataclasses.replace(
-            self,
-            update={k: v.to(device=device, dtype=dtype) for k, v in self.update.items()},
-            batchnorm_statistics=None
-            if statistics is None
-            else {k: v.to(device=device, dtype=dtype) for k, v in statistics.items()},
-        )
+        def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+            return {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
+
+        statistics = None if self.batchnorm_statistics is None else moved(self.batchnorm_statistics)
+        return dataclasses.replace(self, update=moved(self.update), batchnorm_statistics=statistics)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,8 +125,7 @@ class Observation:
         # A copy, so that neither the caller's later training nor an attack can change what was observed.
         object.__setattr__(self, "model", copy.deepcopy(self.model))
         problems = [*self._problems(), *(f"{fact} although the knowledge denies it" for fact in self._denied_facts())]
-        if problems:
-            raise ValueError("not a valid observation:\n  - " + "\n  - ".join(problems))
+        refuse("not a valid observation", problems)
 
     def _problems(self) -> list[str]:
         problems: list[str] = []

@@ -6,13 +6,14 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Self, get_args
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import refuse
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
@@ -24,6 +25,32 @@ BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 # Not a number people type as a seed: the client's draws must not coincide with an attack's.
 _CLIENT_SEED = 0x1EA6_5C0F
+
+
+@dataclass(frozen=True, eq=False)
+class ClientSide:
+    """What a client works with: its own copy of the model, its examples, its task, its defence and its draws."""
+
+    model: nn.Module
+    x: Tensor
+    y: Tensor
+    task: Task
+    defense: Defense
+    generator: torch.Generator
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that an update is of."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of their values."""
+        return {name: p.detach().clone() for name, p in self.trained.items()}
+
+    def at(self, places: Tensor) -> ClientSide:
+        """The same client with some of its examples."""
+        rows = places.to(self.x.device)
+        return replace(self, x=self.x[rows], y=self.y[rows])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,17 +93,11 @@ class Protocol(Described, ABC):
         box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
         what the client minimises, classification unless told.
         """
-        task = Classification() if task is None else task
         knowledge = self.default_knowledge if knowledge is None else knowledge
-        self.check(model, x)
-        outputs = check_batch(model, x, y, num_classes, task)
-        # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
-        x, y = x.detach().clone(), y.clone()
-        generator = generator if generator is not None else client_generator()
+        client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes)
+        x, y, task = client.x, client.y, client.task
         space = _input_space(x, value_range) if inputs is None else inputs
-        client = client_copy(model, self.batchnorm)
-        defense = defense if defense is not None else Defense()
-        messages, recipe = self._exchange(client, x, y, task, defense, knowledge, generator)
+        messages, recipe = self._exchange(client, knowledge)
         return Observation(
             model=model,
             messages=messages,
@@ -89,11 +110,30 @@ class Protocol(Described, ABC):
             labels=y.clone() if knowledge.labels == "yes" else None,
             label_counts=task.counts(y, outputs) if knowledge.labels != "no" else None,
             training=recipe.granted(knowledge),
-            channel=self.channel(defense, len(x)) if knowledge.defense else None,
+            channel=self.channel(client.defense, len(x)) if knowledge.defense else None,
             reduction=self._reduction(),
             batchnorm=self.batchnorm,
             model_name=model_name,
         )
+
+    def client_side(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Tensor,
+        defense: Defense | None = None,
+        generator: torch.Generator | None = None,
+        task: Task | None = None,
+        num_classes: int | None = None,
+    ) -> tuple[ClientSide, tuple[int, ...]]:
+        """A client of this protocol, its arguments checked, and the shape of an example's outputs."""
+        self.check(model, x)
+        task = Classification() if task is None else task
+        outputs = check_batch(model, x, y, num_classes, task)
+        draws = client_generator() if generator is None else generator
+        # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
+        x, y, twin = x.detach().clone(), y.clone(), client_copy(model, self.batchnorm)
+        return ClientSide(twin, x, y, task, Defense() if defense is None else defense, draws), outputs
 
     def check(self, model: nn.Module, x: Tensor) -> None:
         """ValueError where this protocol cannot train such a model on such inputs."""
@@ -111,16 +151,7 @@ class Protocol(Described, ABC):
         return defense.channel(examples=examples, reduction=self._reduction())
 
     @abstractmethod
-    def _exchange(
-        self,
-        client: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        task: Task,
-        defense: Defense,
-        knowledge: Knowledge,
-        generator: torch.Generator,
-    ) -> tuple[tuple[Message, ...], LocalTraining]:
+    def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
         """What is sent, as far as the knowledge reveals it, and the whole recipe."""
 
     def _reduction(self) -> Reduction:
@@ -169,8 +200,7 @@ def check_batch(
         problems.append("model: has no trainable parameter, so there is no update")
     elif x.is_floating_point() and parameter.dtype != x.dtype:
         problems.append(f"x is {x.dtype} but the model is {parameter.dtype}; convert one of them")
-    if problems:
-        raise ValueError("not a usable batch:\n  - " + "\n  - ".join(problems))
+    refuse("not a usable batch", problems)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             answer = client_copy(model, "eval")(x[:1].clone())
@@ -179,9 +209,7 @@ def check_batch(
     outputs = tuple(outputs_of(answer).shape[1:])
     if num_classes is not None and num_classes != math.prod(outputs):
         raise ValueError(f"num_classes is {num_classes} but the model has {math.prod(outputs)} outputs")
-    problems = (Classification() if task is None else task).problems_of(y, len(x), outputs)
-    if problems:
-        raise ValueError("not a usable batch:\n  - " + "\n  - ".join(problems))
+    refuse("not a usable batch", (Classification() if task is None else task).problems_of(y, len(x), outputs))
     return outputs
 
 

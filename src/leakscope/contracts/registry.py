@@ -106,7 +106,7 @@ class Registry(Mapping[str, E], Generic[E]):
         """The entry that a name as people type it means; ValueError with the nearest one otherwise."""
         if not isinstance(name, str):
             raise TypeError(f"{self.kind}: expected a name, got {type(name).__name__}")
-        aliases = [(getattr(e.target, "__name__", ""), e.name) for e in self._entries.values()]
+        aliases = [(e.target.__name__, e.name) for e in self._entries.values() if hasattr(e.target, "__name__")]
         try:
             return self._entries[find_name(name, self._entries, aliases)]
         except ValueError as error:

@@ -10,7 +10,9 @@ the reading of specs come from :func:`settings_of`.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
+import sys
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,9 +23,11 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
+from leakscope.contracts.checks import refuse
 from leakscope.contracts.registry import find_name
 
 _KEY = "leakscope"
+_UNTOLD: Mapping[str, Any] = {"help": "", "bounds": dict.fromkeys(("ge", "gt", "le", "lt")), "choices": None}
 _NOUNS: Mapping[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
 
@@ -95,13 +99,10 @@ class Setting:
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any] | None:
-        try:
-            return TypeAdapter(self.type, config=ConfigDict(arbitrary_types_allowed=True))
-        except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
-            try:
-                return TypeAdapter(self.type)
-            except (PydanticSchemaGenerationError, PydanticUserError, TypeError):
-                return None  # a type that only the class itself can check
+        for config in (ConfigDict(arbitrary_types_allowed=True), None):
+            with suppress(PydanticSchemaGenerationError, PydanticUserError, TypeError):
+                return TypeAdapter(self.type, config=config)
+        return None  # a type that only the class itself can check
 
     def _within(self, number: float) -> bool:
         ge, gt, le, lt = (self.bounds[name] for name in ("ge", "gt", "le", "lt"))
@@ -126,9 +127,7 @@ class Described:
                 found.append(str(error))
                 continue
             object.__setattr__(self, setting_.name, value)
-        found = found or self.problems()
-        if found:
-            raise ValueError(f"{type(self).__name__}:\n  - " + "\n  - ".join(found))
+        refuse(type(self).__name__, found or self.problems())
 
     def problems(self) -> list[str]:
         """What is wrong between settings that are each right by themselves, one line each."""
@@ -159,21 +158,25 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 @lru_cache(maxsize=256)
 def _settings_of(cls: type) -> tuple[Setting, ...]:
-    try:
-        hints = typing.get_type_hints(cls)
-    except (NameError, TypeError):
-        hints = {}  # an annotation that cannot be evaluated here
     found = []
     for entry in dataclasses.fields(cls):
         if entry.init:
-            told = entry.metadata.get(
-                _KEY, {"help": "", "bounds": dict.fromkeys(("ge", "gt", "le", "lt")), "choices": None}
-            )
+            told = entry.metadata.get(_KEY, _UNTOLD)
             default = entry.default
             if default is dataclasses.MISSING and entry.default_factory is not dataclasses.MISSING:
                 default = entry.default_factory()
-            found.append(Setting(entry.name, hints.get(entry.name, Any), default, **told))
+            found.append(Setting(entry.name, _hint(cls, entry), default, **told))
     return tuple(found)
+
+
+def _hint(cls: type, entry: dataclasses.Field[Any]) -> Any:
+    """The type of a field; Any where its annotation, and only that one, cannot be evaluated here."""
+    owner = next(base for base in cls.__mro__ if entry.name in inspect.get_annotations(base))
+    alone = types.SimpleNamespace(__annotations__={entry.name: entry.type})
+    try:
+        return typing.get_type_hints(alone, dict(vars(owner)), vars(sys.modules[owner.__module__]))[entry.name]
+    except (NameError, TypeError, KeyError):
+        return Any
 
 
 def unknown_setting(name: str, known: Iterable[str]) -> str:

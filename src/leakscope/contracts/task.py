@@ -82,8 +82,11 @@ class Task(Described, ABC):
         return free
 
     def right(self, targets: Tensor, guess: Tensor) -> Tensor:
-        """For each example the share of its targets that the guess has right; the distance where none is right."""
-        return (targets == guess).double().reshape(len(targets), -1).mean(1)
+        """For each example the share of its targets that the guess has right; else how far it is, root-mean-square."""
+        if self.discrete:
+            return (targets == guess).double().reshape(len(targets), -1).mean(1)
+        gap = targets.double().reshape(len(targets), -1) - guess.double().reshape(len(targets), -1)
+        return gap.square().mean(1).sqrt()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,11 +126,7 @@ class Classification(Task):
             return [f"y: expected class numbers, or probabilities {wanted} that add up to 1, got {_told(targets)}"]
         if targets.dtype != torch.int64 or targets.shape != (examples,):
             return [f"y: expected int64 class numbers of shape ({examples},), got {_told(targets)}"]
-        classes = label_count(outputs[0])
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= classes:
-            return [f"y: labels must lie in 0..{classes - 1} for this model, got {low}..{high}"]
-        return []
+        return _class_problems(targets, label_count(outputs[0]))
 
     def counts(self, targets: Tensor, outputs: Shape) -> Tensor | None:
         return None if targets.is_floating_point() else torch.bincount(targets, minlength=outputs[0])
@@ -161,9 +160,8 @@ class MultiLabel(Task):
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         problems = _shape_problems(targets, examples, outputs)
         if not problems and not bool(((targets >= 0) & (targets <= 1)).all()):
-            problems.append(
-                f"y: expected numbers from 0 to 1, got {float(targets.min()):g} to {float(targets.max()):g}"
-            )
+            low, high = float(targets.min()), float(targets.max())
+            problems.append(f"y: expected numbers from 0 to 1, got {low:g} to {high:g}")
         return problems
 
     def from_search(self, free: Tensor) -> Tensor:
@@ -204,9 +202,6 @@ class Regression(Task):
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         return _shape_problems(targets, examples, outputs)
 
-    def right(self, targets: Tensor, guess: Tensor) -> Tensor:
-        return _distance(targets, guess)
-
 
 @dataclass(frozen=True, kw_only=True)
 class PerPosition(Task):
@@ -216,10 +211,9 @@ class PerPosition(Task):
     """
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        flat, wanted = outputs.flatten(0, -2), targets
-        soft = targets.is_floating_point()
-        wanted = wanted.reshape(-1, outputs.shape[-1]) if soft else wanted.reshape(-1)
-        return nn.functional.cross_entropy(flat, wanted, reduction="none").reshape(len(outputs), -1).mean(1)
+        wanted = targets.reshape(-1, outputs.shape[-1]) if targets.is_floating_point() else targets.reshape(-1)
+        found = nn.functional.cross_entropy(outputs.flatten(0, -2), wanted, reduction="none")
+        return found.reshape(len(outputs), -1).mean(1)
 
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         if len(outputs) < 2:
@@ -229,10 +223,7 @@ class PerPosition(Task):
         wanted = (examples, *outputs[:-1])
         if targets.dtype != torch.int64 or tuple(targets.shape) != wanted:
             return [f"y: expected int64 class numbers of shape {wanted}, got {_told(targets)}"]
-        low, high = int(targets.min()), int(targets.max())
-        if low < 0 or high >= outputs[-1]:
-            return [f"y: labels must lie in 0..{outputs[-1] - 1} for this model, got {low}..{high}"]
-        return []
+        return _class_problems(targets, outputs[-1])
 
     def examples(self, count: int, outputs: Shape) -> Tensor:
         return (torch.arange(count * math.prod(outputs[:-1])) % outputs[-1]).reshape(count, *outputs[:-1])
@@ -294,9 +285,6 @@ class CustomLoss(Task):
             return [f"y: expected one target for each of {examples} examples, got {_told(targets)}"]
         return []
 
-    def right(self, targets: Tensor, guess: Tensor) -> Tensor:
-        return _distance(targets, guess)
-
 
 TASKS: Registry[Entry] = Registry(
     "task",
@@ -324,18 +312,18 @@ def _load_custom(name: str, targets: Any) -> CustomLoss:
     return CustomLoss.load(name, targets=targets)
 
 
+def _class_problems(targets: Tensor, classes: int) -> list[str]:
+    low, high = int(targets.min()), int(targets.max())
+    fits = low >= 0 and high < classes
+    return [] if fits else [f"y: labels must lie in 0..{classes - 1} for this model, got {low}..{high}"]
+
+
 def _shape_problems(targets: Tensor, examples: int, outputs: Shape) -> list[str]:
     if targets.numel() == examples * math.prod(outputs) and len(targets) == examples:
         if bool(torch.isfinite(targets.double()).all()):
             return []
         return ["y: has NaN or infinite values"]
     return [f"y: expected numbers of shape ({examples}, {_dims(outputs)}), got {_told(targets)}"]
-
-
-def _distance(targets: Tensor, guess: Tensor) -> Tensor:
-    """Root-mean-square distance of each example's targets."""
-    gap = targets.double().reshape(len(targets), -1) - guess.double().reshape(len(targets), -1)
-    return gap.square().mean(1).sqrt()
 
 
 def _told(targets: Tensor) -> str:

@@ -23,17 +23,6 @@ from leakscope.data.idx import load_emnist, load_mnist
 from leakscope.data.npz import load_npz
 from leakscope.data.split import split_by_group, split_dirichlet, split_iid
 
-__all__ = [
-    "DATA",
-    "DataEntry",
-    "Examples",
-    "from_tensors",
-    "load_data",
-    "split_by_group",
-    "split_dirichlet",
-    "split_iid",
-]
-
 
 @dataclass(frozen=True, kw_only=True)
 class DataEntry(Entry):
@@ -59,10 +48,13 @@ def _entry(
     return DataEntry(name, loader, summary, shape=shape, needs_path=needs_path)
 
 
-def _pack(name: str, file_name: str, **fixed: Any) -> Callable[..., Examples]:
-    return partial(load_npz, name=name, file_name=file_name, private=False, **fixed)
+def _pack(name: str, summary: str, file_name: str, shape: tuple[int, ...], **fixed: Any) -> DataEntry:
+    loader = partial(load_npz, name=name, file_name=file_name, private=False, **fixed)
+    return _entry(name, f"{summary}, {file_name}", shape, True, loader)
 
 
+_T1 = {"x_key": "x_t1", "y_key": "y_t1", "names_key": "t1_names"}
+_UNLABELLED = {"y_key": None, "names_key": "names"}
 _ENTRIES = (
     _entry("tiles", "embedded: tiles of nine openly licensed photos (default)", (3, 32, 32), False, load_tiles),
     _entry("cifar10", "CIFAR-10, binary or Python version", (3, 32, 32), True, load_cifar10),
@@ -71,31 +63,13 @@ _ENTRIES = (
     _entry("emnist", "EMNIST, idx files", (1, 28, 28), True, load_emnist),
     _entry("npz", "your own .npz pack: x, y, optional writer, scale, split", None, True, load_npz),
     _entry("folder", "your own pictures, one subfolder a class", None, True, load_folder),
-    _entry("femnist", "FEMNIST of LEAF, femnist.npz", (1, 28, 28), True, _pack("femnist", "femnist.npz")),
-    _entry("yale", "Yale faces, yale32.npz", (1, 32, 32), True, _pack("yale", "yale32.npz")),
-    _entry("orl", "ORL faces, orl32.npz", (1, 32, 32), True, _pack("orl", "orl32.npz")),
-    _entry("ecg", "MIT-BIH heart beats, ecg_mitbih.npz", (1, 256), True, _pack("ecg", "ecg_mitbih.npz")),
-    _entry(
-        "bloodcells",
-        "blood cells, bloodcells64.npz",
-        (3, 64, 64),
-        True,
-        _pack("bloodcells", "bloodcells64.npz"),
-    ),
-    _entry(
-        "brain",
-        "slices of a T1 brain template, brain64.npz",
-        (1, 64, 64),
-        True,
-        _pack("brain", "brain64.npz", x_key="x_t1", y_key="y_t1", names_key="t1_names"),
-    ),
-    _entry(
-        "photos",
-        "open photos, each its own class, photos224_open.npz",
-        (3, 224, 224),
-        True,
-        _pack("photos", "photos224_open.npz", y_key=None, names_key="names"),
-    ),
+    _pack("femnist", "FEMNIST of LEAF", "femnist.npz", (1, 28, 28)),
+    _pack("yale", "Yale faces", "yale32.npz", (1, 32, 32)),
+    _pack("orl", "ORL faces", "orl32.npz", (1, 32, 32)),
+    _pack("ecg", "MIT-BIH heart beats", "ecg_mitbih.npz", (1, 256)),
+    _pack("bloodcells", "blood cells", "bloodcells64.npz", (3, 64, 64)),
+    _pack("brain", "slices of a T1 brain template", "brain64.npz", (1, 64, 64), **_T1),
+    _pack("photos", "open photos, each its own class", "photos224_open.npz", (3, 224, 224), **_UNLABELLED),
 )
 DATA: Registry[DataEntry] = Registry("data", _ENTRIES)
 

@@ -1,8 +1,7 @@
 """CIFAR-10 and CIFAR-100 in their binary and in their Python version.
 
-Binary rows are one label byte (CIFAR-100: coarse, then fine) and 3072 pixel bytes, channel by channel. The
-Python version is a pickle; see :mod:`leakscope.data.array_pickle` for how it is read without running
-anything.
+Binary rows are one label byte (CIFAR-100: coarse, then fine) and 3072 pixel bytes, channel by channel. The Python
+version is a pickle; see :mod:`leakscope.data.array_pickle` for how it is read without running anything.
 """
 
 from __future__ import annotations
@@ -17,14 +16,7 @@ import torch
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.array_pickle import read_array_pickle
 from leakscope.data.examples import Examples
-from leakscope.data.files import (
-    AnyPath,
-    checked_choice,
-    checked_limit,
-    data_folder,
-    label_problem,
-    read_whole,
-)
+from leakscope.data.files import AnyPath, checked_choice, checked_limit, data_folder, label_problem, read_whole
 
 PIXELS = 3 * 32 * 32
 _CREDITS = "CIFAR: Alex Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
@@ -104,17 +96,10 @@ def _load(
         labels.append(y)
         if left == 0:
             break
-    x_all = np.concatenate(pixels).reshape(-1, 3, 32, 32)
-    return Examples(
-        x=torch.from_numpy(x_all.astype(np.float32)) / 255.0,
-        y=torch.from_numpy(np.concatenate(labels).astype(np.int64)),
-        num_classes=classes,
-        value_range=ValueRange(),
-        name=kind.name,
-        class_names=_class_names(kind, files[0], key, classes),
-        credits=_CREDITS,
-        private=False,
-    )
+    images = torch.from_numpy(np.concatenate(pixels).reshape(-1, 3, 32, 32).astype(np.float32)) / 255.0
+    classes_of_all = torch.from_numpy(np.concatenate(labels).astype(np.int64))
+    names = _class_names(kind, files[0], key, classes)
+    return Examples(images, classes_of_all, classes, ValueRange(), kind.name, names, _CREDITS, private=False)
 
 
 def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from leakscope.contracts.checks import refuse
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 
 
@@ -43,9 +44,7 @@ class Examples:
     space: InputSpace | None = None
 
     def __post_init__(self) -> None:
-        problems = _problems(self)
-        if problems:
-            raise ValueError(f"{self.name}: not valid examples:\n  - " + "\n  - ".join(problems))
+        refuse(f"{self.name}: not valid examples", _problems(self))
 
     def __len__(self) -> int:
         return int(self.x.shape[0])
@@ -120,8 +119,7 @@ def from_tensors(
     """Examples from tensors in memory; private unless said otherwise.
 
     Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value, which then
-    serves for measuring only and is not told to an attack.
-    Integer inputs are taken as they are, so scale bytes to [0, 1] first.
+    serves for measuring only and is not told to an attack. Integer inputs are taken as they are: scale bytes first.
 
     >>> from_tensors(torch.tensor([[0.0, 3.0]]), torch.tensor([1])).value_range
     ValueRange(low=(0.0,), high=(3.0,))
@@ -138,15 +136,9 @@ def from_tensors(
     y = y.detach().to(device="cpu", dtype=torch.float32 if y.is_floating_point() else torch.int64, copy=True)
     if num_classes is None:
         num_classes = classes_of(y)
-    return Examples(
-        x=x,
-        y=y,
-        num_classes=num_classes,
-        value_range=value_range if value_range is not None else natural_range(x),
-        name=name,
-        private=private,
-        range_known=value_range is not None or natural_range(x) == ValueRange(),
-    )
+    box = natural_range(x) if value_range is None else value_range
+    known = value_range is not None or box == ValueRange()
+    return Examples(x, y, num_classes, box, name, private=private, range_known=known)
 
 
 def classes_of(y: Tensor) -> int:

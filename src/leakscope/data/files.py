@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
+from leakscope.contracts.checks import is_whole
+
 ENVIRONMENT = "LEAKSCOPE_DATA"
 # Far above any standard file, far below what takes a machine down.
 MAX_BYTES = 1 << 31
@@ -101,7 +103,7 @@ def checked_limit(limit: int | None, reader: str) -> int | None:
     >>> checked_limit(5, "mnist")
     5
     """
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+    if limit is not None and not is_whole(limit):
         raise ValueError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {limit!r}")
     return limit
 

@@ -13,6 +13,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
+from leakscope.contracts.checks import is_whole
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
 from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit
@@ -34,9 +35,8 @@ def load_folder(
 ) -> Examples:
     """Read PATH/<class>/<picture>; classes and files in alphabetical order, classes taking turns.
 
-    ``resize`` (a side, or height and width) scales the shorter side and crops the centre; without it all
-    pictures must have one size. ``mode`` is "RGB" or "L" (grey). Files without the suffix of a picture are
-    not read.
+    ``resize`` (a side, or height and width) scales the shorter side and crops the centre; without it all pictures must
+    have one size. ``mode`` is "RGB" or "L" (grey). Files without the suffix of a picture are not read.
     """
     if path is None:
         raise ValueError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
@@ -73,22 +73,15 @@ def load_folder(
         if total > MAX_BYTES:
             raise ValueError(f"{root}: more than {MAX_BYTES} bytes of pictures. Pass limit=... or a smaller resize=...")
         pixels.append(picture)
-    return Examples(
-        x=torch.stack(pixels),
-        y=torch.tensor([label for _, label in chosen]),
-        num_classes=len(names),
-        value_range=ValueRange(),
-        name=root.resolve().name or "folder",
-        class_names=tuple(names),
-        private=private,
-    )
+    x, y, title = torch.stack(pixels), torch.tensor([label for _, label in chosen]), root.resolve().name or "folder"
+    return Examples(x, y, len(names), ValueRange(), title, tuple(names), private=private)
 
 
 def _size(resize: object) -> tuple[int, int] | None:
     if resize is None:
         return None
     sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
-    if len(sizes) != 2 or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
+    if len(sizes) != 2 or not all(map(is_whole, sizes)):
         raise ValueError(f"folder: resize: expected a side or (height, width) in pixels, got {resize!r}")
     return int(sizes[0]), int(sizes[1])
 

@@ -17,15 +17,7 @@ import torch
 
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
-from leakscope.data.files import (
-    MAX_BYTES,
-    AnyPath,
-    Source,
-    checked_choice,
-    checked_limit,
-    find_file,
-    label_problem,
-)
+from leakscope.data.files import MAX_BYTES, AnyPath, Source, checked_choice, checked_limit, find_file, label_problem
 
 # Variant -> number of classes. Letters are numbered from 1 in the files, the others from 0.
 EMNIST_CLASSES = {"balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10}
@@ -79,7 +71,8 @@ def load_mnist(path: AnyPath | None = None, *, split: str = "train", limit: int 
     checked_choice(split, ("train", "test"), "mnist: split")
     prefix = "train" if split == "train" else "t10k"
     images, labels = _pair("mnist", path, prefix, ("MNIST/raw", "mnist/raw", "MNIST", "mnist"))
-    return _examples("mnist", images, labels, limit, classes=10, names=_DIGITS, first_label=0, transposed=False)
+    credits = "MNIST: Yann LeCun, Corinna Cortes, Christopher Burges."
+    return _examples("mnist", images, labels, limit, _DIGITS, credits)
 
 
 def load_emnist(
@@ -94,16 +87,9 @@ def load_emnist(
     checked_choice(split, ("train", "test"), "emnist: split")
     checked_choice(variant, tuple(EMNIST_CLASSES), "emnist: variant")
     images, labels = _pair("emnist", path, f"emnist-{variant}-{split}", ("EMNIST/raw", "emnist/raw", "EMNIST", "gzip"))
-    return _examples(
-        "emnist",
-        images,
-        labels,
-        limit,
-        classes=EMNIST_CLASSES[variant],
-        names=_EMNIST_NAMES[variant],
-        first_label=1 if variant == "letters" else 0,
-        transposed=transposed,
-    )
+    credits = "EMNIST: Cohen, Afshar, Tapson, van Schaik, 2017; from NIST Special Database 19."
+    first, names = int(variant == "letters"), _EMNIST_NAMES[variant]
+    return _examples("emnist", images, labels, limit, names, credits, first_label=first, transposed=transposed)
 
 
 def _pair(reader: str, path: AnyPath | None, prefix: str, folders: Sequence[str]) -> tuple[Path, Path]:
@@ -122,13 +108,12 @@ def _examples(
     images: Path,
     labels: Path,
     limit: int | None,
-    *,
-    classes: int,
     names: str,
-    first_label: int,
-    transposed: bool,
+    credits: str,
+    first_label: int = 0,
+    transposed: bool = False,
 ) -> Examples:
-    limit = checked_limit(limit, reader)
+    limit, classes = checked_limit(limit, reader), len(names)
     x = read_idx(images, 3, limit)
     y = read_idx(labels, 1, limit).astype(np.int64) - first_label
     if len(x) != len(y):
@@ -137,16 +122,5 @@ def _examples(
         raise label_problem(labels, int(y.min()), int(y.max()), classes)
     if transposed:
         x = x.transpose(0, 2, 1)
-    return Examples(
-        x=torch.from_numpy(x.astype(np.float32)).contiguous().unsqueeze(1) / 255.0,
-        y=torch.from_numpy(y),
-        num_classes=classes,
-        value_range=ValueRange(),
-        name=reader,
-        class_names=tuple(names),
-        credits={
-            "mnist": "MNIST: Yann LeCun, Corinna Cortes, Christopher Burges.",
-            "emnist": "EMNIST: Cohen, Afshar, Tapson, van Schaik, 2017; from NIST Special Database 19.",
-        }[reader],
-        private=False,
-    )
+    pixels = torch.from_numpy(x.astype(np.float32)).contiguous().unsqueeze(1) / 255.0
+    return Examples(pixels, torch.from_numpy(y), classes, ValueRange(), reader, tuple(names), credits, private=False)

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leakscope.contracts.checks import is_whole
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, classes_of, natural_range
 from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit, find_file
@@ -76,23 +77,12 @@ class Pack:
     @staticmethod
     def _header(name: str, stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         version = np.lib.format.read_magic(stream)
-        readers = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }
+        readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in readers:
             raise ValueError(f"unknown version {version} of the .npy format")
         try:
             shape, fortran, dtype = readers[version](stream)
-        except (
-            SyntaxError,
-            TokenError,
-            TypeError,
-            KeyError,
-            IndexError,
-            RecursionError,
-            MemoryError,
-        ) as error:
+        except (SyntaxError, TokenError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
             # A header is Python source, and NumPy lets through what its parser makes of a broken one.
             raise ValueError(f"unreadable header ({type(error).__name__}: {error})") from error
         if any(n < 0 for n in shape):
@@ -143,7 +133,7 @@ def load_npz(
     class_names = pack.text(names_key)
     classes = len(class_names) if class_names else classes_of(y)
     if num_classes is not None:
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 1:
+        if not is_whole(num_classes):
             raise ValueError(f"{name}: num_classes: expected a number of at least 1, got {num_classes!r}")
         classes = num_classes
     chosen = torch.arange(count)

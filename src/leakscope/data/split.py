@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.data.examples import Examples
-
-__all__ = ["split_by_group", "split_dirichlet", "split_iid"]
 
 
 def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]:
@@ -31,9 +30,9 @@ def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]
             f"{examples.name}: expected data that says to whom each example belongs, got none; use data with "
             "groups, or another split: iid or dirichlet"
         )
-    if limit is not None and not _whole(limit):
+    if limit is not None and not is_whole(limit):
         problems.append(f"limit: expected a whole number of at least 1, or None, got {limit!r}")
-    _raise("split_by_group", problems)
+    refuse("split_by_group", problems)
     group = torch.as_tensor(examples.group)
     return [torch.nonzero(group == owner).flatten()[:limit] for owner in group.unique(sorted=True)]
 
@@ -44,8 +43,7 @@ def split_iid(count: int, clients: int, generator: torch.Generator) -> list[Tens
     >>> sorted(len(rows) for rows in split_iid(7, 3, torch.Generator().manual_seed(0)))
     [2, 2, 3]
     """
-    problems = [] if _whole(count) else [f"count: expected a whole number of at least 1, got {count!r}"]
-    _raise("split_iid", problems + _client_problems(clients, count))
+    refuse("split_iid", whole(count=count) + _client_problems(clients, count))
     return [rows.sort().values for rows in torch.randperm(count, generator=generator).tensor_split(clients)]
 
 
@@ -63,7 +61,7 @@ def split_dirichlet(labels: Tensor, clients: int, alpha: float, generator: torch
         problems.append(f"labels: expected class numbers of shape (N,), N at least 1, got {got}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and math.isfinite(alpha)):
         problems.append(f"alpha: expected a positive number, got {alpha!r}")
-    _raise("split_dirichlet", problems + _client_problems(clients, len(labels) if not problems else None))
+    refuse("split_dirichlet", problems + _client_problems(clients, len(labels) if not problems else None))
     labels = labels.cpu()
     # Torch draws no Dirichlet from a generator of one's own; NumPy does, and safely for tiny alpha.
     draws = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
@@ -85,18 +83,7 @@ def split_dirichlet(labels: Tensor, clients: int, alpha: float, generator: torch
     return [rows.sort().values for rows in dealt]
 
 
-def _whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
 def _client_problems(clients: int, count: int | None) -> list[str]:
-    if not _whole(clients):
-        return [f"clients: expected a whole number of at least 1, got {clients!r}"]
-    if count is not None and _whole(count) and clients > count:
+    if is_whole(clients) and is_whole(count) and clients > (count or 0):
         return [f"clients: expected at most {count}, one example each, got {clients}"]
-    return []
-
-
-def _raise(where: str, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(f"{where}:\n  - " + "\n  - ".join(problems))
+    return whole(clients=clients)

@@ -18,14 +18,3 @@ DEFENSES: Registry[Entry] = Registry(
     ),
     Defense,
 )
-
-__all__ = [
-    "DEFENSES",
-    "DPSGD",
-    "Defense",
-    "FakeGradients",
-    "GradientNoise",
-    "GradientPruning",
-    "epsilon_of",
-    "noise_multiplier_for",
-]

@@ -13,9 +13,13 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 from scipy.optimize import brentq, minimize_scalar
+
+from leakscope.contracts.checks import expected, is_whole, refuse
 
 #: Orders of the Renyi divergence that are tried, the best of them refined; to try fewer only makes epsilon larger.
 ORDERS = (*(1 + 10 ** (n / 5) for n in range(-10, 4)), *range(5, 64), *(round(64 * 1.1**n) for n in range(54)))
@@ -37,7 +41,7 @@ def epsilon_of(noise_multiplier: float, sampling_rate: float = 1.0, steps: int =
     (1.01, 1.71)
     """
     problems = problems_of(noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps, delta=delta)
-    _raise("epsilon_of", problems)
+    refuse("epsilon_of", problems)
     if noise_multiplier**2 == 0:  # or so little that its square is
         return math.inf
     from opacus.accountants.analysis import rdp  # slow to import
@@ -67,7 +71,7 @@ def noise_multiplier_for(epsilon: float, sampling_rate: float = 1.0, steps: int 
     (4.05, 0.53)
     """
     problems = problems_of(epsilon=epsilon, sampling_rate=sampling_rate, steps=steps, delta=delta)
-    _raise("noise_multiplier_for", problems)
+    refuse("noise_multiplier_for", problems)
     return _noise_multiplier(epsilon, sampling_rate, steps, delta)
 
 
@@ -95,33 +99,19 @@ def _noise_multiplier(epsilon: float, sampling_rate: float, steps: int, delta: f
     return found
 
 
-def problems_of(
-    *,
-    epsilon: float = 1.0,
-    noise_multiplier: float = 1.0,
-    sampling_rate: float = 1.0,
-    steps: int = 1,
-    delta: float = 1e-5,
-) -> list[str]:
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "epsilon": ("a finite positive number", lambda value: 0 < value < math.inf),
+    "noise_multiplier": ("a finite number >= 0", lambda value: 0 <= value < math.inf),
+    "sampling_rate": ("0 < sampling_rate <= 1", lambda value: 0 < value <= 1),
+    "steps": ("a whole number of at least 1", is_whole),
+    "delta": ("0 < delta < 1", lambda value: 0 < value < 1),
+}
+
+
+def problems_of(**promise: float) -> list[str]:
     """What is wrong with the numbers of a promise, one line each.
 
     >>> problems_of(epsilon=-1.0)
     ['epsilon: expected a finite positive number, got -1.0']
     """
-    problems = []
-    if not 0 < epsilon < math.inf:
-        problems.append(f"epsilon: expected a finite positive number, got {epsilon}")
-    if not 0 <= noise_multiplier < math.inf:
-        problems.append(f"noise_multiplier: expected a finite number >= 0, got {noise_multiplier}")
-    if not 0 < sampling_rate <= 1:
-        problems.append(f"sampling_rate: expected 0 < sampling_rate <= 1, got {sampling_rate}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        problems.append(f"steps: expected a whole number of at least 1, got {steps!r}")
-    if not 0 < delta < 1:
-        problems.append(f"delta: expected 0 < delta < 1, got {delta}")
-    return problems
-
-
-def _raise(what: str, problems: list[str]) -> None:
-    if problems:
-        raise ValueError(f"{what}:\n  - " + "\n  - ".join(problems))
+    return [line for name, value in promise.items() for line in expected(*_RULES[name], **{name: value})]

@@ -82,22 +82,22 @@ def decompose(matrix: Tensor, *, removed: Tensor | None = None, vectors: bool = 
         # The triangle of a QR decomposition has the same singular values and is much smaller.
         small = torch.linalg.qr(matrix.T, mode="r").R.T if entries > unknowns else matrix
         if vectors:
-            found, values, _ = torch.linalg.svd(small, full_matrices=entries < unknowns)
+            basis, values, _ = torch.linalg.svd(small, full_matrices=entries < unknowns)
         else:
-            found, values = None, torch.linalg.svdvals(small)
+            basis, values = None, torch.linalg.svdvals(small)
         # With fewer entries than unknowns the remaining singular values are zero.
         values = torch.cat([values, values.new_zeros(unknowns - len(values))])
-        return Decomposition(values, found, max(unknowns, entries) * exact * float(values[0]), "singular values")
+        return Decomposition(values, basis, max(unknowns, entries) * exact * float(values[0]), "singular values")
     gram = matrix @ matrix.T
     if removed is not None:
         gram.addr_(removed.double(), removed.double(), alpha=-1)
     if vectors:
-        squares, found = torch.linalg.eigh(gram)
-        found = found.flip(1)
+        squares, basis = torch.linalg.eigh(gram)
+        basis = basis.flip(1)
     else:
-        squares, found = torch.linalg.eigvalsh(gram), None
+        squares, basis = torch.linalg.eigvalsh(gram), None
     values = squares.flip(0).clamp(min=0).sqrt()
-    return Decomposition(values, found, math.sqrt(unknowns * exact) * float(values[0]), "Gram matrix")
+    return Decomposition(values, basis, math.sqrt(unknowns * exact) * float(values[0]), "Gram matrix")
 
 
 def rank_of(matrix: Tensor) -> JacobianRank:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.checks import refuse, whole
 from leakscope.equations.decomposition import rank_of
 
 Indices = Sequence[Sequence[int]]
@@ -103,17 +104,14 @@ def smallest_value(signals: Tensor) -> float:
     """The smallest of N singular values; 0 where the rank is not N."""
     if signals.shape[0] > signals.shape[1]:
         return 0.0
-    found = rank_of(signals.detach())
-    return float(found.smallest or 0.0) if found.full else 0.0
+    rank = rank_of(signals.detach())
+    return float(rank.smallest or 0.0) if rank.full else 0.0
 
 
 def index_matrix(indices: Indices, samples: int) -> Tensor:
     """S: a row a round, with ones at the samples of its batch."""
-    problems = []
-    if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
-        raise ValueError(f"samples: expected a whole number of at least 1, got {samples!r}")
-    if not len(indices):
-        problems.append("expected at least one round, got none")
+    refuse("indices", whole(samples=samples))
+    problems = [] if len(indices) else ["expected at least one round, got none"]
     matrix = torch.zeros(len(indices), samples, dtype=torch.float64)
     for number, batch in enumerate(indices):
         try:
@@ -127,9 +125,7 @@ def index_matrix(indices: Indices, samples: int) -> Tensor:
             problems.append(f"round {number}: expected different samples of 0 to {samples - 1}, got {got}")
         else:
             matrix[number, places] = 1
-    if problems:
-        more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
-        raise ValueError("indices:\n  - " + "\n  - ".join(problems[:_TOLD] + more))
+    refuse("indices", problems, _TOLD)
     return matrix
 
 
@@ -141,11 +137,7 @@ def check_rows(name: str, rows: Tensor, samples: int, width: int | None = None) 
 
 
 def check_sizes(where: str, samples: int, batch: int, **others: int) -> None:
-    problems = []
-    for name, value in {"samples": samples, "batch": batch, **others}.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
+    problems = whole(samples=samples, batch=batch, **others)
     if not problems and batch > samples:
         problems.append(f"batch: expected at most the {samples} samples, got {batch}")
-    if problems:
-        raise ValueError(f"{where}:\n  - " + "\n  - ".join(problems))
+    refuse(where, problems)

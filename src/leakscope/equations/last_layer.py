@@ -60,14 +60,14 @@ def logistic_signals(
 
     ``last`` is the activation on the logit; a LeakyReLU is as good as none, for z f'(z) = f(z).
     """
-    found = []
+    signals = []
     for margin in logistic_margins(float((weight * gradient).sum())):
         for label in labels:
             sign = 2 * label - 1
             inner = last.inverse(torch.tensor([sign * margin], dtype=torch.float64))
             slope = float(last.derivative(inner))
-            found.append(LastSignal(signal=np.array([-sign * slope * expit(-margin)]), label=label))
-    return found
+            signals.append(LastSignal(signal=np.array([-sign * slope * expit(-margin)]), label=label))
+    return signals
 
 
 def softmax_signals(
@@ -83,8 +83,8 @@ def softmax_signals(
     spread, direction = left[:, 0] * sizes[0], right[0]
     if labels is None:
         labels = _labels_by_sign(spread)
-    found = [candidate for label in labels for candidate in _for_label(spread, weight @ direction, bias, label, last)]
-    return sorted(found, key=lambda candidate: candidate.mismatch)
+    signals = [candidate for label in labels for candidate in _for_label(spread, weight @ direction, bias, label, last)]
+    return sorted(signals, key=lambda candidate: candidate.mismatch)
 
 
 def _for_label(

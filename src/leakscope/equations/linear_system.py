@@ -174,8 +174,8 @@ class LinearSystem:
         if system.diagonal is not None:
             return Solution(x=target / system.diagonal, residual=0.0, method="diagonal")
         if min(matrix.shape) > MAX_DENSE:
-            found = scipy.sparse.linalg.lsmr(matrix, target, atol=1e-14, btol=1e-14, maxiter=10_000)[0]
-            return Solution(x=found, residual=self._residual(found), method="LSMR")
+            x = scipy.sparse.linalg.lsmr(matrix, target, atol=1e-14, btol=1e-14, maxiter=10_000)[0]
+            return Solution(x=x, residual=self._residual(x), method="LSMR")
         if matrix.nnz == 0:
             return Solution(x=np.zeros(self.unknowns), residual=1.0, method="zero matrix")
         x = np.zeros(self.unknowns)

@@ -17,5 +17,3 @@ PROTOCOLS: Registry[Entry] = Registry(
     ),
     Protocol,
 )
-
-__all__ = ["PROTOCOLS", "FedAvg", "FedSGD", "FederatedTraining", "TrainingRun", "Vertical", "cached_training"]

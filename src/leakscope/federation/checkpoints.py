@@ -26,14 +26,7 @@ from leakscope import __version__
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.files import atomic_write
 from leakscope.contracts.task import outputs_of
-from leakscope.federation.training import (
-    Client,
-    FederatedTraining,
-    Progress,
-    TrainingRun,
-    check_clients,
-    initial_copy,
-)
+from leakscope.federation.training import Client, FederatedTraining, Progress, TrainingRun, check_clients, initial_copy
 
 CHECKPOINT_FORMAT = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.defense import Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message
-from leakscope.contracts.protocol import BATCHNORM, Protocol
-from leakscope.contracts.task import Reduction, Task, outputs_of
+from leakscope.contracts.protocol import BATCHNORM, ClientSide, Protocol
+from leakscope.contracts.task import Reduction, outputs_of
 from leakscope.network.recorder import record_layers
 
 
@@ -22,31 +22,20 @@ from leakscope.network.recorder import record_layers
 class OneMessage(Protocol):
     """Base of protocols whose client sends one message on all its examples."""
 
-    def _exchange(
-        self,
-        client: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        task: Task,
-        defense: Defense,
-        knowledge: Knowledge,
-        generator: torch.Generator,
-    ) -> tuple[tuple[Message, ...], LocalTraining]:
-        with own_randomness(generator):
-            statistics = batchnorm_statistics(client, x) if knowledge.batchnorm_statistics else None
-            update, recipe = self._train(client, x, y, task, defense, generator)
-        update = finite(defense.protect_message(update, generator))
-        return (Message(update=update, kind=self.kind, batchnorm_statistics=statistics),), recipe
+    def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
+        with own_randomness(client.generator):
+            statistics = batchnorm_statistics(client.model, client.x) if knowledge.batchnorm_statistics else None
+            update, recipe = self._train(client)
+        return (Message(update=protected(client, update), kind=self.kind, batchnorm_statistics=statistics),), recipe
 
     @abstractmethod
-    def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
-    ) -> tuple[Gradient, LocalTraining]:
+    def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
         """The update before ``protect_message``, and the whole recipe; ``observe`` withholds what is not known."""
 
 
-def finite(update: Gradient) -> Gradient:
-    """The update itself; ValueError where it is not finite."""
+def protected(client: ClientSide, update: Gradient) -> Gradient:
+    """The update as it is sent; ValueError where it is not finite."""
+    update = client.defense.protect_message(update, client.generator)
     broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
     if broken:
         raise ValueError(
@@ -64,36 +53,28 @@ def own_randomness(generator: torch.Generator) -> Iterator[None]:
         yield
 
 
-def batch_gradient(
-    client: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    reduction: Reduction,
-    task: Task,
-    defense: Defense,
-    generator: torch.Generator,
-) -> Gradient:
-    """The gradient of the client's loss on one batch, with the defence's hooks applied in their order."""
-    x, y = defense.protect_batch(x, y, generator)
+def batch_gradient(client: ClientSide, reduction: Reduction = "mean") -> Gradient:
+    """The gradient of the client's loss on its examples, with the defence's hooks applied in their order."""
+    defense, draws = client.defense, client.generator
+    x, y = defense.protect_batch(client.x, client.y, draws)
     if defense.needs_example_gradients:
         # One backward pass an example: BatchNorm in train mode mixes examples, so it has no such gradients.
-        singles = [_gradient(client, x[i : i + 1], y[i : i + 1], "mean", task) for i in range(x.shape[0])]
+        singles = [_gradient(client, x[i : i + 1], y[i : i + 1], "mean") for i in range(x.shape[0])]
         stacked = {name: torch.stack([g[name] for g in singles]) for name in singles[0]}
-        protected = defense.protect_example_gradients(stacked, generator)
-        gradient = {k: v.mean(0) if reduction == "mean" else v.sum(0) for k, v in protected.items()}
+        each = defense.protect_example_gradients(stacked, draws)
+        gradient = {k: v.mean(0) if reduction == "mean" else v.sum(0) for k, v in each.items()}
     else:
-        gradient = _gradient(client, x, y, reduction, task)
-    return defense.protect_gradient(gradient, generator)
+        gradient = _gradient(client, x, y, reduction)
+    return defense.protect_gradient(gradient, draws)
 
 
-def _gradient(client: nn.Module, x: Tensor, y: Tensor, reduction: Reduction, task: Task) -> Gradient:
-    names = [name for name, p in client.named_parameters() if p.requires_grad]
-    parameters = [p for p in client.parameters() if p.requires_grad]
-    loss = task.loss(outputs_of(client(x.clone())), y, reduction)
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+def _gradient(client: ClientSide, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:
+    trained = client.trained
+    loss = client.task.loss(outputs_of(client.model(x.clone())), y, reduction)
+    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p) if g is None else g.detach()
-        for name, p, g in zip(names, parameters, gradients, strict=True)
+        for (name, p), g in zip(trained.items(), found, strict=True)
     }
 
 

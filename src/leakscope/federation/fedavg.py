@@ -16,14 +16,14 @@ from torch import Tensor, nn
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
-from leakscope.contracts.protocol import check_batch, client_copy, client_generator
+from leakscope.contracts.protocol import ClientSide
 from leakscope.contracts.settings import setting
-from leakscope.contracts.task import Classification, Task
+from leakscope.contracts.task import Task
 from leakscope.federation.client import OneMessage, batch_gradient, own_randomness
 from leakscope.federation.trajectory import Trajectory, chosen_steps
 
-#: Told before each local step: its number, the weights it starts from, and the gradient it will follow.
-Record = Callable[[int, Mapping[str, Tensor], Gradient], None]
+#: Told before each local step: its number, and the gradient it will follow.
+Record = Callable[[int, Gradient], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,39 +76,23 @@ class FedAvg(OneMessage):
         Truth, for the audit alone: no adversary sees it. At most ``limit`` sets of weights are kept, evenly spread,
         among them those before the first and before the last step.
         """
-        task = Classification() if task is None else task
-        check_batch(model, x, y, None, task)
+        client, _ = self.client_side(model, x, y, defense, generator, task)
         kept = chosen_steps(self.steps(len(x)), limit)
         weights: list[Gradient] = []
         norms: list[float] = []
         wanted = frozenset(kept)
 
-        def record(step: int, before: Mapping[str, Tensor], gradient: Gradient) -> None:
+        def record(step: int, gradient: Gradient) -> None:
             norms.append(sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5)
             if step in wanted:
-                weights.append({name: p.detach().clone() for name, p in before.items()})
+                weights.append(client.weights())
 
-        x, y = x.detach().clone(), y.clone()
-        generator = generator if generator is not None else client_generator()
-        client = client_copy(model, self.batchnorm)
-        with own_randomness(generator):
-            self._train(client, x, y, task, defense if defense is not None else Defense(), generator, record=record)
-        after = {name: p.detach().clone() for name, p in client.named_parameters() if p.requires_grad}
-        return Trajectory(kept=kept, weights=tuple(weights), after=after, norms=tuple(norms))
+        with own_randomness(client.generator):
+            self._train(client, record)
+        return Trajectory(kept=kept, weights=tuple(weights), after=client.weights(), norms=tuple(norms))
 
-    def _train(
-        self,
-        client: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        task: Task,
-        defense: Defense,
-        generator: torch.Generator,
-        *,
-        record: Record | None = None,
-    ) -> tuple[Gradient, LocalTraining]:
-        trained = {name: p for name, p in client.named_parameters() if p.requires_grad}
-        before = {name: p.detach().clone() for name, p in trained.items()}
+    def _train(self, client: ClientSide, record: Record | None = None) -> tuple[Gradient, LocalTraining]:
+        trained, before, count = client.trained, client.weights(), len(client.x)
         optimizer: torch.optim.Optimizer
         if self.optimizer == "adam":
             optimizer = torch.optim.Adam(trained.values(), lr=self.lr)
@@ -116,23 +100,15 @@ class FedAvg(OneMessage):
             optimizer = torch.optim.SGD(trained.values(), lr=self.lr, momentum=self.momentum)
         order: list[tuple[int, ...]] = []
         for _ in range(self.epochs):
-            visits = torch.randperm(len(x), generator=generator) if self.shuffle else torch.arange(len(x))
+            visits = torch.randperm(count, generator=client.generator) if self.shuffle else torch.arange(count)
             for batch in visits.split(self.batch_size):
-                rows = batch.to(x.device)
-                gradient = batch_gradient(client, x[rows], y[rows], "mean", task, defense, generator)
+                gradient = batch_gradient(client.at(batch))
                 if record is not None:
-                    record(len(order), trained, gradient)
+                    record(len(order), gradient)
                 for name, p in trained.items():
                     p.grad = gradient[name]
                 optimizer.step()
                 order.append(tuple(batch.tolist()))
         delta = {name: before[name] - p.detach() for name, p in trained.items()}
-        recipe = LocalTraining(
-            epochs=self.epochs,
-            batch_size=self.batch_size,
-            learning_rate=self.lr,
-            optimizer=self.optimizer,
-            momentum=self.momentum,
-            batch_order=tuple(order),
-        )
-        return delta, recipe
+        same = {name: getattr(self, name) for name in ("epochs", "batch_size", "optimizer", "momentum")}
+        return delta, LocalTraining(**same, learning_rate=self.lr, batch_order=tuple(order))

@@ -8,13 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
-
-from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.defense import Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
+from leakscope.contracts.protocol import ClientSide
 from leakscope.contracts.settings import setting
-from leakscope.contracts.task import Reduction, Task
+from leakscope.contracts.task import Reduction
 from leakscope.federation.client import OneMessage, batch_gradient
 
 
@@ -29,11 +27,8 @@ class FedSGD(OneMessage):
     def findings(self) -> tuple[str, ...]:
         return ("floor",)
 
-    def _train(
-        self, client: nn.Module, x: Tensor, y: Tensor, task: Task, defense: Defense, generator: torch.Generator
-    ) -> tuple[Gradient, LocalTraining]:
-        gradient = batch_gradient(client, x, y, self.reduction, task, defense, generator)
-        return gradient, LocalTraining(epochs=1)
+    def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
+        return batch_gradient(client, self.reduction), LocalTraining(epochs=1)
 
     def _reduction(self) -> Reduction:
         return self.reduction

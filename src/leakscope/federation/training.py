@@ -14,6 +14,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode
@@ -91,13 +92,7 @@ class FederatedTraining(Described):
         return TrainingRun(MappingProxyType(kept), tuple(losses))
 
     def play_round(
-        self,
-        model: nn.Module,
-        clients: Sequence[Client],
-        number: int,
-        *,
-        seed: int = 0,
-        defense: Defense | None = None,
+        self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
         """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
@@ -142,7 +137,7 @@ class FederatedTraining(Described):
         """
         if at is None:
             return (self.rounds + 1,)
-        wrong = [r for r in at if isinstance(r, bool) or not isinstance(r, int) or not 1 <= r <= self.rounds + 1]
+        wrong = [r for r in at if not is_whole(r) or r > self.rounds + 1]
         if wrong or not len(at):
             raise ValueError(
                 f"at: expected at least one round from 1, the initial model, to {self.rounds + 1}, the model after "
@@ -185,9 +180,7 @@ def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNorm
 
 def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: Task) -> None:
     """Raise one ValueError with what is wrong, before a round that runs hours later finds it."""
-    problems = []
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        problems.append(f"seed: expected a whole number of at least 0, got {seed!r}")
+    problems = whole(0, seed=seed)
     if not len(clients):
         problems.append("clients: expected at least one pair (x, y), got none")
     outputs: tuple[int, ...] = ()
@@ -207,6 +200,4 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: 
         except (TypeError, ValueError) as error:
             said = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
             problems.append(f"client {number}: " + " ".join(said))
-    if problems:
-        more = [f"and {len(problems) - _TOLD} more"] if len(problems) > _TOLD else []
-        raise ValueError("federated training:\n  - " + "\n  - ".join(problems[:_TOLD] + more))
+    refuse("federated training", problems, _TOLD)

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from leakscope.contracts.checks import refuse
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trajectory:
@@ -28,8 +30,7 @@ class Trajectory:
             problems.append(f"weights: expected one set for each of {len(self.kept)} steps, got {len(self.weights)}")
         if not self.kept or self.kept[0] != 0 or self.kept[-1] != len(self.norms) - 1:
             problems.append(f"kept: expected steps from 0 to the last of {len(self.norms)}, got {self.kept}")
-        if problems:
-            raise ValueError("Trajectory:\n  - " + "\n  - ".join(problems))
+        refuse("Trajectory", problems)
 
     @property
     def steps(self) -> int:

@@ -23,11 +23,11 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
-from leakscope.contracts.protocol import Protocol, check_batch, client_copy, client_generator
+from leakscope.contracts.protocol import ClientSide, Protocol
 from leakscope.contracts.settings import setting
-from leakscope.contracts.task import Classification, Task, outputs_of
+from leakscope.contracts.task import Task, outputs_of
 from leakscope.federation.batches import Sampling, default_rounds, draw_batches
-from leakscope.federation.client import batch_gradient, batchnorm_statistics, finite, own_randomness
+from leakscope.federation.client import batch_gradient, batchnorm_statistics, own_randomness, protected
 from leakscope.federation.training import TrainingRun
 from leakscope.models.split import VerticalModel
 
@@ -91,48 +91,33 @@ class Vertical(Protocol):
 
         With the same generator the rounds are those that :meth:`observe` shows.
         """
-        task = Classification() if task is None else task
-        self.check(model, x)
-        check_batch(model, x, y, None, task)
-        client = client_copy(model, self.batchnorm)
-        generator = generator if generator is not None else client_generator()
+        client, _ = self.client_side(model, x, y, defense, generator, task)
         rounds, losses = self.count_rounds(len(x)), []
-        guard = defense if defense is not None else Defense()
-        for played in self.play(client, x, y, task, guard, generator, losses=True):
+        for played in self.play(client, losses=True):
             losses.append(float("nan") if played.loss is None else played.loss)
             if progress is not None:
                 progress(len(losses), rounds, losses[-1])
         final = copy.deepcopy(model)
-        final.load_state_dict(client.state_dict())
+        final.load_state_dict(client.model.state_dict())
         return TrainingRun(MappingProxyType({rounds + 1: final}), tuple(losses))
 
-    def play(
-        self,
-        client: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        task: Task,
-        defense: Defense,
-        generator: torch.Generator,
-        losses: bool = False,
-    ) -> Iterator[Round]:
-        """Each round in turn; ``client`` moves on after it was taken."""
-        samples = len(x)
+    def play(self, client: ClientSide, losses: bool = False) -> Iterator[Round]:
+        """Each round in turn; the client's model moves on after it was taken."""
+        samples = len(client.x)
         rounds = self.count_rounds(samples)
-        for indices in draw_batches(samples, self.batch_size, rounds, self.sampling, generator):
-            rows = indices.to(x.device)
-            loss = None
-            with own_randomness(generator):
+        for indices in draw_batches(samples, self.batch_size, rounds, self.sampling, client.generator):
+            now, loss = client.at(indices), None
+            with own_randomness(client.generator):
                 if losses:
                     # On a copy, with numbers drawn apart: looking at the loss must not change the training.
                     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                        loss = float(task.loss(outputs_of(copy.deepcopy(client)(x[rows].clone())), y[rows]))
-                update = batch_gradient(client, x[rows], y[rows], "mean", task, defense, generator)
-            update = finite(defense.protect_message(update, generator))
+                        loss = float(now.task.loss(outputs_of(copy.deepcopy(now.model)(now.x.clone())), now.y))
+                update = batch_gradient(now)
+            update = protected(client, update)
             yield Round(indices, loss, update)
             if self.lr:
                 with torch.no_grad():
-                    for name, parameter in client.named_parameters():
+                    for name, parameter in client.model.named_parameters():
                         if name in update:
                             parameter.sub_(self.lr * update[name])
 
@@ -140,31 +125,21 @@ class Vertical(Protocol):
         """How many rounds there are for so many samples."""
         return default_rounds(samples, self.batch_size, self.sampling) if self.rounds is None else self.rounds
 
-    def _exchange(
-        self,
-        client: nn.Module,
-        x: Tensor,
-        y: Tensor,
-        task: Task,
-        defense: Defense,
-        knowledge: Knowledge,
-        generator: torch.Generator,
-    ) -> tuple[tuple[Message, ...], LocalTraining]:
-        trained = ((name, value) for name, value in client.named_parameters() if value.requires_grad)
-        kept = {name for name, value in trained if value.dim() == 1}
+    def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
+        kept = {name for name, value in client.trained.items() if value.dim() == 1}
         messages = []
-        for number, played in enumerate(self.play(client, x, y, task, defense, generator)):
-            rows = played.indices.to(x.device)
+        for number, (indices, _, update) in enumerate(self.play(client)):
+            statistics = None
+            if knowledge.batchnorm_statistics:
+                statistics = batchnorm_statistics(client.model, client.at(indices).x)
             partial = bool(kept) and self.whole_rounds is not None and number >= self.whole_rounds
             messages.append(
                 Message(
-                    update={n: v for n, v in played.update.items() if n in kept} if partial else played.update,
+                    update={name: value for name, value in update.items() if name in kept} if partial else update,
                     kind=self.kind,
-                    indices=tuple(played.indices.tolist()) if knowledge.batch_indices else None,
+                    indices=tuple(indices.tolist()) if knowledge.batch_indices else None,
                     partial=partial,
-                    batchnorm_statistics=batchnorm_statistics(client, x[rows])
-                    if knowledge.batchnorm_statistics
-                    else None,
+                    batchnorm_statistics=statistics,
                 )
             )
         return tuple(messages), LocalTraining(batch_size=self.batch_size, learning_rate=self.lr, optimizer="sgd")

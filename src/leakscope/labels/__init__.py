@@ -13,23 +13,3 @@ from leakscope.labels.gradinversion import gradinversion_labels
 from leakscope.labels.idlg import idlg_label
 from leakscope.labels.llg import llg_bias_labels, llg_labels
 from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, mean_gradient_scale, recover_labels
-
-__all__ = [
-    "METHODS",
-    "RecoveredLabels",
-    "bias_label",
-    "bias_present",
-    "certain_counts_from_bias",
-    "counts_to_labels",
-    "gradinversion_labels",
-    "idlg_label",
-    "label_counts_from_bias",
-    "label_counts_from_weight",
-    "llg_bias_labels",
-    "llg_labels",
-    "local_steps",
-    "mean_gradient_scale",
-    "recover_labels",
-    "round_to_total",
-    "scale_from_absent_classes",
-]

@@ -1,7 +1,6 @@
 """Label counts from the head's gradient (Geng et al., 2021; for local training Dimitrov et al., 2022).
 
-Mean cross-entropy over K examples gives db_k = pbar_k - n_k / K with pbar the mean softmax of the private
-batch:
+Mean cross-entropy over K examples gives db_k = pbar_k - n_k / K with pbar the mean softmax of the private batch:
 
     n_k = K (pbar_k - db_k)
 
@@ -19,10 +18,8 @@ from leakscope.labels._checks import bias_entries, positive_count, weight_rows
 
 
 def certain_counts_from_bias(bias_gradient: Tensor, num_examples: int) -> Tensor:
-    """At least so many examples each class has, whatever the model predicts: n_k = K (pbar_k - db_k) > -K
-    db_k.
+    """At least so many examples each class has, whatever the model predicts: n_k = K (pbar_k - db_k) > -K db_k.
 
-    >>> import torch
     >>> certain_counts_from_bias(torch.tensor([0.25, -0.55, 0.4, -0.1]), 4).tolist()
     [0, 3, 0, 1]
     """
@@ -38,7 +35,6 @@ def label_counts_from_bias(bias_gradient: Tensor, num_examples: int, mean_probab
     No class gets fewer than :func:`certain_counts_from_bias` proves, unless these exceed K, which only an
     update that somebody altered shows.
 
-    >>> import torch
     >>> label_counts_from_bias(torch.tensor([0.25, -0.5, 0.25, 0.0]), 4, torch.full((4,), 0.25)).tolist()
     [0, 3, 0, 1]
     """
@@ -51,7 +47,6 @@ def label_counts_from_weight(
 ) -> Tensor:
     """The same for a head without a bias; ``mean_feature_sum`` must be well away from zero.
 
-    >>> import torch
     >>> rows = torch.tensor([[0.5, 0.5], [-0.75, -0.25]])
     >>> label_counts_from_weight(rows, 4, torch.tensor([0.5, 0.5]), mean_feature_sum=2.0).tolist()
     [0, 4]
@@ -73,7 +68,6 @@ def scale_from_absent_classes(bias_update: Tensor, mean_probabilities: Tensor) -
     over positive entries is right where most of these are absent, as with many classes and few examples; then the
     ratios lie close together: two thirds of at least three within a tenth of the median.
 
-    >>> import torch
     >>> scale_from_absent_classes(torch.tensor([0.5, 0.5, -1.5, 0.5]), torch.full((4,), 0.25))
     2.0
     """
@@ -91,7 +85,6 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
     Floor and clip at zero. Missing ones go to the largest remainders; surplus ones leave the positive counts
     with the smallest remainders first and, once each of these gave one, the largest counts.
 
-    >>> import torch
     >>> round_to_total(torch.tensor([1.6, 0.7, -0.4, 2.1]), 4).tolist()
     [1, 1, 0, 2]
     >>> round_to_total(torch.tensor([2.9, 1.2, -1.0]), 2).tolist()
@@ -121,7 +114,6 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
 def counts_to_labels(counts: Tensor) -> Tensor:
     """The sorted labels that have these counts.
 
-    >>> import torch
     >>> counts_to_labels(torch.tensor([0, 2, 0, 1])).tolist()
     [1, 1, 3]
     """

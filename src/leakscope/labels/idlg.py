@@ -1,8 +1,7 @@
 """iDLG: Improved Deep Leakage from Gradients (Zhao, Mopuri, Bilen, 2020), the label rule.
 
-For one example with logits z = W h + b and cross-entropy, dW_k = (p_k - y_k) h. Only the true class has a
-negative factor, so with features h of positive sum the row sums are negative at the label and positive
-elsewhere:
+For one example with logits z = W h + b and cross-entropy, dW_k = (p_k - y_k) h. Only the true class has a negative
+factor, so with features h of positive sum the row sums are negative at the label and positive elsewhere:
 
     label = argmin_k sum_j dW_kj
 

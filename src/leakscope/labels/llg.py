@@ -21,7 +21,6 @@ from leakscope.labels._checks import bias_entries, positive_count, weight_rows
 def llg_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
     """The labels of a batch, repeated ones included, ascending; needs features of positive sum.
 
-    >>> import torch
     >>> llg_labels(torch.tensor([[0.1], [-0.5], [0.2], [-0.1]]), 4).tolist()
     [1, 1, 1, 3]
     """
@@ -33,7 +32,6 @@ def llg_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
 def llg_bias_labels(bias_gradient: Tensor, num_examples: int) -> Tensor:
     """The same from the bias gradient, which holds for features of any sign.
 
-    >>> import torch
     >>> llg_bias_labels(torch.tensor([0.3, -0.5, 0.3, -0.1]), 4).tolist()
     [1, 1, 1, 3]
     """
@@ -44,8 +42,7 @@ def llg_bias_labels(bias_gradient: Tensor, num_examples: int) -> Tensor:
 
 def _emit(signal: Tensor, impact: float, num_examples: int) -> Tensor:
     remaining = signal.clone()
-    # Most negative first: should noise make more classes negative than there are examples, the surest ones
-    # stay.
+    # Most negative first: should noise make more classes negative than there are examples, the surest ones stay.
     order = remaining.argsort(stable=True)
     labels = [int(c) for c in order if remaining[c] < 0][:num_examples]
     remaining[labels] -= impact

@@ -29,14 +29,7 @@ from leakscope.limits.index_alignment import (
     rounds_needed,
     separable,
 )
-from leakscope.limits.index_bounds import (
-    RecoveryBound,
-    Theorem,
-    index_spectrum,
-    recovery_bounds,
-    theorem1,
-    theorem2,
-)
+from leakscope.limits.index_bounds import RecoveryBound, Theorem, index_spectrum, recovery_bounds, theorem1, theorem2
 from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, gradient_map_at, jacobian_rank
 from leakscope.limits.propositions import Proposition
 from leakscope.limits.report import Limits, limits
@@ -45,60 +38,3 @@ from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_boun
 from leakscope.limits.vertical import VerticalLimits, WorkerLimits, layer_signals, vertical_limits
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.network.kinks import kinks
-
-__all__ = [
-    "MAX_ENTRIES",
-    "MAX_UNKNOWNS",
-    "Channel",
-    "CosineProfile",
-    "Diagnosis",
-    "Filters",
-    "Floor",
-    "HiddenUnits",
-    "Identifiability",
-    "JacobianRank",
-    "LayerSystem",
-    "Limits",
-    "Order",
-    "Proposition",
-    "RecoveryBound",
-    "RoundsNeeded",
-    "SingleExample",
-    "Theorem",
-    "VerticalLimits",
-    "WorkerLimits",
-    "affordable_steps",
-    "cosine_profile",
-    "cramer_rao",
-    "determined_inputs",
-    "diagnose",
-    "distinct_columns",
-    "drift_bound",
-    "features_bound",
-    "filters",
-    "filters_bound",
-    "gradient_map_at",
-    "hidden_units",
-    "hidden_units_bound",
-    "identify",
-    "index_spectrum",
-    "inputs_given_signals",
-    "jacobian_rank",
-    "kinks",
-    "layer_signals",
-    "layer_systems",
-    "leading_shares",
-    "limits",
-    "order_bounds",
-    "output_side",
-    "parallel_beta",
-    "rank_of",
-    "recovery_bounds",
-    "rounds_needed",
-    "security_metric",
-    "separable",
-    "single_example",
-    "theorem1",
-    "theorem2",
-    "vertical_limits",
-]

@@ -9,6 +9,10 @@ each other and is no error that would be measured. For a floor with constants se
 appendix disagree on which part the hat means, and print (1 - p_hat)^m for (1 - p_hat) m; meant is what is used here.
 For dropout the text says that units are dropped with probability 1 - p but shrinks the width to (1 - p) m: p is the
 probability that a unit is dropped.
+
+The table takes for granted: one hidden layer with random Gaussian weights that the adversary knows; examples of norm 1,
+linearly independent with smallest singular value pi > 0; B at most of the order d^(1/4); m at least of the order
+B^2 d / pi^2, up to constants of the activation.
 """
 
 from __future__ import annotations
@@ -16,17 +20,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-#: What the table takes for granted.
-CONDITIONS = (
-    "one hidden layer with random Gaussian weights that the adversary knows",
-    "every example has norm 1",
-    "the examples are linearly independent, with smallest singular value pi > 0",
-    "B is at most of the order d^(1/4)",
-    "m is at least of the order B^2 d / pi^2, up to constants of the activation",
-)
+from leakscope.contracts.checks import expected, refuse, whole
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Order:
     """The orders for one defence; None where nothing is published (no formula) or something needed is not given."""
 
@@ -62,7 +59,13 @@ def order_bounds(
     >>> [round(rows[name].lower, 6) for name in ("clipping", "pruning")], rows["pruning"].upper
     ([0.15, 0.1], None)
     """
-    _check(batch, features, width, sigma, noise, clip, gradient_norm, dropout, pruned)
+    sizes = {"sigma": sigma, "noise": noise, "gradient_norm": gradient_norm}
+    shares = {"dropout": dropout, "pruned": pruned}
+    problems = whole(batch=batch, features=features, width=width)
+    problems += expected("a finite number of at least 0 or None", lambda a: a is None or 0 <= a < math.inf, **sizes)
+    problems += expected("a finite number above 0 or None", lambda a: a is None or 0 < a < math.inf, clip=clip)
+    problems += expected("a share of at least 0 and below 1 or None", lambda a: a is None or 0 <= a < 1, **shares)
+    refuse("order_bounds", problems)
     root = math.sqrt(features / width)
     factor = None if clip is None or gradient_norm is None else max(1.0, gradient_norm / clip)
     thinner = None if dropout is None else math.sqrt(features / ((1 - dropout) * width))
@@ -80,43 +83,10 @@ def order_bounds(
         ("pruning", None, None, sigma, sparser, None, "sigma sqrt(d/((1-p_hat) m))"),
     )
     return tuple(
-        Order(
-            defense=name,
-            upper=_times(above, scale),
-            lower=_times(below, other),
-            upper_formula=upper_formula,
-            lower_formula=lower_formula,
-        )
+        Order(name, _times(above, scale), _times(below, other), upper_formula, lower_formula)
         for name, above, scale, below, other, upper_formula, lower_formula in rows
     )
 
 
 def _times(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one * other
-
-
-def _check(
-    batch: int,
-    features: int,
-    width: int,
-    sigma: float | None,
-    noise: float | None,
-    clip: float | None,
-    gradient_norm: float | None,
-    dropout: float | None,
-    pruned: float | None,
-) -> None:
-    problems = []
-    for name, count in (("batch", batch), ("features", features), ("width", width)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            problems.append(f"{name}: expected a whole number of at least 1, got {count!r}")
-    for name, size in (("sigma", sigma), ("noise", noise), ("gradient_norm", gradient_norm)):
-        if size is not None and not 0 <= size < math.inf:
-            problems.append(f"{name}: expected a finite number of at least 0 or None, got {size}")
-    if clip is not None and not 0 < clip < math.inf:
-        problems.append(f"clip: expected a finite number above 0 or None, got {clip}")
-    for name, share in (("dropout", dropout), ("pruned", pruned)):
-        if share is not None and not 0 <= share < 1:
-            problems.append(f"{name}: expected a share of at least 0 and below 1 or None, got {share}")
-    if problems:
-        raise ValueError("order_bounds:\n  - " + "\n  - ".join(problems))

@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from leakscope.contracts.checks import is_whole
+
 
 @dataclass(frozen=True)
 class SingleExample:
@@ -127,20 +129,8 @@ def hidden_units(batch: int, features: int, classes: int, hidden: int) -> Hidden
             f"{batch} examples need at least {bound:.3f}, that is {needed}, hidden units (about {batch} by the rule "
             f"of thumb); there are {hidden}: {'enough' if met else 'too few'}."
         )
-    return HiddenUnits(
-        batch=batch,
-        features=features,
-        classes=classes,
-        hidden=hidden,
-        equations=equations,
-        unknowns=unknowns,
-        bound=bound,
-        needed=needed,
-        rule=batch,
-        met=met,
-        met_by_rule=hidden >= batch,
-        statement=statement,
-    )
+    sizes = (batch, features, classes, hidden, equations, unknowns)
+    return HiddenUnits(*sizes, bound, needed, batch, met, hidden >= batch, statement)
 
 
 def output_side(side: int, kernel: int, padding: int, stride: int) -> int:
@@ -183,14 +173,7 @@ def features_bound(batch: int, classes: int) -> float:
 
 
 def filters(
-    batch: int,
-    side: int,
-    kernel: int,
-    padding: int,
-    stride: int,
-    channels: int,
-    classes: int,
-    filters: int,
+    batch: int, side: int, kernel: int, padding: int, stride: int, channels: int, classes: int, filters: int
 ) -> Filters:
     """Proposition 3: h >= (d / d')^2 B C, and h d'^2 >= n2 (B - 1) / (n2 - B).
 
@@ -212,24 +195,11 @@ def filters(
     )
     if not side_met:
         statement = f"{statement[:-1]}, and the last layer does not give its {features} features by the count."
-    return Filters(
-        batch=batch,
-        side=side,
-        channels=channels,
-        classes=classes,
-        filters=filters,
-        output_side=out,
-        bound=bound,
-        needed=needed,
-        features=features,
-        side_bound=side_bound,
-        side_met=side_met,
-        met=met,
-        statement=statement,
-    )
+    sizes = (batch, side, channels, classes, filters, out)
+    return Filters(*sizes, bound, needed, features, side_bound, side_met, met, statement)
 
 
 def _positive(**numbers: int) -> None:
     for name, value in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        if not is_whole(value):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import refuse, whole
 from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
 from leakscope.limits.jacobian import make_jacobian, too_large
 from leakscope.limits.trace import inverse_trace, signs
@@ -287,11 +288,7 @@ def _estimate(
     low, high = (math.sqrt(max(0.0, scale * end)) for end in found.interval)
     rmse = math.sqrt(scale * found.inverse)
     open_probes = round((1 - found.converged) * probes)
-    reason = (
-        f"{open_probes} of {probes} probes stopped after {steps} steps, so that this is lower than the true floor"
-        if open_probes
-        else None
-    )
+    early = f"{open_probes} of {probes} probes stopped after {steps} steps, so that this is lower than the true floor"
     return Floor(
         rmse=rmse,
         method="estimate",
@@ -301,7 +298,7 @@ def _estimate(
         interval=(low, high),
         converged=found.converged,
         probes=probes,
-        reason=reason,
+        reason=early if open_probes else None,
     )
 
 
@@ -325,8 +322,4 @@ def _check(mapping: GradientMap, flat: Tensor, method: str, probes: int, steps: 
         problems.append("flat: expected finite numbers, got NaN or infinite ones")
     if method not in ("auto", "exact", "estimate"):
         problems.append(f"method: expected 'auto', 'exact' or 'estimate', got {method!r}")
-    for name, value, least in (("probes", probes, 2), ("steps", steps, 1)):
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            problems.append(f"{name}: expected a whole number of at least {least}, got {value!r}")
-    if problems:
-        raise ValueError("cramer_rao:\n  - " + "\n  - ".join(problems))
+    refuse("cramer_rao", problems + whole(2, probes=probes) + whole(steps=steps))

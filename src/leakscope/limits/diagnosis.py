@@ -39,25 +39,14 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     """Why a result is what it is: the attack's own word, or what the Jacobian says; ``thorough`` allows minutes."""
     if result.diagnosis is not None:
         return result.diagnosis
-    inputs, labels = result.inputs, result.labels
-    unclear = None
-    if observation.has_rounds:
-        unclear = "the calculation is for one update of all examples, and there are rounds on some of them"
-    elif "mixture" in result.flags:
-        unclear = "a mixture of examples is no candidate for any of them"
-    if unclear is not None:
-        return Diagnosis(outcome="undecided", reason=unclear, unknowns=inputs.numel())
-    unknowns = inputs.numel()
-    why = _cannot(observation, inputs, labels, thorough)
+    inputs, labels, unknowns = result.inputs, result.labels, result.inputs.numel()
+    why = _cannot(observation, result, thorough)
     if why:
         return Diagnosis(outcome="undecided", reason=why, unknowns=unknowns)
     entries = sum(value.numel() for value in observation.message.update.values())
     if entries < unknowns:
-        return Diagnosis(
-            outcome="not identifiable",
-            reason=f"{entries} observed entries cannot determine {unknowns} unknowns",
-            unknowns=unknowns,
-        )
+        reason = f"{entries} observed entries cannot determine {unknowns} unknowns"
+        return Diagnosis(outcome="not identifiable", reason=reason, unknowns=unknowns)
     assert labels is not None
     # The precision of the update, not of this computation, decides what can be seen in it.
     precision = torch.finfo(observation.dtype).eps
@@ -69,8 +58,7 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
         # No finer than the update itself: float32 is several times faster.
         narrow = observation.dtype == torch.float32
         matrix = (mapping.narrow() if narrow else mapping).jacobian(
-            flat.float() if narrow else flat,
-            columns=SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None,
+            flat.float() if narrow else flat, columns=SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
         )
         value, pull = vjp(mapping, flat)[:2]
         rest = observed - value.detach()
@@ -134,19 +122,24 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)  # type: ignore[arg-type]
 
 
-def _cannot(observation: Observation, inputs: Tensor, labels: Tensor | None, thorough: bool) -> str | None:
+def _cannot(observation: Observation, result: Reconstruction, thorough: bool) -> str | None:
     """Why no diagnosis can be made, or None."""
+    if observation.has_rounds:
+        return "the calculation is for one update of all examples, and there are rounds on some of them"
+    if "mixture" in result.flags:
+        return "a mixture of examples is no candidate for any of them"
+    inputs, unknowns = result.inputs, result.inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
     limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
     if observation.message.kind != "gradient":
         return "the message is a weight update, and the Jacobian is that of one gradient"
     if observation.num_examples != len(inputs):
         return "the number of examples is not known"
-    if entries < inputs.numel():
+    if entries < unknowns:
         return None  # the count alone decides
-    if labels is None:
+    if result.labels is None:
         return "the attack gives no labels, which the Jacobian needs"
-    if inputs.numel() > limit or inputs.numel() * entries > work:
+    if unknowns > limit or unknowns * entries > work:
         more = "too many" if thorough else "thorough=True allows more"
-        return f"the Jacobian of {inputs.numel()} unknowns and {entries} entries was not computed; {more}"
+        return f"the Jacobian of {unknowns} unknowns and {entries} entries was not computed; {more}"
     return None

@@ -148,11 +148,8 @@ def rounds_needed(samples: int, batch: int, sampling: Sampling = "uniform") -> R
         least = None
     elif sampling == "epochs" and samples % batch == 0:
         least = next(t for t in range(samples, 2 * samples + 1) if t - max(0, t // batches - 1) >= samples)
-    return RoundsNeeded(
-        least=least,
-        covered=batches * _expected_cover(samples, batches * batch),
-        apart=None if apart is None else apart * batches,
-    )
+    covered = batches * _expected_cover(samples, batches * batch)
+    return RoundsNeeded(least=least, covered=covered, apart=None if apart is None else apart * batches)
 
 
 def _expected_cover(samples: int, batch: int) -> float:

@@ -63,7 +63,7 @@ def _moments(samples: int, batch: int) -> tuple[float, float]:
     return batch * (samples - batch) / pairs, batch * (batch - 1) / pairs
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Theorem:
     """A condition for a step of the attack to have one solution, as printed and as it is.
 
@@ -86,14 +86,8 @@ def theorem1(samples: int, batch: int) -> Theorem:
     """
     check_sizes("theorem1", samples, batch)
     spread, _ = _moments(samples, batch)
-    holds = spread > 0
-    return Theorem(
-        number=1,
-        printed=holds,
-        corrected=holds,
-        modulus=2 * spread,
-        statement="step I is strongly convex if and only if the batch is smaller than the number of samples",
-    )
+    words = "step I is strongly convex if and only if the batch is smaller than the number of samples"
+    return Theorem(1, spread > 0, spread > 0, 2 * spread, words)
 
 
 def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None) -> Theorem:
@@ -117,14 +111,11 @@ def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None
         printed = samples < units and smallest_value(signals) > 0
         corrected = strength > 0
         modulus = 2 * strength
-    return Theorem(
-        number=2,
-        printed=printed,
-        corrected=corrected,
-        modulus=modulus,
-        statement="step II is strongly convex if the samples are fewer than the units and V has full rank (printed); "
-        "already if the batch is smaller than the number of samples and no row of V is zero (corrected)",
+    words = (
+        "step II is strongly convex if the samples are fewer than the units and V has full rank (printed); "
+        "already if the batch is smaller than the number of samples and no row of V is zero (corrected)"
     )
+    return Theorem(2, printed, corrected, modulus, words)
 
 
 def _strength(signals: Tensor, batch: int) -> float:
@@ -135,7 +126,7 @@ def _strength(signals: Tensor, batch: int) -> float:
     return spread * float(squared_lengths(signals).min()) + shared * smallest_value(signals) ** 2
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RecoveryBound:
     """Bounds |V - V*|^2 <= ``signals`` phi1 and |H - H*|^2 <= ``inputs_phi1`` phi1 + ``inputs_phi2`` phi2.
 
@@ -178,26 +169,9 @@ def recovery_bounds(
     strength = _strength(signals, batch)
     push = spread * float(squared_lengths(inputs).max()) + shared * float(torch.linalg.matrix_norm(inputs, 2)) ** 2
     general = 2 / strength if strength else math.inf
+    by_chain, by_push = 2 * inverse * chain if chain else 0.0, general * push * inverse if push else 0.0
     return (
-        RecoveryBound(
-            name="as printed",
-            signals=rate,
-            gradient=rate,
-            inputs_phi1=2 * rate * chain,
-            inputs_phi2=2 * rate * v,
-        ),
-        RecoveryBound(
-            name="corrected",
-            signals=inverse,
-            gradient=rate**2,
-            inputs_phi1=2 * inverse * chain if chain else 0.0,
-            inputs_phi2=2 * rate**2 * v,
-        ),
-        RecoveryBound(
-            name="for any number of samples",
-            signals=inverse,
-            gradient=rate**2,
-            inputs_phi1=general * push * inverse if push else 0.0,
-            inputs_phi2=general,
-        ),
+        RecoveryBound("as printed", rate, rate, 2 * rate * chain, 2 * rate * v),
+        RecoveryBound("corrected", inverse, rate**2, by_chain, 2 * rate**2 * v),
+        RecoveryBound("for any number of samples", inverse, rate**2, by_push, general),
     )

@@ -81,13 +81,9 @@ def gradient_map_at(
     """
     update = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
     # The observation copies the model, so nothing below can reach the caller's.
+    box = value_range or ValueRange()
     observation = Observation.from_update(
-        model,
-        update,
-        input_shape=input_shape,
-        num_classes=num_classes,
-        num_examples=batch,
-        value_range=value_range or ValueRange(),
+        model, update, input_shape=input_shape, num_classes=num_classes, num_examples=batch, value_range=box
     ).to(device="cpu", dtype=torch.float64)
     if labels is None:
         labels = torch.arange(batch) % max(2, num_classes)  # one output is the logit of two classes
@@ -123,12 +119,7 @@ def jacobian_rank(
 
 
 def decompose_at(
-    mapping: GradientMap,
-    flat: Tensor,
-    *,
-    exact: bool = False,
-    vectors: bool = False,
-    progress: Progress | None = None,
+    mapping: GradientMap, flat: Tensor, *, exact: bool = False, vectors: bool = False, progress: Progress | None = None
 ) -> Decomposition | str:
     """The singular values of the Jacobian at ``flat``, or why they were not computed."""
     unknowns = mapping.unknowns

@@ -51,6 +51,16 @@ def linear_first(found: Structure) -> nn.Linear | str:
     return first.module
 
 
+def one_hidden_layer(found: Structure) -> nn.Linear | str:
+    """The hidden layer of two linear ones; else why the model is something else."""
+    layer, last = linear_first(found), found.layers[-1].module
+    if isinstance(layer, str):
+        return layer
+    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != layer.out_features:
+        return "the model is not two linear layers with an activation between them"
+    return layer
+
+
 def _first_linear(found: Structure, batch: int) -> SingleExample | str:
     layer = linear_first(found)
     if isinstance(layer, str):
@@ -59,16 +69,10 @@ def _first_linear(found: Structure, batch: int) -> SingleExample | str:
 
 
 def _one_hidden_layer(found: Structure, input_shape: tuple[int, ...], batch: int) -> HiddenUnits | str:
-    layer = linear_first(found)
+    layer = one_hidden_layer(found)
     if isinstance(layer, str):
         return layer
-    other = _all_in_update(found)
-    if other:
-        return other
-    last = found.layers[-1].module
-    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != layer.out_features:
-        return "the model is not two linear layers with an activation between them"
-    return hidden_units(batch, math.prod(input_shape), found.outputs, layer.out_features)
+    return _all_in_update(found) or hidden_units(batch, math.prod(input_shape), found.outputs, layer.out_features)
 
 
 def _one_convolution(found: Structure, input_shape: tuple[int, ...], batch: int) -> Filters | str:
@@ -79,26 +83,17 @@ def _one_convolution(found: Structure, input_shape: tuple[int, ...], batch: int)
         return "the model is not one convolution and one linear layer"
     if not found.first.reads_input:
         return f"the convolution {found.first.name!r} does not read the input itself"
-    other = _all_in_update(found)
-    if other:
-        return other
     channels, height, width = input_shape
+    if unseen := _all_in_update(found):
+        return unseen
     if height != width:
         return f"the images are {height}x{width}, not square"
     options = (first.kernel_size, first.stride, first.padding)
     square = all(not isinstance(pair, str) and pair[0] == pair[1] for pair in options)
     if not square or first.groups != 1 or first.dilation != (1, 1):
         return "the convolution is not square, or it is grouped, dilated or padded by name"
-    result = filters(
-        batch=batch,
-        side=height,
-        kernel=first.kernel_size[0],
-        padding=int(first.padding[0]),
-        stride=first.stride[0],
-        channels=channels,
-        classes=found.outputs,
-        filters=first.out_channels,
-    )
+    kernel, padding, stride = first.kernel_size[0], int(first.padding[0]), first.stride[0]
+    result = filters(batch, height, kernel, padding, stride, channels, found.outputs, first.out_channels)
     if last.in_features != result.features:
         return "there is a pooling between the convolution and the linear layer"
     return result

@@ -12,12 +12,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import is_whole, refuse
 from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.task import label_count
 from leakscope.equations.decomposition import Decomposition, JacobianRank
 from leakscope.limits.bounds import Order, order_bounds
 from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, cramer_rao
 from leakscope.limits.jacobian import QUICK_UNKNOWNS, decompose_at, gradient_map_at
-from leakscope.limits.propositions import Proposition, linear_first, propositions
+from leakscope.limits.propositions import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.matching.gradient_map import GradientMap, Progress, affordable_steps
 from leakscope.network.activations import Unsupported
@@ -137,7 +139,6 @@ def limits(
     A batch is determined only up to the order of its examples, and priors on the inputs may fill in what the gradient
     does not show.
 
-    >>> import torch
     >>> found = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
     >>> found.gradient_entries, found.unknowns, found.closed_form, found.jacobian.rank
     (15, 4, True, 4)
@@ -150,7 +151,7 @@ def limits(
         raise ValueError(
             f"num_classes: the model has {found.outputs} outputs, got {num_classes}. Pass that number or leave it out."
         )
-    _check_examples(inputs, labels, (batch, *shape), found.outputs)
+    refuse("limits", example_problems(inputs, labels, (batch, *shape), found.outputs))
     features = math.prod(shape)
     unknowns = batch * features
     with_labels = unknowns + batch * found.outputs
@@ -167,7 +168,8 @@ def limits(
     known = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=_named(progress, "Jacobian"))
     floor: Floor | str = "needs a channel: noise, and where wanted clipping, pruning or dropout (--noise, --clip, ...)"
     if channel is not None:
-        floor = _floor(mapping, flat, channel, known, exact=exact, probes=probes, seed=seed, progress=progress)
+        told = _named(progress, "floor")
+        floor = _floor(mapping, flat, channel, known, exact, probes=probes, seed=seed, progress=told)
     layers, layers_reason = _layers(model, shape, value_range, seed)
     orders = _orders(found, features, batch, channel, floor)
     return Limits(
@@ -209,31 +211,15 @@ def _layers(
 
 
 def _floor(
-    mapping: GradientMap,
-    flat: Tensor,
-    channel: Channel,
-    known: Decomposition | str,
-    *,
-    exact: bool,
-    probes: int,
-    seed: int,
-    progress: Callable[[str, int, int], None] | None,
+    mapping: GradientMap, flat: Tensor, channel: Channel, known: Decomposition | str, exact: bool, **options: Any
 ) -> Floor | str:
     """The floor, or why there is none."""
     # Where the rank was computed the floor can be exact too, and where it was not even asked for, it is estimated.
     method: Method = "auto" if exact or mapping.unknowns <= QUICK_UNKNOWNS else "estimate"
+    steps = STEPS if exact else affordable_steps(mapping)
+    at_hand = None if isinstance(known, str) else known
     try:
-        return cramer_rao(
-            mapping,
-            flat,
-            channel,
-            method=method,
-            probes=probes,
-            steps=STEPS if exact else affordable_steps(mapping),
-            seed=seed,
-            decomposition=None if isinstance(known, str) else known,
-            progress=_named(progress, "floor"),
-        )
+        return cramer_rao(mapping, flat, channel, method=method, steps=steps, decomposition=at_hand, **options)
     except RuntimeError as error:
         return f"the model cannot be differentiated twice: {str(error).strip().splitlines()[0]}"
 
@@ -242,11 +228,9 @@ def _orders(
     found: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
 ) -> tuple[Order, ...] | str:
     """The published orders for a model with one hidden layer, or why they say nothing of this one."""
-    first, last = linear_first(found), found.layers[-1].module
+    first = one_hidden_layer(found)
     if isinstance(first, str):
         return f"left out because {first}"
-    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != first.out_features:
-        return "left out because the model is not two linear layers with an activation between them"
     facts: dict[str, float | None] = {}
     if channel is not None:
         # The noise of the channel is all the noise that there is. A defence that is not in it is left open.
@@ -277,28 +261,28 @@ def _checked(model: nn.Module, input_shape: tuple[int, ...], batch: int, num_cla
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     shape = tuple(input_shape)
-    if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+    if not shape or not all(map(is_whole, shape)):
         raise ValueError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
     for name, value in (("batch", batch), ("num_classes", num_classes)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+        if value is not None and not is_whole(value):
             raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
     return shape
 
 
-def _check_examples(inputs: Tensor | None, labels: Tensor | None, shape: tuple[int, ...], outputs: int) -> None:
+def example_problems(inputs: Tensor | None, labels: Tensor | None, shape: tuple[int, ...], outputs: int) -> list[str]:
+    """What is wrong with examples that were given: inputs of this shape, with labels for a model's outputs."""
     problems = []
     if (inputs is None) != (labels is None):
         problems.append("inputs and labels: expected both or neither")
     if inputs is not None and tuple(inputs.shape) != shape:
         problems.append(f"inputs: expected shape {shape}, got {tuple(inputs.shape)}")
     if labels is not None:
-        classes = max(2, outputs)
+        classes = label_count(outputs)
         if tuple(labels.shape) != shape[:1] or labels.is_floating_point():
             problems.append(f"labels: expected {shape[0]} class numbers, got {tuple(labels.shape)} of {labels.dtype}")
         elif not bool(((labels >= 0) & (labels < classes)).all()):
-            problems.append(f"labels: expected classes below the model's {classes}, got {labels.tolist()}")
-    if problems:
-        raise ValueError("limits:\n  - " + "\n  - ".join(problems))
+            problems.append(f"labels: expected classes below the model's {classes}, got up to {int(labels.max())}")
+    return problems
 
 
 def plain_values(value: Any) -> Any:

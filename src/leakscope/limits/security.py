@@ -23,6 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class LayerSystem:
     rows: int
     unknowns: int
     unseen: int
-    rank: int | None
+    rank: int | None = None
     predicted_rank: int | None
     smallest: float | None = None
     condition: float | None = None
@@ -78,8 +79,7 @@ def layer_systems(
     """The linear system of every stage, input first, at a random input in the box ([0, 1] without one), in float64.
 
     ``max_unknowns`` bounds the smaller of rows and unknowns of systems whose rank is computed; 0 leaves only those of
-    linear layers, which need no computation. Raises
-    :class:`~leakscope.limits.activations.Unsupported` for models that are no chain of invertible stages.
+    linear layers, which need no computation. Raises ``Unsupported`` for models that are no chain of invertible stages.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
     >>> [(layer.name, layer.rows, layer.unknowns, layer.rank) for layer in layer_systems(net, (1, 4, 4))]
@@ -135,17 +135,15 @@ def _layer(chain: Chain, number: int, system: LinearSystem, max_unknowns: int) -
     stage = chain.stages[number]
     side = min(system.rows, system.unknowns)
     spectrum = system.spectrum_up_to(max_unknowns)
-    reason = f"{side} rows or unknowns; the rank is computed up to {max_unknowns}" if spectrum is None else None
+    found: dict[str, Any] = {"reason": f"{side} rows or unknowns; the rank is computed up to {max_unknowns}"}
+    if spectrum is not None:
+        found = {name: getattr(spectrum, name) for name in ("rank", "smallest", "condition", "method")}
     return LayerSystem(
         name=stage.name,
         convolutional=stage.convolutional,
         rows=system.rows,
         unknowns=system.unknowns,
         unseen=system.unseen,
-        rank=None if spectrum is None else spectrum.rank,
         predicted_rank=generic_rank(stage),
-        smallest=None if spectrum is None else spectrum.smallest,
-        condition=None if spectrum is None else spectrum.condition,
-        method=None if spectrum is None else spectrum.method,
-        reason=reason,
+        **found,
     )

@@ -1,10 +1,9 @@
 """When an attack may take the weight update of many local steps for one gradient.
 
 Zhu, Yao, Blaschko, "Surrogate Model Extension (SME): A Fast and Accurate Weight Update Attack on Federated Learning",
-ICML 2023. The attack looks for a point on the segment from w_0 to w_T whose gradient is parallel to the update
-w_0 - w_T. Such a point exists for gradient flow in two dimensions, so two things matter: whether the gradients of
-the local steps keep to two directions (:func:`leading_shares`), and how parallel the best point is
-(:func:`cosine_profile`).
+ICML 2023. The attack looks for a point on the segment from w_0 to w_T whose gradient is parallel to the update w_0 -
+w_T. Such a point exists for gradient flow in two dimensions, so two things matter: whether the gradients of the local
+steps keep to two directions (:func:`leading_shares`), and how parallel the best point is (:func:`cosine_profile`).
 
 ``beta`` is the weight on the end of the training throughout: 0 is w_0, 1 is w_T. The paper's equation 5 uses the
 reversed letter, its tables and its code use this one.
@@ -19,6 +18,8 @@ from dataclasses import dataclass
 import torch
 from scipy.optimize import minimize_scalar
 from torch import Tensor
+
+from leakscope.contracts.checks import expected, refuse, whole
 
 #: Columns of the matrix of gradients that are in double precision at a time: 50 steps take 50 MB.
 _COLUMNS = 2**17
@@ -52,10 +53,7 @@ def leading_shares(gradients: Tensor, directions: int = 2) -> Tensor:
         problems.append(f"gradients: expected (steps, parameters), neither of them 0, got {tuple(gradients.shape)}")
     if not gradients.is_floating_point():
         problems.append(f"gradients: expected floating point, got {gradients.dtype}")
-    if isinstance(directions, bool) or not isinstance(directions, int) or directions < 1:
-        problems.append(f"directions: expected a whole number of at least 1, got {directions!r}")
-    if problems:
-        raise ValueError("leading_shares:\n  - " + "\n  - ".join(problems))
+    refuse("leading_shares", problems + whole(directions=directions))
     steps = gradients.shape[0]
     gram = torch.zeros(steps, steps, dtype=torch.float64)
     for block in gradients.detach().split(_COLUMNS, dim=1):
@@ -83,8 +81,7 @@ def cosine_profile(
     >>> round(found.best_beta, 3), round(found.best_cosine, 6), round(found.cosines[0], 3)
     (0.33, 1.0, 0.95)
     """
-    if isinstance(points, bool) or not isinstance(points, int) or points < 2:
-        raise ValueError(f"points: expected a whole number of at least 2, got {points!r}")
+    refuse("cosine_profile", whole(2, points=points))
     update_norm = math.sqrt(_dot(update, update))
     if not (math.isfinite(update_norm) and update_norm > 0):
         raise ValueError(f"update: expected a direction, that is a finite norm above 0, got {update_norm:g}")
@@ -128,12 +125,9 @@ def parallel_beta(curvatures: Sequence[float], start: Sequence[float], end: Sequ
     >>> round(parallel_beta((1.0, 2.0), (1.0, 1.0), (e, e * e)), 4)
     0.7311
     """
-    problems = []
-    for name, pair in (("curvatures", curvatures), ("start", start), ("end", end)):
-        if len(pair) != 2 or not all(math.isfinite(value) for value in pair):
-            problems.append(f"{name}: expected two finite numbers, got {tuple(pair)}")
-    if problems:
-        raise ValueError("parallel_beta:\n  - " + "\n  - ".join(problems))
+    pairs = {"curvatures": tuple(curvatures), "start": tuple(start), "end": tuple(end)}
+    two = expected("two finite numbers", lambda pair: len(pair) == 2 and all(map(math.isfinite, pair)), **pairs)
+    refuse("parallel_beta", two)
     (h1, h2), (x, y) = curvatures, start
     dx, dy = x - end[0], y - end[1]
     if h1 == h2 or dx == 0 or dy == 0:
@@ -168,20 +162,12 @@ def drift_bound(
     >>> drift_bound(**constants, steps=2, loss_before=3.0, loss_after=3.0)
     inf
     """
-    problems = []
     sizes = {"gradient_norm": gradient_norm, "lipschitz": lipschitz, "smoothness": smoothness}
-    for name, value in sizes.items():
-        if not 0 <= value < math.inf:
-            problems.append(f"{name}: expected a finite number of at least 0, got {value}")
-    if not 0 < learning_rate < math.inf:
-        problems.append(f"learning_rate: expected a finite positive number, got {learning_rate}")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        problems.append(f"steps: expected a whole number of at least 1, got {steps!r}")
-    for name, value in (("loss_before", loss_before), ("loss_after", loss_after)):
-        if not math.isfinite(value):
-            problems.append(f"{name}: expected a finite number, got {value}")
-    if problems:
-        raise ValueError("drift_bound:\n  - " + "\n  - ".join(problems))
+    problems = expected("a finite number of at least 0", lambda value: 0 <= value < math.inf, **sizes)
+    problems += expected("a finite positive number", lambda rate: 0 < rate < math.inf, learning_rate=learning_rate)
+    problems += whole(steps=steps)
+    problems += expected("a finite number", math.isfinite, loss_before=loss_before, loss_after=loss_after)
+    refuse("drift_bound", problems)
     fall, room = loss_before - loss_after, 1 - learning_rate * smoothness / 2
     if fall <= 0 or room <= 0:
         return math.inf

@@ -24,7 +24,7 @@ _SETTLED = 1e-3
 _CONFIDENCE = 0.95
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class InverseTrace:
     """``inverse`` is the mean of the probes, infinite where one met a direction that the matrix takes to zero.
 
@@ -76,13 +76,8 @@ def inverse_trace(
     mean = float(found.mean())
     error = float(found.std()) / math.sqrt(count) if math.isfinite(mean) else math.inf
     reach = float(student.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
-    return InverseTrace(
-        inverse=mean,
-        standard_error=error,
-        interval=(mean - reach if math.isfinite(mean) else mean, mean + reach),
-        trace=sum(traces) / count,
-        converged=settled / count,
-    )
+    interval = (mean - reach if math.isfinite(mean) else mean, mean + reach)
+    return InverseTrace(mean, error, interval, sum(traces) / count, settled / count)
 
 
 def _quadratic_form(

@@ -12,18 +12,19 @@ import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
 from leakscope.equations.index_matrix import Identifiability, Indices, identify, seen_rows
 from leakscope.federation.batches import Sampling, default_rounds, draw_batches
 from leakscope.limits.index_alignment import RoundsNeeded, determined_inputs, distinct_columns, rounds_needed, separable
 from leakscope.limits.index_bounds import RecoveryBound, Theorem, recovery_bounds, theorem1, theorem2
-from leakscope.limits.report import plain_values
+from leakscope.limits.report import example_problems, plain_values
 from leakscope.models.split import VerticalModel
 from leakscope.network.layers import FirstDense, first_dense
 from leakscope.network.recorder import cut_at
@@ -124,15 +125,9 @@ class VerticalLimits:
         facts["workers"] = [
             {**dataclasses.asdict(worker), "enough_inputs": worker.enough_inputs} for worker in self.workers
         ]
-        facts["index"] = {
-            "rank": self.index.rank,
-            "smallest": self.index.smallest,
-            "condition": self.index.condition,
-            "determined": int(self.index.determined.sum()),
-            "absent": self.index.absent,
-            "identifiable": self.index.identifiable,
-            "reason": self.index.reason,
-        }
+        names = ("rank", "smallest", "condition", "determined", "absent", "identifiable", "reason")
+        facts["index"] = {name: getattr(self.index, name) for name in names}
+        facts["index"]["determined"] = int(self.index.determined.sum())
         plain = plain_values({**facts, "identifiable": self.identifiable, "conclusion": self.conclusion})
         assert isinstance(plain, dict)
         return plain
@@ -158,7 +153,14 @@ def vertical_limits(
     still, and the adversary to know which samples are in each batch. ``progress`` is told what is done, how much of it,
     and of how much.
     """
-    outputs = _check(model, samples, batch, rounds, sampling, inputs, labels, indices)
+    outputs = _outputs(model)
+    problems = whole(samples=samples, batch=batch, **({} if rounds is None else {"rounds": rounds}))
+    if not problems and batch > samples:
+        problems.append(f"batch: expected at most the {samples} samples, got {batch}")
+    if indices is not None and rounds not in (None, len(indices)):
+        problems.append(f"rounds: expected {len(indices)}, as there are indices, or None, got {rounds}")
+    problems += expected("'uniform' or 'epochs'", lambda word: word in get_args(Sampling), sampling=sampling)
+    refuse("vertical_limits", problems + example_problems(inputs, labels, (samples, *model.input_shape), outputs))
     needed = rounds_needed(samples, batch, sampling)
     given = indices is not None
     if indices is None:
@@ -253,45 +255,11 @@ def layer_signals(
     return [(torch.cat(signals), torch.cat(reads)) for signals, reads in found]
 
 
-def _check(
-    model: VerticalModel,
-    samples: int,
-    batch: int,
-    rounds: int | None,
-    sampling: str,
-    inputs: Tensor | None,
-    labels: Tensor | None,
-    indices: Indices | None,
-) -> int:
-    """The number of the model's outputs; one error with all that is wrong otherwise."""
+def _outputs(model: VerticalModel) -> int:
     if not isinstance(model, VerticalModel):
         raise TypeError(
             f"model: expected a leakscope.VerticalModel, got {type(model).__name__}; for others there is limits()"
         )
-    problems = []
-    for name, value in (("samples", samples), ("batch", batch), ("rounds", rounds)):
-        missing = value is None and name == "rounds"
-        if not missing and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            problems.append(f"{name}: expected a whole number of at least 1, got {value!r}")
-    if not problems and batch > samples:
-        problems.append(f"batch: expected at most the {samples} samples, got {batch}")
-    if sampling not in ("uniform", "epochs"):
-        problems.append(f"sampling: expected 'uniform' or 'epochs', got {sampling!r}")
-    if indices is not None and rounds not in (None, len(indices)):
-        problems.append(f"rounds: expected {len(indices)}, as there are indices, or None, got {rounds}")
-    if (inputs is None) != (labels is None):
-        problems.append("inputs and labels: expected both or neither")
-    if inputs is not None and tuple(inputs.shape) != (samples, *model.input_shape):
-        problems.append(f"inputs: expected shape {(samples, *model.input_shape)}, got {tuple(inputs.shape)}")
     like = first_dense(model)[0].module(model).weight
     with torch.no_grad():
-        outputs = int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])
-    if labels is not None:
-        classes = label_count(outputs)
-        if tuple(labels.shape) != (samples,) or labels.is_floating_point():
-            problems.append(f"labels: expected {samples} class numbers, got {tuple(labels.shape)} of {labels.dtype}")
-        elif not bool(((labels >= 0) & (labels < classes)).all()):
-            problems.append(f"labels: expected classes below the model's {classes}, got up to {int(labels.max())}")
-    if problems:
-        raise ValueError("vertical_limits:\n  - " + "\n  - ".join(problems))
-    return outputs
+        return int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])

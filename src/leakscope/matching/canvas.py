@@ -34,7 +34,7 @@ class Pixels:
         """The nearest valid picture."""
         if not inputs.bounded or not self.clamp:
             return picture
-        return picture.clamp(0, 1) if self.space == "unit" else inputs.project(picture)
+        return inputs.project_unit(picture) if self.space == "unit" else inputs.project(picture)
 
     def to_model(self, picture: Tensor, inputs: InputSpace) -> Tensor:
         return picture if self.space == "model" else inputs.from_unit(picture)

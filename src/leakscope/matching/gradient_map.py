@@ -144,8 +144,8 @@ class GradientMap:
             coordinates = self._tangents(flat)
 
         def observed(point: Tensor) -> Tensor:
-            found = self.update(point).values()
-            return torch.cat([place(value).flatten() for place, value in zip(coordinates, found, strict=True)])
+            values = self.update(point).values()
+            return torch.cat([place(value).flatten() for place, value in zip(coordinates, values, strict=True)])
 
         def column(direction: Tensor) -> Tensor:
             return jvp(observed, (flat,), (direction,))[1]

@@ -101,9 +101,9 @@ class Problem:
         def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
             nonlocal kept
             if iteration % every == 0 or len(kept) != len(rows):
-                found = self._call(whole, rows, iteration, restarts)
-                kept = found[2][:, -len(self.unknowns) :]
-                return found
+                answer = self._call(whole, rows, iteration, restarts)
+                kept = answer[2][:, -len(self.unknowns) :]
+                return answer
             value, judged, gradient = self._call(inputs_only, rows, iteration, restarts)
             return value, judged, torch.cat([gradient, kept], dim=1)
 
@@ -112,21 +112,21 @@ class Problem:
     def _unit(self, unknown: Unknown) -> float:
         return unknown.step / self.matcher.optimiser.lr
 
-    def _objective(self, main: Tensor, others: Tensor, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    def _objective(self, main: Tensor, others: Tensor, facts: dict[str, Any]) -> tuple[Tensor, Tensor]:
         matcher = self.matcher
         # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
         (picture, logits), numbers = self._example(main), self._numbers(others)
-        targets = self.victim.task.from_search(logits) if logits is not None else given["targets"]
-        candidate, recorded = matcher.simulation(self.victim, given["known"], self.to_model(picture), targets, numbers)
-        distance = matcher.distance(given["observed"], candidate)
+        targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
+        candidate, recorded = matcher.simulation(self.victim, facts["known"], self.to_model(picture), targets, numbers)
+        distance = matcher.distance(facts["observed"], candidate)
         space = self.inputs if matcher.canvas.space == "model" else None
-        scene = Scene(given["iteration"], recorded, given["batchnorm"], space)
+        scene = Scene(facts["iteration"], recorded, facts["batchnorm"], space)
         penalty = torch.zeros_like(distance)
         for prior in matcher.priors:
             penalty = penalty + prior(picture, scene)
-        judged = distance if matcher.judge is None else matcher.judge(given["observed"], candidate)
+        judged = distance if matcher.judge is None else matcher.judge(facts["observed"], candidate)
         final = matcher.emphasis.last * judged
-        return matcher.emphasis(given["iteration"]) * distance + penalty, torch.stack([final + penalty, judged])
+        return matcher.emphasis(facts["iteration"]) * distance + penalty, torch.stack([final + penalty, judged])
 
     def _step(self, arguments: tuple[int, ...], restarts: int, compiled: bool) -> Callable[..., Any]:
         derivative = grad_and_value(self._objective, argnums=arguments, has_aux=True)
@@ -138,7 +138,7 @@ class Problem:
         self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int
     ) -> tuple[Tensor, Tensor, Tensor]:
         like = next(iter(self.observed.values()))
-        given = {
+        facts = {
             "known": self.victim.known,
             "observed": self.observed,
             "targets": self.targets,
@@ -150,7 +150,7 @@ class Problem:
         # Only the plain form of attention can be differentiated twice.
         with sdpa_kernel(SDPBackend.MATH):
             if restarts == 1:
-                gradients, (value, judged) = step(main[0], others[0], given)
+                gradients, (value, judged) = step(main[0], others[0], facts)
                 return value[None].detach(), judged[None].detach(), torch.cat(gradients)[None].detach()
-            gradients, (value, judged) = step(main, others, given)
+            gradients, (value, judged) = step(main, others, facts)
         return value.detach(), judged.detach(), torch.cat(gradients, dim=1).detach()

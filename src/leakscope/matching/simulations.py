@@ -148,8 +148,8 @@ class _Steps:
     def gradient(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         # The victim's own fixed tensors: an autograd function may only be given others as arguments.
         fixed = self.victim.known.fixed
-        found, _ = self.victim.gradient(dict(zip(self.names, weights, strict=True)), fixed, x, targets)
-        return tuple(found[name] for name in self.names)
+        gradient, _ = self.victim.gradient(dict(zip(self.names, weights, strict=True)), fixed, x, targets)
+        return tuple(gradient[name] for name in self.names)
 
     def descend(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         gradient = self.gradient(weights, x, targets)

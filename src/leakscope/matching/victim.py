@@ -102,8 +102,8 @@ class Victim:
         """
         if self.channel.clips_examples and len(x) > 1:
             return self._clipped_gradient(weights, fixed, x, targets)
-        found, recorded = grad(self.loss, has_aux=True)(weights, fixed, x, targets, output_gradient)
-        return (self.channel.clip_update(found) if self.channel.clips_examples else found), recorded
+        gradient, recorded = grad(self.loss, has_aux=True)(weights, fixed, x, targets, output_gradient)
+        return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
 
     def seen(self, update: Tensors, known: Known) -> Tensors:
         """What the adversary expects to see of an update that a client made, as far as it knows the defence."""

@@ -8,27 +8,3 @@ from leakscope.metrics.image import mse, psnr, rmse, rmse_maxnorm, ssim
 from leakscope.metrics.labels import label_accuracy, label_correct
 from leakscope.metrics.measures import MEASURES, Measure
 from leakscope.metrics.perceptual import Lpips, find_lpips, load_lpips
-
-__all__ = [
-    "MAX_CANDIDATES",
-    "MEASURES",
-    "PSNR_CAP",
-    "Evaluation",
-    "Lpips",
-    "Measure",
-    "assign",
-    "chance",
-    "cost_matrix",
-    "evaluate",
-    "find_lpips",
-    "identified",
-    "interval",
-    "label_accuracy",
-    "label_correct",
-    "load_lpips",
-    "mse",
-    "psnr",
-    "rmse",
-    "rmse_maxnorm",
-    "ssim",
-]

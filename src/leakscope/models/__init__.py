@@ -16,24 +16,23 @@ import torch
 from torch import nn
 
 from leakscope.contracts.registry import Entry, Registry, import_object
-from leakscope.models.chains import fcn3, hybrid_cnns, rgap_cnns
+from leakscope.contracts.task import Shape
+from leakscope.models.chains import chain_cnns, fcn3
 from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
 from leakscope.models.common import ACTIVATIONS, positive_int
 from leakscope.models.external import call_factory
-from leakscope.models.lenet import dlg_lenet, lenet_tanh
+from leakscope.models.lenet import LeNetTanh, dlg_lenet
 from leakscope.models.mlp import logistic, mlp, s3_mlp
 from leakscope.models.resnet import resnet8, resnet18
 from leakscope.models.vertical import cafe_cnn, vertical_mlp
-from leakscope.models.vit import s3_vit
-
-__all__ = ["ACTIVATIONS", "MODELS", "ModelEntry", "build_model", "parameter_count"]
+from leakscope.models.vit import VisionTransformer
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry(Entry):
     """One row of the table: how to build a model, and the shapes it has when none are given."""
 
-    input_shape: tuple[int, ...]
+    input_shape: Shape
     num_classes: int
 
     def options(self) -> tuple[str, ...]:
@@ -57,19 +56,18 @@ _MNIST = (1, 28, 28)
 _ENTRIES = (
     _entry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10),
     _entry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
-    _entry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", lenet_tanh, _MNIST, 62),
+    _entry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", LeNetTanh, _MNIST, 62),
     _entry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
     _entry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
     _entry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
     _entry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
     _entry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
-    _entry("s3-vit", "small vision transformer that sees one patch", s3_vit, _MNIST, 62),
+    _entry("s3-vit", "small vision transformer that sees one patch", VisionTransformer, _MNIST, 62),
     _entry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
     _entry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
     _entry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
     _entry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
-    *(_entry(name, f"tanh net of Chen and Campbell: {words}", net, _CIFAR, 10) for name, words, net in hybrid_cnns()),
-    *(_entry(name, f"LeakyReLU net of R-GAP: {words}", net, _CIFAR, 10) for name, words, net in rgap_cnns()),
+    *(_entry(name, summary, net, _CIFAR, 10) for name, summary, net in chain_cnns()),
     _entry("cafe-cnn", "vertical: workers of two convolutions and dense layers, of CAFE", cafe_cnn, _CIFAR, 10),
     _entry("vertical-mlp", "vertical: workers of dense layers, for tables", vertical_mlp, (16,), 2),
     _entry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
@@ -78,12 +76,7 @@ MODELS: Registry[ModelEntry] = Registry("model", _ENTRIES)
 
 
 def build_model(
-    spec: str,
-    *,
-    input_shape: tuple[int, ...] | None = None,
-    num_classes: int | None = None,
-    seed: int = 0,
-    **options: Any,
+    spec: str, *, input_shape: Shape | None = None, num_classes: int | None = None, seed: int = 0, **options: Any
 ) -> nn.Module:
     """Build the model called ``spec``: a name in :data:`MODELS`, or ``package.module:factory``.
 
@@ -95,7 +88,7 @@ def build_model(
     """
     if not isinstance(spec, str):
         raise TypeError(f"build_model: expected the name of a model, got {type(spec).__name__}")
-    if isinstance(seed, bool) or not isinstance(seed, int):
+    if not isinstance(seed, int) or isinstance(seed, bool):
         raise ValueError(f"build_model: seed: expected an integer, got {seed!r}")
     if input_shape is not None:
         input_shape = _checked_shape(input_shape)
@@ -147,7 +140,6 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     except TypeError:
         sizes = ()
     if not sizes or isinstance(shape, str):
-        raise ValueError(
-            f"build_model: input_shape: expected sizes without the batch such as (3, 32, 32), got {shape!r}"
-        )
+        wanted = "sizes without the batch such as (3, 32, 32)"
+        raise ValueError(f"build_model: input_shape: expected {wanted}, got {shape!r}")
     return tuple(positive_int(size, "build_model: input_shape") for size in sizes)

@@ -10,14 +10,15 @@ LeakyReLU of slope 0.2 and no bias. R-GAP's nets have one output and a logistic 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 
 from torch import nn
 
-from leakscope.models.common import activation_layer, image_shape, output_size, too_small
+from leakscope.contracts.task import Shape
+from leakscope.models.common import activation_layer, image_shape, sequence, sides_after, too_small
 
 
 @dataclass(frozen=True)
@@ -60,23 +61,21 @@ RGAP_LAYERS: Mapping[str, tuple[Convolution, ...]] = MappingProxyType(
 Factory = Callable[..., nn.Sequential]
 
 
-def hybrid_cnns() -> Iterator[tuple[str, str, Factory]]:
-    """Name, words and factory of every net of Chen and Campbell."""
+def chain_cnns() -> Iterator[tuple[str, str, Factory]]:
+    """Name, words and factory of every convolutional net of Chen and Campbell, and of R-GAP."""
     for name, layers in HYBRID_LAYERS.items():
-        yield name, _words(layers), _factory(name, layers, "tanh")
-
-
-def rgap_cnns() -> Iterator[tuple[str, str, Factory]]:
-    """Name, words and factory of every convolutional net of R-GAP."""
+        build = partial(convolution_chain, name, layers, activation="tanh")
+        yield name, f"tanh net of Chen and Campbell: {_words(layers)}", build
     for name, layers in RGAP_LAYERS.items():
-        yield name, _words(layers), _factory(name, layers, "leaky-relu")
+        build = partial(convolution_chain, name, layers, activation="leaky-relu")
+        yield name, f"LeakyReLU net of R-GAP: {_words(layers)}", build
 
 
 def convolution_chain(
     name: str,
     layers: tuple[Convolution, ...],
     *,
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     num_classes: int,
     activation: str,
     head_bias: bool = True,
@@ -87,27 +86,24 @@ def convolution_chain(
     Linear(in_features=5400, out_features=10, bias=True)
     """
     channels, height, width = image_shape(name, input_shape)
-    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    modules: dict[str, nn.Module] = {}
     for number, layer in enumerate(layers, start=1):
         modules[f"conv{number}"] = nn.Conv2d(
             channels, layer.filters, layer.kernel, stride=layer.stride, padding=layer.padding, bias=False
         )
         modules[f"activation{number}"] = activation_layer(activation)
         channels = layer.filters
-        height, width = (
-            output_size(side, kernel=layer.kernel, stride=layer.stride, padding=layer.padding)
-            for side in (height, width)
-        )
+        sides = (height, width)
+        height, width = sides_after(sides, kernel=layer.kernel, strides=(layer.stride,), padding=layer.padding)
         if min(height, width) < 1:
             raise too_small(name, input_shape, f"nothing is left after conv{number}")
-    modules["flatten"] = nn.Flatten()
-    modules["fc"] = nn.Linear(channels * height * width, num_classes, bias=head_bias)
-    return nn.Sequential(modules)
+    head = nn.Linear(channels * height * width, num_classes, bias=head_bias)
+    return sequence(**modules, flatten=nn.Flatten(), fc=head)
 
 
 def fcn3(
     *,
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     num_classes: int,
     activation: str = "leaky-relu",
     head_bias: bool = False,
@@ -118,30 +114,13 @@ def fcn3(
     >>> fcn3(input_shape=(1, 28, 28), num_classes=1).fc3
     Linear(in_features=100, out_features=1, bias=False)
     """
-    modules: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())
+    modules: dict[str, nn.Module] = {"flatten": nn.Flatten()}
     sizes = (math.prod(input_shape), 1000, 100, num_classes)
     for number in (1, 2, 3):
         modules[f"fc{number}"] = nn.Linear(sizes[number - 1], sizes[number], bias=head_bias and number == 3)
         if number < 3 or head_activation:
             modules[f"activation{number}"] = activation_layer(activation)
-    return nn.Sequential(modules)
-
-
-def _factory(name: str, layers: tuple[Convolution, ...], usual: str) -> Factory:
-    def build(
-        *, input_shape: tuple[int, ...], num_classes: int, activation: str = usual, head_bias: bool = True
-    ) -> nn.Sequential:
-        return convolution_chain(
-            name,
-            layers,
-            input_shape=input_shape,
-            num_classes=num_classes,
-            activation=activation,
-            head_bias=head_bias,
-        )
-
-    build.__doc__ = f"{name}: convolutions {_words(layers)}, then one linear layer."
-    return build
+    return sequence(**modules)
 
 
 def _words(layers: tuple[Convolution, ...]) -> str:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from types import MappingProxyType
 
 from torch import nn
+
+from leakscope.contracts.checks import is_whole
+from leakscope.contracts.task import Shape
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
     {
@@ -39,12 +43,12 @@ def positive_int(value: object, what: str) -> int:
     >>> positive_int(12, "filters")
     12
     """
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+    if not is_whole(value):
         raise ValueError(f"{what}: expected an integer of at least 1, got {value!r}")
     return value
 
 
-def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int]:
+def image_shape(model: str, input_shape: Shape) -> tuple[int, int, int]:
     """Channels, height and width, or an error saying that ``model`` reads images.
 
     >>> image_shape("convnet", (1, 28, 28))
@@ -59,7 +63,7 @@ def image_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int, int
     return channels, height, width
 
 
-def signal_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int]:
+def signal_shape(model: str, input_shape: Shape) -> tuple[int, int]:
     """Channels and length, or an error saying that ``model`` reads signals.
 
     >>> signal_shape("signal-cnn", (1, 256))
@@ -74,6 +78,11 @@ def signal_shape(model: str, input_shape: tuple[int, ...]) -> tuple[int, int]:
     return channels, length
 
 
+def sequence(**layers: nn.Module) -> nn.Sequential:
+    """Layers in a row, by name."""
+    return nn.Sequential(OrderedDict(layers))
+
+
 def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) -> int:
     """The length of one axis after a convolution or a pooling; 0 or less means that nothing is left.
 
@@ -83,7 +92,19 @@ def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) ->
     return (size + 2 * padding - kernel) // stride + 1
 
 
-def too_small(model: str, input_shape: tuple[int, ...], why: str) -> ValueError:
+def sides_after(sides: Iterable[int], *, kernel: int, strides: Iterable[int], padding: int) -> tuple[int, ...]:
+    """The sides of a feature map after one convolution for each of the ``strides``.
+
+    >>> sides_after((32, 28), kernel=5, strides=(2, 2, 1), padding=2)
+    (8, 7)
+    """
+    sides = tuple(sides)
+    for stride in strides:
+        sides = tuple(output_size(side, kernel=kernel, stride=stride, padding=padding) for side in sides)
+    return sides
+
+
+def too_small(model: str, input_shape: Shape, why: str) -> ValueError:
     """The error for inputs of which ``model`` would leave nothing."""
     return ValueError(f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs.")
 

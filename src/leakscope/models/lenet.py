@@ -1,21 +1,15 @@
-"""The two nets that the literature calls LeNet: of Deep Leakage from Gradients, and of Surrogate Model
-Extension."""
+"""The two nets that the literature calls LeNet: of Deep Leakage from Gradients, and of Surrogate Model Extension."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 from torch import Tensor, nn
 
-from leakscope.models.common import activation_layer, image_shape, output_size, too_small
+from leakscope.contracts.task import Shape
+from leakscope.models.common import activation_layer, image_shape, output_size, sequence, sides_after, too_small
 
 
 def dlg_lenet(
-    *,
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    activation: str = "sigmoid",
-    init: str = "uniform",
+    *, input_shape: Shape, num_classes: int, activation: str = "sigmoid", init: str = "uniform"
 ) -> nn.Sequential:
     """The net of Deep Leakage from Gradients (Zhu, Liu, Han, NeurIPS 2019) and iDLG.
 
@@ -26,20 +20,16 @@ def dlg_lenet(
     if init not in ("uniform", "default"):
         raise ValueError(f"dlg-lenet: init: expected 'uniform' or 'default', got {init!r}")
     channels, height, width = image_shape("dlg-lenet", input_shape)
-    for stride in (2, 2, 1):
-        height = output_size(height, kernel=5, stride=stride, padding=2)
-        width = output_size(width, kernel=5, stride=stride, padding=2)
-    model = nn.Sequential(
-        OrderedDict(
-            conv1=nn.Conv2d(channels, 12, 5, stride=2, padding=2),
-            activation1=activation_layer(activation),
-            conv2=nn.Conv2d(12, 12, 5, stride=2, padding=2),
-            activation2=activation_layer(activation),
-            conv3=nn.Conv2d(12, 12, 5, stride=1, padding=2),
-            activation3=activation_layer(activation),
-            flatten=nn.Flatten(),
-            fc=nn.Linear(12 * height * width, num_classes),
-        )
+    height, width = sides_after((height, width), kernel=5, strides=(2, 2, 1), padding=2)
+    model = sequence(
+        conv1=nn.Conv2d(channels, 12, 5, stride=2, padding=2),
+        activation1=activation_layer(activation),
+        conv2=nn.Conv2d(12, 12, 5, stride=2, padding=2),
+        activation2=activation_layer(activation),
+        conv3=nn.Conv2d(12, 12, 5, stride=1, padding=2),
+        activation3=activation_layer(activation),
+        flatten=nn.Flatten(),
+        fc=nn.Linear(12 * height * width, num_classes),
     )
     if init == "uniform":
         for parameter in model.parameters():
@@ -54,7 +44,7 @@ class LeNetTanh(nn.Module):
     the cross-entropy, which applies another; ``softmax=False`` gives the usual logits instead.
     """
 
-    def __init__(self, *, input_shape: tuple[int, ...], num_classes: int, softmax: bool = True) -> None:
+    def __init__(self, *, input_shape: Shape, num_classes: int, softmax: bool = True) -> None:
         super().__init__()
         channels, height, width = image_shape("lenet-tanh", input_shape)
         for _ in range(2):
@@ -78,8 +68,3 @@ class LeNetTanh(nn.Module):
         x = self.activation(self.fc1(self.flatten(x)))
         x = self.activation(self.fc2(x))
         return self.output(self.fc3(x))
-
-
-def lenet_tanh(*, input_shape: tuple[int, ...], num_classes: int, softmax: bool = True) -> nn.Module:
-    """See :class:`LeNetTanh`."""
-    return LeNetTanh(input_shape=input_shape, num_classes=num_classes, softmax=softmax)

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from leakscope.models.common import activation_layer, positive_int
+from leakscope.contracts.task import Shape
+from leakscope.models.common import activation_layer, positive_int, sequence
 
 
 def mlp(
     *,
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     num_classes: int,
     hidden: int | Sequence[int] = (256,),
     activation: str = "relu",
@@ -40,7 +41,7 @@ def mlp(
     return nn.Sequential(layers)
 
 
-def s3_mlp(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Sequential:
+def s3_mlp(*, input_shape: Shape, num_classes: int) -> nn.Sequential:
     """784-1000-1000-62 of Surrogate Model Extension (Zhu, Yao, Blaschko, ICML 2023).
 
     As in its published code there is a ReLU on the logits too. A negative logit then has no gradient, which
@@ -51,7 +52,6 @@ def s3_mlp(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Sequential:
     return layers
 
 
-def logistic(*, input_shape: tuple[int, ...], num_classes: int, bias: bool = True) -> nn.Sequential:
+def logistic(*, input_shape: Shape, num_classes: int, bias: bool = True) -> nn.Sequential:
     """Multinomial logistic regression: one linear layer on the flattened input."""
-    features = math.prod(input_shape)
-    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), fc=nn.Linear(features, num_classes, bias=bias)))
+    return sequence(flatten=nn.Flatten(), fc=nn.Linear(math.prod(input_shape), num_classes, bias=bias))

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from itertools import pairwise
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leakscope.models.common import image_shape, output_size
+from leakscope.contracts.task import Shape
+from leakscope.models.common import image_shape, sequence, sides_after
 
 
 class ResidualBlock(nn.Module):
@@ -22,12 +22,8 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(outputs)
         self.shortcut: nn.Module = nn.Identity()
         if stride != 1 or inputs != outputs:
-            self.shortcut = nn.Sequential(
-                OrderedDict(
-                    conv=nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False),
-                    norm=nn.BatchNorm2d(outputs),
-                )
-            )
+            convolution = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
+            self.shortcut = sequence(conv=convolution, norm=nn.BatchNorm2d(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.relu(self.norm1(self.conv1(x)))
@@ -51,42 +47,32 @@ class ResidualNet(nn.Module):
         super().__init__()
         self.conv = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
         self.norm = nn.BatchNorm2d(widths[0])
-        stages: OrderedDict[str, nn.Module] = OrderedDict()
+        stages: dict[str, nn.Module] = {}
         inputs = widths[0]
         for number, (outputs, stride) in enumerate(zip(widths, strides, strict=True), start=1):
             layers = [ResidualBlock(inputs, outputs, stride)]
             layers += [ResidualBlock(outputs, outputs, 1) for _ in range(blocks - 1)]
             stages[f"stage{number}"] = nn.Sequential(*layers)
             inputs = outputs
-        self.stages = nn.Sequential(stages)
+        self.stages = sequence(**stages)
         self.pool = pool
         self.flatten = nn.Flatten()
-        sizes = (features, *head)
-        self.head = nn.Sequential(
-            OrderedDict((f"fc{i}", nn.Linear(a, b)) for i, (a, b) in enumerate(pairwise(sizes), 1))
-        )
+        self.head = sequence(**{f"fc{i}": nn.Linear(*pair) for i, pair in enumerate(pairwise((features, *head)), 1)})
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(F.relu(self.norm(self.conv(x))))
         return self.head(self.flatten(self.pool(x)))
 
 
-def _after_strides(size: int, strides: tuple[int, ...]) -> int:
-    for stride in strides:
-        size = output_size(size, kernel=3, stride=stride, padding=1)
-    return size
-
-
-def resnet8(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def resnet8(*, input_shape: Shape, num_classes: int) -> nn.Module:
     """ResNet8 of Surrogate Model Extension: stem 32, blocks 32/64/128, padded pooling, 2048-1000-classes.
 
     The two linear layers have no activation between them, as in its published code.
     """
     channels, height, width = image_shape("resnet8", input_shape)
     strides = (1, 2, 2)
-    height, width = (
-        output_size(_after_strides(size, strides), kernel=2, stride=2, padding=1) for size in (height, width)
-    )
+    sides = sides_after((height, width), kernel=3, strides=strides, padding=1)
+    height, width = sides_after(sides, kernel=2, strides=(2,), padding=1)
     return ResidualNet(
         channels=channels,
         widths=(32, 64, 128),
@@ -98,17 +84,17 @@ def resnet8(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
     )
 
 
-def resnet18(*, input_shape: tuple[int, ...], num_classes: int) -> nn.Module:
+def resnet18(*, input_shape: Shape, num_classes: int) -> nn.Module:
     """ResNet18 for small images: 3x3 stem with stride 1, no max-pooling, BatchNorm, global average pool."""
     channels, height, width = image_shape("resnet18", input_shape)
     strides = (1, 2, 2, 2)
-    window = (_after_strides(height, strides), _after_strides(width, strides))
+    height, width = sides_after((height, width), kernel=3, strides=strides, padding=1)
     return ResidualNet(
         channels=channels,
         widths=(64, 128, 256, 512),
         strides=strides,
         blocks=2,
-        pool=nn.AvgPool2d(window),
+        pool=nn.AvgPool2d((height, width)),
         features=512,
         head=(num_classes,),
     )

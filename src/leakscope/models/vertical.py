@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import math
 
-from torch import Tensor, nn
+from torch import nn
 
-from leakscope.models.common import activation_layer, positive_int, too_small
+from leakscope.contracts.task import Shape
+from leakscope.models.common import activation_layer, positive_int, sequence, too_small
 from leakscope.models.split import Groups, Share, VerticalModel, make_shares
 
 _DIMENSIONS = {2: (nn.Conv1d, nn.BatchNorm1d), 3: (nn.Conv2d, nn.BatchNorm2d)}
-_POOLS = {
-    ("max", 2): nn.MaxPool1d,
-    ("max", 3): nn.MaxPool2d,
-    ("average", 2): nn.AvgPool1d,
-    ("average", 3): nn.AvgPool2d,
-}
+_POOLS = {"max": (nn.MaxPool1d, nn.MaxPool2d), "average": (nn.AvgPool1d, nn.AvgPool2d)}
 
 
 def cafe_cnn(
     *,
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     num_classes: int,
     slices: str | Groups = "quadrants",
     workers: int = 4,
@@ -40,7 +36,7 @@ def cafe_cnn(
     """
     if len(input_shape) not in _DIMENSIONS:
         raise ValueError(f"cafe-cnn: expected images or signals, got shape {tuple(input_shape)}; use 'vertical-mlp'")
-    if (pool, len(input_shape)) not in _POOLS:
+    if pool not in _POOLS:
         raise ValueError(f"pool: expected 'max' or 'average', got {pool!r}")
     if not isinstance(filters, list | tuple) or len(filters) != 2:
         raise ValueError(f"filters: expected two numbers, one a convolution, got {filters!r}")
@@ -57,9 +53,9 @@ def _cnn_worker(
     if min(sides) < 2:
         raise too_small("cafe-cnn", share.shape, f"worker {share.name!r} needs 2 pixels a side")
     convolution, normalisation = _DIMENSIONS[len(share.shape)]
-    pooling = _POOLS[pool, len(share.shape)]
+    pooling = _POOLS[pool][len(share.shape) - 2]
     first, second, hidden, middle = sizes
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers: dict[str, nn.Module] = {}
     for number, (before, after) in enumerate(((channels, first), (first, second)), start=1):
         layers[f"conv{number}"] = convolution(before, after, 5, padding=2)
         if batchnorm:
@@ -68,17 +64,13 @@ def _cnn_worker(
         # An odd side keeps its last pixel, so 14 pixels become 4 in two steps.
         layers[f"pool{number}"] = pooling(2, ceil_mode=True)
         sides = [-(-side // 2) for side in sides]
-    width = second
-    for side in sides:
-        width *= side
-    layers["flatten"] = nn.Flatten()
-    layers.update(_dense(width, (hidden, middle, num_classes), activation))
-    return nn.Sequential(layers)
+    dense = _dense(second * math.prod(sides), (hidden, middle, num_classes), activation)
+    return sequence(**layers, flatten=nn.Flatten(), **dense)
 
 
 def vertical_mlp(
     *,
-    input_shape: tuple[int, ...],
+    input_shape: Shape,
     num_classes: int,
     slices: str | Groups = "strips",
     workers: int = 4,
@@ -90,22 +82,15 @@ def vertical_mlp(
     shares = make_shares(input_shape, slices, workers)
     sizes = tuple(positive_int(size, "vertical-mlp: hidden, middle") for size in (hidden, middle))
     nets = [
-        nn.Sequential(
-            OrderedDict(
-                [
-                    ("flatten", nn.Flatten()),
-                    *_dense(len(share.places), (*sizes, num_classes), activation).items(),
-                ]
-            )
-        )
+        sequence(flatten=nn.Flatten(), **_dense(len(share.places), (*sizes, num_classes), activation))
         for share in shares
     ]
     return _joined(nets, shares, input_shape, num_classes, False)
 
 
-def _dense(width: int, sizes: tuple[int, ...], activation: str) -> OrderedDict[str, nn.Module]:
+def _dense(width: int, sizes: tuple[int, ...], activation: str) -> dict[str, nn.Module]:
     """Dense layers, each followed by the activation, the last one too."""
-    layers: OrderedDict[str, nn.Module] = OrderedDict()
+    layers: dict[str, nn.Module] = {}
     for number, size in enumerate(sizes, start=1):
         layers[f"fc{number}"] = nn.Linear(width, size)
         layers[f"dense_activation{number}"] = activation_layer(activation)
@@ -114,18 +99,9 @@ def _dense(width: int, sizes: tuple[int, ...], activation: str) -> OrderedDict[s
 
 
 def _joined(
-    nets: list[nn.Sequential],
-    shares: tuple[Share, ...],
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    double_softmax: bool,
+    nets: list[nn.Sequential], shares: tuple[Share, ...], input_shape: Shape, num_classes: int, double_softmax: bool
 ) -> VerticalModel:
-    head = nn.Sequential(OrderedDict(fc=nn.Linear(num_classes * len(nets), num_classes)))
+    head = sequence(fc=nn.Linear(num_classes * len(nets), num_classes))
     if double_softmax:
-        head.add_module("softmax", _Softmax())
+        head.add_module("softmax", nn.Softmax(dim=1))
     return VerticalModel(workers=nets, head=head, shares=shares, input_shape=input_shape)
-
-
-class _Softmax(nn.Module):
-    def forward(self, logits: Tensor) -> Tensor:
-        return logits.softmax(1)

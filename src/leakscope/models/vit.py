@@ -6,12 +6,11 @@ layer has no residual around its attention and no norm before it. ``patch_size``
 
 from __future__ import annotations
 
-from collections import OrderedDict
-
 import torch
 from torch import Tensor, nn
 
-from leakscope.models.common import image_shape, positive_int
+from leakscope.contracts.task import Shape
+from leakscope.models.common import image_shape, positive_int, sequence
 
 
 class Attention(nn.Module):
@@ -33,6 +32,10 @@ class Attention(nn.Module):
         return self.projection((weights @ value).transpose(1, 2).reshape(batch, tokens, dim))
 
 
+def _perceptron(inputs: int, hidden: int, outputs: int) -> nn.Sequential:
+    return sequence(fc1=nn.Linear(inputs, hidden), activation=nn.GELU(), fc2=nn.Linear(hidden, outputs))
+
+
 class Layer(nn.Module):
     """Attention and a two-layer perceptron; ``plain_attention`` drops the first residual and its norm."""
 
@@ -43,9 +46,7 @@ class Layer(nn.Module):
             self.norm1 = nn.LayerNorm(dim)
         self.attention = Attention(dim, heads)
         self.norm2 = nn.LayerNorm(dim)
-        self.mlp = nn.Sequential(
-            OrderedDict(fc1=nn.Linear(dim, mlp_ratio * dim), activation=nn.GELU(), fc2=nn.Linear(mlp_ratio * dim, dim))
-        )
+        self.mlp = _perceptron(dim, mlp_ratio * dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.attention(x) if self.plain_attention else x + self.attention(self.norm1(x))
@@ -53,39 +54,46 @@ class Layer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches -> embedding -> class token and positions -> layers -> two-layer head on the class token."""
+    """Patches -> embedding -> class token and positions -> layers -> two-layer head on the class token.
+
+    ``patch_size=None`` is one patch of the whole image.
+    """
 
     def __init__(
         self,
         *,
-        input_shape: tuple[int, ...],
+        input_shape: Shape,
         num_classes: int,
-        patch: tuple[int, int],
-        dim: int,
-        heads: int,
-        layers: int,
-        mlp_ratio: int,
+        patch_size: int | None = None,
+        dim: int = 384,
+        heads: int = 4,
+        layers: int = 4,
+        mlp_ratio: int = 2,
     ) -> None:
         super().__init__()
-        channels, height, width = input_shape
-        self.patch = patch
-        tokens = (height // patch[0]) * (width // patch[1])
-        self.embedding = nn.Linear(channels * patch[0] * patch[1], dim)
+        channels, height, width = image_shape("s3-vit", input_shape)
+        for name, value in (("dim", dim), ("heads", heads), ("layers", layers), ("mlp_ratio", mlp_ratio)):
+            positive_int(value, f"s3-vit: {name}")
+        if dim % heads:
+            raise ValueError(f"s3-vit: dim must be a multiple of heads, got dim={dim} and heads={heads}")
+        self.patch = (height, width)
+        if patch_size is not None:
+            size = positive_int(patch_size, "s3-vit: patch_size")
+            if height % size or width % size:
+                raise ValueError(
+                    f"s3-vit: patch_size={size} does not divide images of {height}x{width}. "
+                    "Choose a divisor of both sides, or leave it out for one patch."
+                )
+            self.patch = (size, size)
+        tokens = (height // self.patch[0]) * (width // self.patch[1])
+        self.embedding = nn.Linear(channels * self.patch[0] * self.patch[1], dim)
         self.class_token = nn.Parameter(torch.zeros(1, 1, dim))
         self.position = nn.Parameter(torch.zeros(1, tokens + 1, dim))
-        self.layers = nn.Sequential(
-            OrderedDict(
-                (f"layer{i}", Layer(dim, heads, mlp_ratio, plain_attention=i == 1)) for i in range(1, layers + 1)
-            )
+        self.layers = sequence(
+            **{f"layer{i}": Layer(dim, heads, mlp_ratio, plain_attention=i == 1) for i in range(1, layers + 1)}
         )
         self.norm = nn.LayerNorm(dim)
-        self.head = nn.Sequential(
-            OrderedDict(
-                fc1=nn.Linear(dim, mlp_ratio * dim),
-                activation=nn.GELU(),
-                fc2=nn.Linear(mlp_ratio * dim, num_classes),
-            )
-        )
+        self.head = _perceptron(dim, mlp_ratio * dim, num_classes)
 
     def patches(self, x: Tensor) -> Tensor:
         """(B, C, H, W) -> (B, tokens, features), features ordered row, column, channel."""
@@ -99,39 +107,3 @@ class VisionTransformer(nn.Module):
         start = self.class_token.expand(tokens.shape[0], -1, -1)
         tokens = self.layers(torch.cat((start, tokens), dim=1) + self.position)
         return self.head(self.norm(tokens[:, 0]))
-
-
-def s3_vit(
-    *,
-    input_shape: tuple[int, ...],
-    num_classes: int,
-    patch_size: int | None = None,
-    dim: int = 384,
-    heads: int = 4,
-    layers: int = 4,
-    mlp_ratio: int = 2,
-) -> nn.Module:
-    """See the module's docstring; ``patch_size=None`` is one patch of the whole image."""
-    channels, height, width = image_shape("s3-vit", input_shape)
-    for name, value in (("dim", dim), ("heads", heads), ("layers", layers), ("mlp_ratio", mlp_ratio)):
-        positive_int(value, f"s3-vit: {name}")
-    if dim % heads:
-        raise ValueError(f"s3-vit: dim must be a multiple of heads, got dim={dim} and heads={heads}")
-    patch = (height, width)
-    if patch_size is not None:
-        size = positive_int(patch_size, "s3-vit: patch_size")
-        if height % size or width % size:
-            raise ValueError(
-                f"s3-vit: patch_size={size} does not divide images of {height}x{width}. "
-                "Choose a divisor of both sides, or leave it out for one patch."
-            )
-        patch = (size, size)
-    return VisionTransformer(
-        input_shape=(channels, height, width),
-        num_classes=num_classes,
-        patch=patch,
-        dim=dim,
-        heads=heads,
-        layers=layers,
-        mlp_ratio=mlp_ratio,
-    )

@@ -14,7 +14,10 @@ INVERTIBLE = ("identity", "leaky-relu", "tanh", "sigmoid", "softplus")
 
 
 class Unsupported(ValueError):
-    """The model is not a chain of stages that can be solved one by one; the message names what stands in the way."""
+    """The model is not a chain of stages that can be solved one by one; its reason names what stands in the way."""
+
+    def __str__(self) -> str:
+        return f"not supported because {super().__str__()}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def _of_module(module: nn.Module) -> Activation | None:
 
 def _leaky(slope: Any) -> Activation:
     if not float(slope) > 0:
-        raise Unsupported(f"not supported because a LeakyReLU of slope {slope} below zero cannot be inverted")
+        raise Unsupported(f"a LeakyReLU of slope {slope} below zero cannot be inverted")
     return Activation("leaky-relu", float(slope))
 
 

@@ -32,16 +32,11 @@ _LINEAR = (*CONVOLUTIONS, nn.Linear, *POOLINGS)
 _PASSED = (nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 _PASSED_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, nn.functional.dropout)
 _PASSED_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
+_WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
 _POOLING_FUNCTIONS: Mapping[Any, tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
     {
-        nn.functional.avg_pool1d: (
-            nn.AvgPool1d,
-            ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad"),
-        ),
-        nn.functional.avg_pool2d: (
-            nn.AvgPool2d,
-            ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad", "divisor_override"),
-        ),
+        nn.functional.avg_pool1d: (nn.AvgPool1d, _WINDOW),
+        nn.functional.avg_pool2d: (nn.AvgPool2d, (*_WINDOW, "divisor_override")),
         nn.functional.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
         nn.functional.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
     }
@@ -100,12 +95,9 @@ class Stage:
     @property
     def convolutional(self) -> bool:
         """Whether the first operation with weights, other than those of a BatchNorm, is a convolution."""
-        weighted = [
-            operation
-            for operation in self.operations
-            if operation.weight_name is not None and not isinstance(operation.module, BATCH_NORMS)
-        ]
-        return bool(weighted) and isinstance(weighted[0].module, CONVOLUTIONS)
+        weighted = [one.module for one in self.operations if one.weight_name is not None]
+        first = next((module for module in weighted if not isinstance(module, BATCH_NORMS)), None)
+        return isinstance(first, CONVOLUTIONS)
 
     def linear(self, x: Tensor) -> Tensor:
         """What the activation receives."""
@@ -198,7 +190,7 @@ def read_chain(
     with torch.no_grad():
         found = chain.run(sample)
     if not (isinstance(expected, Tensor) and torch.allclose(found, expected.flatten(1), rtol=1e-9, atol=1e-12)):
-        raise Unsupported("not supported because the model computes something else than its layers in a row (hooks?)")
+        raise Unsupported("the model computes something else than its layers in a row (hooks?)")
     return chain
 
 
@@ -227,9 +219,7 @@ class _Reader:
             elif piece is not None:
                 # Behind a sum, an activation belongs to the block.
                 if not (stages and isinstance(stages[-1], ResidualStage) and stages[-1].activation.name == "identity"):
-                    raise Unsupported(
-                        f"not supported because the activation {label(step, self.graph)} follows no linear layer"
-                    )
+                    raise Unsupported(f"the activation {label(step, self.graph)} follows no linear layer")
                 stages[-1] = dataclasses.replace(stages[-1], activation=piece)
         return [*stages, *_closed(pending)]
 
@@ -240,16 +230,12 @@ class _Reader:
             ((self.stages(path), path) for path in joined.paths), key=lambda pair: _activations(pair[0])
         )
         if _activations(shortcut):
-            kept = ", ".join(
-                label(n, self.graph) for p in joined.paths for n in p if isinstance(self._piece(n), Activation)
-            )
-            raise Unsupported(f"not supported because both paths that {name} joins have activations ({kept})")
+            found = [n for path in joined.paths for n in path if isinstance(self._piece(n), Activation)]
+            kept = ", ".join(label(n, self.graph) for n in found)
+            raise Unsupported(f"both paths that {name} joins have activations ({kept})")
         if _activations(body) != 1 or len(body) != 2:
             kept = ", ".join(label(n, self.graph) for n in nodes) or "nothing"
-            raise Unsupported(
-                f"not supported because {name} joins a path that is not linear layers, one activation, linear layers "
-                f"({kept})"
-            )
+            raise Unsupported(f"{name} joins a path that is not linear layers, one activation, linear layers ({kept})")
         inner, outer = body
         return ResidualStage(
             operations=tuple(operation for stage in (*body, *shortcut) for operation in stage.operations),
@@ -264,21 +250,19 @@ class _Reader:
         module = _module_of(node, self.model)
         if _passes(node, module):
             if math.prod(shape_before(node)) != math.prod(shape_of(node)):
-                raise Unsupported(f"not supported because {label(node, self.graph)} mixes the examples of a batch")
+                raise Unsupported(f"{label(node, self.graph)} mixes the examples of a batch")
             return None
         if type(module) in _LINEAR:
             return self._operation(node, module)
         if isinstance(module, BATCH_NORMS):
             if not self.batch_norm or module.running_mean is None:
-                raise Unsupported(
-                    f"not supported because layer {label(node, self.graph)} is no linear layer unless it uses running "
-                    "statistics (eval mode)"
-                )
+                words = "is no linear layer unless it uses running statistics (eval mode)"
+                raise Unsupported(f"layer {label(node, self.graph)} {words}")
             return self._operation(node, module)
         found = activation_of(node, module)
         if found is None:
             raise Unsupported(
-                f"not supported because layer {label(node, self.graph)} is neither a convolution, a linear layer or an "
+                f"layer {label(node, self.graph)} is neither a convolution, a linear layer or an "
                 f"average pooling nor an activation that can be inverted ({', '.join(INVERTIBLE)})"
             )
         return found
@@ -291,23 +275,15 @@ class _Reader:
             for part in parameters:
                 value = getattr(module, part)
                 if value is not None and id(value) not in names:
-                    raise Unsupported(f"not supported because the {part} of {shown} is computed from other parameters")
+                    raise Unsupported(f"the {part} of {shown} is computed from other parameters")
                 parameters[part] = None if value is None else names[id(value)]
         if isinstance(module, nn.Linear) and len(before) != 1:
-            raise Unsupported(
-                f"not supported because {shown} is applied to a map of shape {before}, not to a flat vector"
-            )
+            raise Unsupported(f"{shown} is applied to a map of shape {before}, not to a flat vector")
         if isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
-            raise Unsupported(f"not supported because {shown} has a divisor of its own")
-        name = node.target if node.op == "call_module" else node.name
-        return Operation(
-            name=str(name),
-            module=module,
-            input_shape=before,
-            output_shape=shape_of(node),
-            weight_name=parameters["weight"],
-            bias_name=parameters["bias"],
-        )
+            raise Unsupported(f"{shown} has a divisor of its own")
+        name = str(node.target if node.op == "call_module" else node.name)
+        named = {f"{part}_name": found for part, found in parameters.items()}
+        return Operation(name=name, module=module, input_shape=before, output_shape=shape_of(node), **named)
 
 
 def _closed(operations: list[Operation]) -> list[Stage]:
@@ -323,9 +299,9 @@ def _check_weights(stages: Iterable[Stage]) -> None:
     used = [o.weight_name for stage in stages for o in stage.operations if o.weight_name is not None]
     repeated = sorted({name for name in used if used.count(name) > 1})
     if repeated:
-        raise Unsupported(f"not supported because {', '.join(repeated)} is used twice: its gradient is a sum of two")
+        raise Unsupported(f"{', '.join(repeated)} is used twice: its gradient is a sum of two")
     if not used:
-        raise Unsupported("not supported because the model has no layer with weights")
+        raise Unsupported("the model has no layer with weights")
 
 
 def _passes(node: fx.Node, module: nn.Module | None) -> bool:
@@ -345,6 +321,5 @@ def _module_of(node: fx.Node, model: nn.Module) -> nn.Module | None:
     if pooling is None:
         return None
     cls, names = pooling
-    return cls(
-        **{**dict(zip(names, node.args[1:], strict=False)), **{k: v for k, v in node.kwargs.items() if k in names}}
-    )
+    options = dict(zip(names, node.args[1:], strict=False)) | {k: v for k, v in node.kwargs.items() if k in names}
+    return cls(**options)

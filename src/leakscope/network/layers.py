@@ -94,15 +94,7 @@ def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
     record = probe(wide, marked)
     if not record.calls:
         raise ValueError("the model runs no layer with parameters")
-    layers = tuple(
-        Layer(
-            call.name,
-            call.module,
-            _reads(call, marked),
-            all(parameter.requires_grad for parameter in call.module.parameters(recurse=False)),
-        )
-        for call in record.calls
-    )
+    layers = tuple(Layer(call.name, call.module, _reads(call, marked), _trained(call.module)) for call in record.calls)
     return Structure(layers, tuple(record.outputs.shape[1:]), entries)
 
 
@@ -199,6 +191,10 @@ def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
         path = f"workers.{number}.{first.name}".removesuffix(".")
         found.append(FirstDense(number, share, path, layer.in_features, layer.out_features, layer.bias is not None))
     return tuple(found)
+
+
+def _trained(module: nn.Module) -> bool:
+    return all(parameter.requires_grad for parameter in module.parameters(recurse=False))
 
 
 def _reads(call: Call, marked: Tensor) -> bool:

@@ -22,20 +22,6 @@ from leakscope.papers.base import (
     verdict,
 )
 
-__all__ = [
-    "PAPERS",
-    "Curves",
-    "Findings",
-    "PaperTable",
-    "PictureGrid",
-    "Progress",
-    "Reproduction",
-    "Row",
-    "reproduce",
-    "sampling_tolerance",
-    "verdict",
-]
-
 PAPERS: Registry[PaperTable] = Registry(
     "table", (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, cafe_training.TABLE, *sme.TABLES)
 )
@@ -55,8 +41,8 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
         raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
     started = time.perf_counter()
-    found = table.target(scale, seed, progress)
-    findings = found if isinstance(found, Findings) else Findings(found)
+    outcome = table.target(scale, seed, progress)
+    findings = outcome if isinstance(outcome, Findings) else Findings(outcome)
     rows = tuple(findings.rows)
     if all(row.verdict == "not run" for row in rows):
         settings: dict[str, list[str]] = {}

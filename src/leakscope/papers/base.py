@@ -157,8 +157,8 @@ def measured_row(
     """The row of ``values``: their mean, its interval, and the verdict against the published number where it exists."""
     mean = sum(values) / len(values)
     spread = interval(values)
-    found: Verdict = "measured" if published is None else verdict(published, mean, spread, tolerance)
-    return Row(setting, measure, published, mean, spread, len(values), found, note)
+    judgement: Verdict = "measured" if published is None else verdict(published, mean, spread, tolerance)
+    return Row(setting, measure, published, mean, spread, len(values), judgement, note)
 
 
 def verdict(published: float, measured: float, interval: tuple[float, float], tolerance: float = 0.0) -> Verdict:

@@ -228,14 +228,14 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
 
 def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Findings:
     """One row a trial, the control, and numbers of an earlier version of the paper as context."""
-    found = _attacked(
+    findings = _attacked(
         tuple(trials_10(RECONSTRUCTIONS[scale])), examples_or_reason("cifar10", split="test"), seed, progress
     )
     context = [
         not_run(name, PSNR, value, "context only: another algorithm under the same name")
         for name, value in CONTEXT.items()
     ]
-    return dataclasses.replace(found, rows=[*found.rows, *context])
+    return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
 @dataclass(frozen=True)
@@ -278,16 +278,16 @@ def _attacked(
         return Findings([*rows, not_run(control, PSNR, None, examples)])
     order = torch.randperm(len(examples), generator=draws(seed, "samples"))
     rows, grids = [], []
-    seen: Observation | None = None
+    observation: Observation | None = None
     for number, trial in enumerate(trials, start=1):
         some = examples.subset(order[: trial.scene.samples])
         if number == 1 or trial.scene != trials[number - 2].scene:
-            seen = None  # two at a time may be too much for the memory
-            seen = trial.scene.observe(some, seed)
-        assert seen is not None
-        found = some.value_range.to_unit(trial.attack(seen, seed=seed).inputs).clamp(0, 1)
+            observation = None  # two at a time may be too much for the memory
+            observation = trial.scene.observe(some, seed)
+        assert observation is not None
+        recovered = some.value_range.to_unit(trial.attack(observation, seed=seed).inputs).clamp(0, 1)
         truth = some.value_range.to_unit(some.x)
-        values = psnr(truth, found).tolist()
+        values = psnr(truth, recovered).tolist()
         rows.append(measured_row(trial.setting, PSNR, trial.published, values, trial.note))
         if trial.shown:
             captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
@@ -296,7 +296,7 @@ def _attacked(
                 PictureGrid(
                     title=trial.setting if run in trial.setting else f"{trial.setting}, run with {run}",
                     originals=truth[:SHOWN],
-                    recovered=found[:SHOWN],
+                    recovered=recovered[:SHOWN],
                     captions=captions,
                     private=private or examples.private,
                 )

@@ -99,8 +99,8 @@ def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list
         name = f"{filters} {'filter' if filters == 1 else 'filters'}"
         settings.append(_Setting(name, options, published, "lower is better for the attacker"))
 
-    def distance(x: Tensor, found: Tensor) -> float:
-        return float((found - x).abs().sum())
+    def distance(x: Tensor, guess: Tensor) -> float:
+        return float((guess - x).abs().sum())
 
     table = _Table("cifar100", "one-layer-cnn", 1, "L1 distance of an image", distance, tuple(settings))
     return _measured(table, size, seed, progress)
@@ -116,9 +116,9 @@ def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[R
         options = {"num_classes": CLASSES, "hidden": (units,), "activation": "sigmoid"}
         settings.append(_Setting(f"{units} hidden units", options, None, note))
 
-    def quality(x: Tensor, found: Tensor) -> float:
+    def quality(x: Tensor, guess: Tensor) -> float:
         # A cap, lest one exact image stand for a whole batch.
-        return float(psnr(x, found[assign(x, found)]).clamp(max=100.0).mean())
+        return float(psnr(x, guess[assign(x, guess)]).clamp(max=100.0).mean())
 
     table = _Table("mnist", "mlp", BATCH, "PSNR of a batch of 4 (dB)", quality, tuple(settings))
     return _measured(table, size, seed, progress)
@@ -168,8 +168,8 @@ def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) 
 def _attacked(net: nn.Module, x: Tensor, y: Tensor, method: str, size: Scale, seed: int) -> Tensor:
     """What an attack returns for one batch, in [0, 1]; in double precision, for distances here go below single."""
     attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
-    seen = FedSGD().observe(net.double(), x, y)
-    return attack(seen, seed=seed).inputs.clamp(0, 1)
+    observation = FedSGD().observe(net.double(), x, y)
+    return attack(observation, seed=seed).inputs.clamp(0, 1)
 
 
 def _resized(part: Examples, side: int) -> Tensor:
@@ -183,15 +183,15 @@ def _resized(part: Examples, side: int) -> Tensor:
 def _chosen(examples: Examples, trials: int, batch: int, seed: int) -> list[list[int]]:
     """Batches of different labels, without an image twice."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    found: list[list[int]] = []
+    batches: list[list[int]] = []
     for _ in range(trials):
         taken: dict[int, int] = {}
         for index in order:
             if len(taken) < batch:
                 taken.setdefault(int(examples.y[index]), index)
-        found.append(list(taken.values()))
+        batches.append(list(taken.values()))
         order = [index for index in order if index not in taken.values()]
-    return found
+    return batches
 
 
 _EXACT = "all five bounds, exact, at once"

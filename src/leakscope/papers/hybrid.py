@@ -127,18 +127,20 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
             done += 1
             if progress is not None:
                 progress(done, total, errors["Hybrid, defaults"][-1])
-        for name, found in errors.items():
+        for name, values in errors.items():
             published = _published(cell, name)
-            rows.append(measured_row(f"{cell}, {name}", MEASURE, published, found, _note(cell, scale), ROUNDING))
+            rows.append(measured_row(f"{cell}, {name}", MEASURE, published, values, _note(cell, scale), ROUNDING))
     return rows
 
 
 def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> float:
     """The mean squared error of one image in [0, 1], not clipped."""
     x = BOX.from_unit(example.x)
-    seen = FedSGD().observe(model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes)
-    found = BOX.to_unit(attack(seen, seed=seed).inputs)
-    return float((found - example.x).square().mean())
+    observation = FedSGD().observe(
+        model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes
+    )
+    guess = BOX.to_unit(attack(observation, seed=seed).inputs)
+    return float((guess - example.x).square().mean())
 
 
 def pretrained(name: str, scale: str, seed: int) -> nn.Module:

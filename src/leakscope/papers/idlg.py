@@ -61,7 +61,7 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     readable: dict[str, Examples | str] = {}
     for title, name, _ in PUBLISHED:
         readable[title] = "no data" if name is None else examples_or_reason(name, split="test")
-    total = size.images * sum(isinstance(found, Examples) for found in readable.values())
+    total = size.images * sum(isinstance(examples, Examples) for examples in readable.values())
     rows: list[Row] = []
     done = 0
     for title, _, published in PUBLISHED:

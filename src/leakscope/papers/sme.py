@@ -90,8 +90,8 @@ class Client:
 
     def psnr(self, guess: Tensor) -> float:
         """Mean over the images after one-to-one assignment, in [0, 1] space."""
-        truth, found = self.box.to_unit(self.x), self.box.to_unit(guess)
-        return float(psnr(truth, found[assign(truth, found)]).mean())
+        truth, recovered = self.box.to_unit(self.x), self.box.to_unit(guess)
+        return float(psnr(truth, recovered[assign(truth, recovered)]).mean())
 
 
 def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iterator[Client]:
@@ -117,21 +117,23 @@ def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
 
 def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
     """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
-    seen = observe(setting, client, model)
-    found = describe_update(
+    observation = observe(setting, client, model)
+    trajectory = describe_update(
         Subject(
             protocol=setting.protocol,
             defense=None,
             task=Classification(),
-            observation=seen,
+            observation=observation,
             x=client.x,
             y=client.y,
             draws=client.generator,
         )
     )
-    if found.get("max_cosine") is None:
-        raise ValueError(f"{setting}: no diagnosis: {found.get('reason', 'the gradient vanishes along the segment')}")
-    return found
+    if trajectory.get("max_cosine") is None:
+        raise ValueError(
+            f"{setting}: no diagnosis: {trajectory.get('reason', 'the gradient vanishes along the segment')}"
+        )
+    return trajectory
 
 
 def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, Attack]:
@@ -205,9 +207,9 @@ TABLE_3 = MappingProxyType({"femnist": 0.29, "cifar100": 1.6})
 
 def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
-        found = diagnosis(cell.setting, client, cell.setting.network(client.number))
-        yield COSINE, found["max_cosine"]
-        yield SHARE, found["share_min"]
+        trajectory = diagnosis(cell.setting, client, cell.setting.network(client.number))
+        yield COSINE, trajectory["max_cosine"]
+        yield SHARE, trajectory["share_min"]
 
     return _run(TABLE_1, scale, seed, progress, measure, lambda cell, name: (str(cell), name))
 
@@ -218,12 +220,12 @@ def run_reconstruction(
     """PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
 
     def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
-        seen = observe(cell.setting, client, cell.setting.network(client.number))
+        observation = observe(cell.setting, client, cell.setting.network(client.number))
         for name, attack in attacks(cell.setting, scale, tuple(cell.published)).items():
-            found = attack(seen, seed=client.number)
-            yield name, client.psnr(found.inputs)
+            result = attack(observation, seed=client.number)
+            yield name, client.psnr(result.inputs)
             if similarity and cell is cells[0] and name in _SIMILARITY:
-                yield f"{name} {OBJECTIVE}", float(found.info["distance"])
+                yield f"{name} {OBJECTIVE}", float(result.info["distance"])
 
     def words(cell: Cell, name: str) -> tuple[str, str]:
         return f"{cell}, {name.removesuffix(OBJECTIVE).strip()}", OBJECTIVE if OBJECTIVE in name else PSNR
@@ -243,7 +245,7 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
             rows.append(not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
             continue
         client = next(clients(setting, 1, seed, examples))
-        seen = observe(setting, client, setting.network(client.number))
+        observation = observe(setting, client, setting.network(client.number))
         table: dict[str, SME | DLFA] = {
             "IG": SME.preset("paper-ig", iterations=steps, compile="never"),
             "SME": SME.preset("paper", iterations=steps, compile="never"),
@@ -251,7 +253,7 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
         }
         for name, attack in table.items():
             memory, started = PeakMemory(), time.perf_counter()
-            attack(seen, seed=seed)
+            attack(observation, seed=seed)
             each = (time.perf_counter() - started) / attack.iterations
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
@@ -286,14 +288,14 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
         values: dict[str, list[float]] = {COSINE: [], "IG": [], "SME": [], "SME, defaults": []}
         for client in clients(setting, count, seed, examples):
             values[COSINE].append(diagnosis(setting, client, trained.models[number])["max_cosine"])
-            seen = observe(setting, client, trained.models[number])
+            observation = observe(setting, client, trained.models[number])
             for name, attack in attacks(setting, scale, ("IG", "SME", "SME, defaults")).items():
-                values[name].append(client.psnr(attack(seen, seed=client.number).inputs))
+                values[name].append(client.psnr(attack(observation, seed=client.number).inputs))
             done += 1
             if progress is not None:
                 progress(done, total, values[COSINE][-1])
         rows.append(measured_row(f"round {number}", COSINE, TABLE_6.get(number), values.pop(COSINE), str(setting)))
-        rows += [measured_row(f"round {number}, {name}", PSNR, None, found) for name, found in values.items()]
+        rows += [measured_row(f"round {number}, {name}", PSNR, None, psnrs) for name, psnrs in values.items()]
     return rows
 
 
@@ -324,10 +326,10 @@ def _run(
             if progress is not None:
                 progress(done, total, next(iter(values.values()))[-1])
         cut = ", search cut short" if scale == "smoke" else ""
-        for name, found in values.items():
-            note = f"{len(found)} of {cell.clients[-1]} clients{cut}"
+        for name, measured in values.items():
+            note = f"{len(measured)} of {cell.clients[-1]} clients{cut}"
             within = 0.0 if name in extra else cell.spread
-            rows.append(measured_row(*words(cell, name), published.get(name), found, note, within))
+            rows.append(measured_row(*words(cell, name), published.get(name), measured, note, within))
     return rows
 
 

@@ -5,18 +5,3 @@ from leakscope.report.limits_tables import Table, limits_tables
 from leakscope.report.page import render, write_report
 from leakscope.report.reproduction import render_reproduction, write_reproduction
 from leakscope.report.vertical_tables import tables_of, vertical_tables
-
-__all__ = [
-    "Comparison",
-    "Table",
-    "compare",
-    "compare_tables",
-    "limits_tables",
-    "render",
-    "render_reproduction",
-    "tables_of",
-    "vertical_tables",
-    "write_comparison",
-    "write_report",
-    "write_reproduction",
-]

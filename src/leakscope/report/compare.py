@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
-from leakscope.report.template import fill, write_page
-from leakscope.report.words import fixed
-from leakscope.results.records import NAN, Row, counted, mapping, mean
+from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.records import NAN, Row, mapping, mean
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict, judge_store
 
 STRONGEST = "strongest for each example"
 _Table = dict[tuple[str, str, str], list[float]]
+_Side = tuple[float, tuple[float, float], int]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Comparison:
     """One line: mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it."""
 
@@ -29,11 +27,16 @@ class Comparison:
     defense: str
     attack: str
     psnr_a: float
-    psnr_b: float
     interval_a: tuple[float, float]
-    interval_b: tuple[float, float]
     examples_a: int
+    psnr_b: float
+    interval_b: tuple[float, float]
     examples_b: int
+
+    @property
+    def sides(self) -> tuple[_Side, _Side]:
+        """Mean, interval and number of examples in A and in B."""
+        return (self.psnr_a, self.interval_a, self.examples_a), (self.psnr_b, self.interval_b, self.examples_b)
 
     @property
     def setting(self) -> str:
@@ -47,8 +50,7 @@ class Comparison:
     @property
     def overlap(self) -> bool | None:
         """Whether the intervals overlap; None where one of them is not known."""
-        ends = (*self.interval_a, *self.interval_b)
-        if not all(math.isfinite(end) for end in ends):
+        if not all(map(math.isfinite, (*self.interval_a, *self.interval_b))):
             return None
         return self.interval_a[0] <= self.interval_b[1] and self.interval_b[0] <= self.interval_a[1]
 
@@ -73,7 +75,7 @@ class _Audit:
     facts: dict[str, str]
 
     @classmethod
-    def read(cls, directory: str | os.PathLike[str]) -> _Audit:
+    def read(cls, directory: FileName) -> _Audit:
         with Store.open(Path(directory)) as store:
             model, data, versions = (mapping(store.meta(key)) for key in ("model", "data", "versions"))
             rows = store.rows()
@@ -115,7 +117,7 @@ class _Audit:
         return {place: [v for v in values if not math.isnan(v)] for place, values in table.items()}
 
 
-def compare_tables(dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str]) -> list[Comparison]:
+def compare_tables(dir_a: FileName, dir_b: FileName) -> list[Comparison]:
     """One line for each setting and attack that A or B measured, in the order of A, then of B.
 
     An attack's PSNR is its mean over seeds for each example, then over the examples; controls do not count.
@@ -131,70 +133,31 @@ def _compared(first: _Audit, second: _Audit) -> list[Comparison]:
     places = list(dict.fromkeys((*table_a, *table_b)))
     settings = list(dict.fromkeys((protocol, defense) for protocol, defense, _ in places))
     places.sort(key=lambda place: (settings.index(place[:2]), place[2] != STRONGEST))
-    lines = []
-    for protocol, defense, attack in places:
-        values = [table.get((protocol, defense, attack), []) for table in (table_a, table_b)]
-        lines.append(
-            Comparison(
-                protocol=protocol,
-                defense=defense,
-                attack=attack,
-                psnr_a=mean(values[0]),
-                psnr_b=mean(values[1]),
-                interval_a=spread(values[0]),
-                interval_b=spread(values[1]),
-                examples_a=len(values[0]),
-                examples_b=len(values[1]),
-            )
-        )
-    return lines
+    return [Comparison(*place, *_side(table_a.get(place, [])), *_side(table_b.get(place, []))) for place in places]
 
 
-def compare(directories: Sequence[str | os.PathLike[str]]) -> str:
+def _side(values: list[float]) -> _Side:
+    return mean(values), spread(values), len(values)
+
+
+def compare(directories: Sequence[FileName]) -> str:
     """The HTML page that compares two audits."""
     if len(directories) != 2:
         raise ValueError(f"expected two folders of audits to compare, got {len(directories)}")
     first, second = (_Audit.read(directory) for directory in directories)
     lines = _compared(first, second)
-    protocols = words.short_names(line.protocol for line in lines)
-    defenses = words.short_names(line.defense for line in lines)
-    facts = [(name, first.facts[name], second.facts[name]) for name in first.facts]
-    return fill(
-        "compare.html.j2",
-        {
-            "measure": MEASURES["psnr"],
-            "outcomes": [first.verdict.outcome, second.verdict.outcome],
-            "facts": [(name, a, b, a != b) for name, a, b in facts],
-            "lines": [_line(line, protocols[line.protocol], defenses[line.defense]) for line in lines],
-        },
-    )
+    context = {
+        "measure": MEASURES["psnr"],
+        "outcomes": [first.verdict.outcome, second.verdict.outcome],
+        "facts": [(name, value, second.facts[name]) for name, value in first.facts.items()],
+        "lines": lines,
+        "protocols": words.short_names(line.protocol for line in lines),
+        "defenses": words.short_names(line.defense for line in lines),
+        "strongest": STRONGEST,
+    }
+    return fill("compare.html.j2", context)
 
 
-def write_comparison(
-    dir_a: str | os.PathLike[str], dir_b: str | os.PathLike[str], path: str | os.PathLike[str]
-) -> Path:
+def write_comparison(dir_a: FileName, dir_b: FileName, path: FileName) -> Path:
     """Write the page that compares two audits to ``path``."""
     return write_page(path, compare([dir_a, dir_b]))
-
-
-def _line(line: Comparison, protocol: str, defense: str) -> dict[str, Any]:
-    difference = line.difference
-    sign = "+" if difference > 0 and fixed(difference) != "0.0" else ""
-    apart = {True: "overlap", False: "apart", None: words.DASH}[line.overlap]
-    return {
-        "comparison": line,
-        "protocol": protocol,
-        "defense": defense,
-        "strongest": line.attack == STRONGEST,
-        "psnr": [fixed(line.psnr_a), fixed(line.psnr_b)],
-        "interval": [
-            f"{fixed(low)} to {fixed(high)}" if math.isfinite(low) else counted(count, "example")
-            for (low, high), count in (
-                (line.interval_a, line.examples_a),
-                (line.interval_b, line.examples_b),
-            )
-        ],
-        "difference": sign + fixed(difference),
-        "tone": "" if line.overlap is not False else ("more" if difference > 0 else "less"),
-        "overlap": apart,
-    }

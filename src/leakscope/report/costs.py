@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from leakscope.report import svg, words
@@ -20,17 +19,19 @@ LEARNED = 0.95
 _NARROW = 0.5
 
 
-@dataclass(frozen=True, kw_only=True)
 class _Curve:
     """The training of one setting; NaN where the store says nothing that can be used."""
 
-    setting: Setting
-    points: tuple[tuple[float, float], ...]
-    rounds: float
-    before: float
-    after: float
-    last_tenth: float
-    reason: str
+    def __init__(self, setting: Setting, finding: FindingRow) -> None:
+        self.setting, self.reason = setting, finding.reason
+        self.rounds, self.before = finding.value("rounds"), finding.value("before")
+        self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
+        points = finding.content.get("points")
+        pairs = (
+            [pair for pair in points if isinstance(pair, list) and len(pair) == 2] if isinstance(points, list) else []
+        )
+        numbers = [(number(place), number(loss)) for place, loss in pairs]
+        self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
 
 
 def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
@@ -39,7 +40,7 @@ def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -
     for setting in settings:
         cost = next((f for f in findings if f.kind == "cost" and f.setting == setting.cell), None)
         if cost is not None:
-            protocols.setdefault(setting.protocol, []).append(_read(setting, cost))
+            protocols.setdefault(setting.protocol, []).append(_Curve(setting, cost))
     return [_entry(curves, f"cost-{place}") for place, curves in enumerate(protocols.values())]
 
 
@@ -96,20 +97,4 @@ def _plot(curves: list[_Curve], identity: str) -> Any:
         floors=(low,),
         ceiling=high if high > low else low + 1.0,
         whole=True,
-    )
-
-
-def _read(setting: Setting, finding: FindingRow) -> _Curve:
-    content = finding.content
-    pairs = content.get("points")
-    points = [
-        (number(pair[0]), number(pair[1]))
-        for pair in (pairs if isinstance(pairs, list) else [])
-        if isinstance(pair, list) and len(pair) == 2
-    ]
-    return _Curve(
-        setting=setting,
-        points=tuple((a, b) for a, b in points if math.isfinite(a) and math.isfinite(b)),
-        **{name: number(content.get(name)) for name in ("rounds", "before", "after", "last_tenth")},
-        reason=finding.reason,
     )

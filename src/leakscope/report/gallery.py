@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -30,9 +29,7 @@ _ABSENT = "The store holds no pictures. To keep them, run the audit with --pictu
 class Gallery:
     """The pictures of one store; opens each artifact only when a picture of it is wanted."""
 
-    def __init__(
-        self, store: Store, rows: Sequence[Row], data: Mapping[str, Any], stored: bool, wanted: bool | None
-    ) -> None:
+    def __init__(self, store: Store, rows: Sequence[Row], data: Mapping[str, Any], stored: bool, wanted: bool | None):
         self.places = {row.key: [example.index for example in row.examples] for row in rows}
         self.data = data
         private = bool(data.get("private", True))
@@ -66,10 +63,9 @@ class Gallery:
             return None, None
         original, guess, label = originals[place], guesses[place], self.label_of(example)
         try:
-            return (
-                draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o"),
-                draw(guess, alt=f"reconstruction of example {index}", identity=f"{identity}-r", behind=original),
-            )
+            first = draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o")
+            alt = f"reconstruction of example {index}"
+            return first, draw(guess, alt=alt, identity=f"{identity}-r", behind=original)
         except ValueError:
             self.unreadable.add(key)
             return None, None
@@ -77,12 +73,12 @@ class Gallery:
     def section(self, verdict: Verdict) -> dict[str, Any]:
         """One line an example, the most exposed first; one column a setting, with its strongest attack."""
         if not self.allowed:
-            return {"message": self.refusal, "lines": [], "rest": [], "notes": []}
+            return {"message": self.refusal, "lines": [], "notes": []}
         strongest: dict[int, list[StrongestExample | None]] = {}
         for place, setting in enumerate(verdict.settings):
             for example in setting.examples:
                 strongest.setdefault(example.index, [None] * len(verdict.settings))[place] = example
-        ordered = sorted(strongest, key=lambda index: (-max(map(_exposure, strongest[index])), index))
+        ordered = sorted(strongest, key=lambda index: (-max(e.exposure for e in strongest[index] if e), index))
         lines = [self._line(index, strongest[index]) for index in ordered[:MAX_EXAMPLES]]
         notes = [note for note in (channel_note(self.data.get("shape") or ()),) if note]
         if len(ordered) > MAX_EXAMPLES:
@@ -91,23 +87,14 @@ class Gallery:
             notes.append(f"The pictures of {counted(len(self.unreadable), 'job')} could not be read.")
         if not any(line["original"] for line in lines):
             message = _ABSENT if ordered else "No example has been measured yet."
-            return {"message": message, "lines": [], "rest": [], "notes": notes}
-        return {"message": "", "lines": lines[:SHOWN_AT_ONCE], "rest": lines[SHOWN_AT_ONCE:], "notes": notes}
+            return {"message": message, "lines": [], "notes": notes}
+        return {"message": "", "lines": lines, "at_once": SHOWN_AT_ONCE, "notes": notes}
 
     def _line(self, index: int, strongest: Sequence[StrongestExample | None]) -> dict[str, Any]:
-        cells: list[dict[str, Any] | None] = []
-        original: Picture | None = None
-        label = words.DASH
+        cells: list[tuple[StrongestExample | None, Picture | None]] = []
+        original, label = None, words.DASH
         for place, example in enumerate(strongest):
-            if example is None:
-                cells.append(None)
-                continue
-            first, guess = self.pair(example, f"p{index}-{place}")
-            original, label = original or first, self.label_of(example)
-            cells.append({"picture": guess, "psnr": words.fixed(example.psnr), "example": example})
+            first, guess = self.pair(example, f"p{index}-{place}") if example else (None, None)
+            original, label = original or first, self.label_of(example) if example else label
+            cells.append((example, guess))
         return {"index": index, "label": label, "original": original, "cells": cells}
-
-
-def _exposure(example: StrongestExample | None) -> float:
-    """PSNR for ordering; what was not measured comes last."""
-    return -math.inf if example is None or math.isnan(example.psnr) else example.psnr

@@ -13,7 +13,7 @@ from leakscope.metrics import Measure
 from leakscope.report import svg, words
 from leakscope.report.settings import PSNR, Setting, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
-from leakscope.results.records import NAN, ExampleRecord, FindingRow, Row, counted, mean, number
+from leakscope.results.records import NAN, ExampleRecord, FindingRow, Row, mean, number
 from leakscope.results.store import Store
 from leakscope.results.summary import measures_of
 
@@ -53,20 +53,17 @@ class JobTable:
         figures = [PSNR.title, *([f"Best {PSNR.title}"] if self.several else []), *(m.title for m in self.main)]
         columns = [("#", True), ("Status", False), ("Setting", False), ("Attack", False), ("Seed", True)]
         columns += [("Batch", True), *((name, True) for name in figures), ("Seconds", True), ("Flags", False)]
-        return {
-            "columns": columns,
-            "example_columns": ["Example", "Label", "Guess", *(m.label for m in self.measures), "Score"],
-            "lines": [self._line(position, row) for position, row in enumerate(self.rows, start=1)],
-        }
+        example_columns = ["Example", "Label", "Guess", *(m.label for m in self.measures), "Score"]
+        lines = [self._line(position, row) for position, row in enumerate(self.rows, start=1)]
+        return {"columns": columns, "example_columns": example_columns, "lines": lines}
 
     def _line(self, position: int, row: Row) -> dict[str, Any]:
-        return {
-            "row": row,
-            "cells": [*self._job_cells(position, row), *self._measure_cells(row), *_run_cells(row)],
-            "facts": _facts(row),
-            "examples": [self._example(example) for example in row.examples[:MAX_DETAILED_EXAMPLES]],
-            "left_out": max(0, len(row.examples) - MAX_DETAILED_EXAMPLES),
-        }
+        seconds = number(row.seconds)
+        run = [_figure_cell(fixed(seconds), seconds), Cell("", " ".join(row.flags), chips=row.flags)]
+        cells = [*self._job_cells(position, row), *self._measure_cells(row), *run]
+        examples = [self._example(example) for example in row.examples[:MAX_DETAILED_EXAMPLES]]
+        left_out = len(row.examples) - len(examples)
+        return {"row": row, "cells": cells, "facts": _facts(row), "examples": examples, "left_out": left_out}
 
     def _job_cells(self, position: int, row: Row) -> list[Cell]:
         """What was done, to whom."""
@@ -85,35 +82,23 @@ class JobTable:
         """What came out: means over the examples of the job, or why there are none."""
         best = [(PSNR, NAN if row.result is None else row.result.best_psnr)] if self.several else []
         means = [(m, mean(example.value(m.key) for example in row.examples)) for m in (PSNR, *self.main)]
+        reasons = {} if row.result is None else row.result.reasons
         cells = []
         for measure, value in (means[0], *best, *means[1:]):
+            why = reasons.get(measure.key) or row.reason or measure.otherwise
             text = _figure(value, measure, len(row.examples))
-            cells.append(_figure_cell(text, value, _why_missing(row, measure) if math.isnan(value) else ""))
+            cells.append(_figure_cell(text, value, why if math.isnan(value) else ""))
         return cells
 
     def _example(self, example: ExampleRecord) -> list[str]:
-        return [
-            str(example.index),
-            words.label_name(example.label, self.class_names),
-            words.label_name(example.label_guess, self.class_names),
-            *(_figure(example.value(measure.key), measure, 1) for measure in self.measures),
-            fixed(example.score, 4),
-        ]
+        labels = [words.label_name(label, self.class_names) for label in (example.label, example.label_guess)]
+        figures = [_figure(example.value(measure.key), measure, 1) for measure in self.measures]
+        return [str(example.index), *labels, *figures, fixed(example.score, 4)]
 
 
 def _figure(value: float, measure: Measure, count: int) -> str:
     """The mean of a measure over so many examples."""
     return yes_or_share(value, count) if measure.digits is None else figure(value, measure.digits)
-
-
-def _why_missing(row: Row, measure: Measure) -> str:
-    reasons = {} if row.result is None else row.result.reasons
-    return reasons.get(measure.key) or row.reason or measure.otherwise
-
-
-def _run_cells(row: Row) -> list[Cell]:
-    seconds = number(row.seconds)
-    return [_figure_cell(fixed(seconds), seconds), Cell("", " ".join(row.flags), chips=row.flags)]
 
 
 def _facts(row: Row) -> list[tuple[str, str]]:
@@ -148,28 +133,16 @@ def _in_one_line(values: Mapping[str, Any]) -> str:
     return ", ".join(f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items())
 
 
-def findings_section(findings: Sequence[FindingRow], settings: Sequence[Setting], planned: Any) -> dict[str, Any]:
-    """A line a finding: what became of it. What it says stands in the section of its kind."""
-    names = {setting.cell: setting.name for setting in settings}
-    fates = Counter(finding.status for finding in findings)
-    missing = planned - len(findings) if isinstance(planned, int) and planned > len(findings) else 0
-    return {
-        "summary": ", ".join(f"{fates[status]} {status}" for status in fates)
-        + (f", {missing} of {planned} missing" if missing else ""),
-        "lines": [
-            {
-                "finding": finding,
-                "setting": names.get(finding.setting, words.DASH),
-                "seconds": fixed(number(finding.seconds)),
-            }
-            for finding in findings
-        ],
-    }
+def fates(findings: Sequence[FindingRow], planned: Any) -> str:
+    """How many findings have which fate, in words."""
+    statuses = Counter(finding.status for finding in findings)
+    summary = ", ".join(f"{count} {status}" for status, count in statuses.items())
+    missing = planned - len(findings) if isinstance(planned, int) else 0
+    return f"{summary}, {missing} of {planned} missing" if missing > 0 else summary
 
 
-def curves_section(store: Store, rows: Sequence[Row], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def curves_section(store: Store, rows: Sequence[Row]) -> list[dict[str, Any]]:
     """For each attack the objective of the job that came closest to an example, one line a restart."""
-    names = {setting.cell: setting.name for setting in settings}
     attacks: dict[str, list[tuple[float, Row]]] = {}
     for row in rows:
         if row.result is not None and row.status == "done" and row.counts:
@@ -179,20 +152,12 @@ def curves_section(store: Store, rows: Sequence[Row], settings: Sequence[Setting
     for attack, candidates in attacks.items():
         for psnr, row in sorted(candidates, key=lambda c: (math.inf if math.isnan(c[0]) else -c[0], c[1].position)):
             curves, objective = _curves(store, row.key)
-            if not curves:
-                continue
-            title, identity = f"{objective} of {row.job.attack_name}", f"curve-{len(sections)}"
-            sections.append(
-                {
-                    "job": row.job,
-                    "short": short[attack],
-                    "setting": names.get(row.job.setting, words.DASH),
-                    "psnr": fixed(psnr),
-                    "curves": counted(len(curves), "curve"),
-                    "drawing": svg.curve_plot(curves, title=title, identity=identity),
-                }
-            )
-            break
+            if curves:
+                title, identity = f"{objective} of {row.job.attack_name}", f"curve-{len(sections)}"
+                drawing = svg.curve_plot(curves, title=title, identity=identity)
+                line = {"job": row.job, "short": short[attack], "psnr": psnr, "curves": len(curves)}
+                sections.append({**line, "drawing": drawing})
+                break
     return sections
 
 
@@ -207,18 +172,6 @@ def _curves(store: Store, key: str) -> tuple[list[tuple[str, list[float]]], str]
         return [], ""
     value = history[names[0]]
     curves: Sequence[Any] = value if isinstance(value[0], list) else [value]
-    lines = [
-        (f"restart {n}", [number(v) for v in curve])
-        for n, curve in enumerate(curves[:MAX_CURVES], start=1)
-        if isinstance(curve, list) and curve
-    ]
+    numbered = enumerate(curves[:MAX_CURVES], start=1)
+    lines = [(f"restart {n}", list(map(number, curve))) for n, curve in numbered if isinstance(curve, list) and curve]
     return lines, names[0]
-
-
-def flags_section(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every flag that occurs, in how many jobs, and what it means."""
-    counts = Counter(flag for row in rows for flag in set(row.flags))
-    return [
-        {"name": name, "jobs": counted(counts[name], "job"), "meaning": words.explain_flag(name)}
-        for name in sorted(counts)
-    ]

@@ -31,11 +31,8 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
         if floor is None and not outcomes:
             continue
         best = _best_psnr(done, floor)
-        line = {
-            "setting": setting,
-            "best": _error(best, 10 ** (-best / 20)),
-            "outcomes": [{"name": name, "jobs": outcomes[name]} for name in DIAGNOSES if outcomes[name]],
-        }
+        counts = [{"name": name, "jobs": outcomes[name]} for name in DIAGNOSES if outcomes[name]]
+        line = {"setting": setting, "best": _error(best, 10 ** (-best / 20)), "outcomes": counts}
         if floor is not None and floor.kind == "rounds":
             rounds.append({**line, **vertical.describe(floor)})
         else:
@@ -48,23 +45,17 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
 
 def _floor_cells(content: Mapping[str, Any]) -> dict[str, str]:
     """The numbers of the floor as text; dashes where there are none."""
-    rank, unknowns = number(content.get("rank")), number(content.get("unknowns"))
     shown = _error(number(content.get("psnr")), number(content.get("rmse")), str(content.get("method") or ""))
     if content.get("infinite"):
         shown = {"psnr": "infinite error", "small": "some directions leave no trace"}
     ends = content.get("interval")
     low, high = map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (NAN, NAN)
-    noise = words.DASH
+    interval = "" if math.isnan(low) else f"{low:.2g} to {high:.2g}"
+    noise = f"{number(content['sigma']):.3g} per entry" if "sigma" in content else words.DASH
     if content.get("rounding_only"):
         noise = "rounding only"
-    elif "sigma" in content:
-        noise = f"{number(content['sigma']):.3g} per entry"
-    return {
-        **shown,
-        "interval": "" if math.isnan(low) else f"{low:.2g} to {high:.2g}",
-        "rank": vertical.count_of(rank, unknowns),
-        "noise": noise,
-    }
+    rank = vertical.count_of(number(content.get("rank")), number(content.get("unknowns")))
+    return {**shown, "interval": interval, "rank": rank, "noise": noise}
 
 
 def _error(psnr: float, rmse: float, method: str = "") -> dict[str, str]:
@@ -83,9 +74,8 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
     if best >= _RECOVERED_PSNR:
         meaning = "The inputs were recovered; between the best attack and the floor are digits only."
     elif best > floor + 1:
-        meaning = (
-            "The best attack is above the floor of attacks without prior knowledge: what it knows of pictures helps it."
-        )
+        above = "The best attack is above the floor of attacks without prior knowledge"
+        meaning = f"{above}: what it knows of pictures helps it."
     elif _unsettled(content):
         meaning = "Theory does not exclude a better attack."
     elif floor - best > 10 and floor >= _RECOVERED_PSNR:
@@ -110,8 +100,7 @@ def _outcomes(done: Sequence[Row], floor: FindingRow | None) -> Counter[str]:
     counts: Counter[str] = Counter()
     for row in done:
         if row.result is not None and row.result.diagnosis is not None:
-            same_client = floor is not None and row.job.batch == floor.batch
-            content = floor.content if floor is not None and same_client else {}
+            content = floor.content if floor is not None and row.job.batch == floor.batch else {}
             counts[_settled(row.result.diagnosis.outcome, row.result.whole_psnr, content)] += 1
     return counts
 

@@ -39,67 +39,54 @@ def brief(value: float | None) -> str:
     return "infinite" if math.isinf(value) else f"{value:.3g}"
 
 
-def _met(value: bool | None) -> str:
+def met(value: bool | None) -> str:
     return "met" if value else "not met"
 
 
 def _observed(limits: Limits) -> Table:
+    first = f"{limits.first_layer}: {limits.first_layer_kind} {limits.first_layer_size}"
+    labels = "one value per class and example, where the labels are not known"
     rows = (
-        (
-            "first layer",
-            f"{limits.first_layer}: {limits.first_layer_kind} {limits.first_layer_size}",
-            "the first layer with parameters that reads the input",
-        ),
+        ("first layer", first, "the first layer with parameters that reads the input"),
         ("observed gradient entries", str(limits.gradient_entries), "equations: one per trainable weight"),
         ("unknown input values", str(limits.unknowns), "batch size times values per example"),
-        (
-            "unknowns with labels",
-            str(limits.unknowns_with_labels),
-            "the same and one value per class and example, where the labels are not known",
-        ),
+        ("unknowns with labels", str(limits.unknowns_with_labels), f"the same and {labels}"),
         (
             "count, labels known",
-            _met(limits.count_met),
+            met(limits.count_met),
             "at least as many equations as unknowns; necessary, not sufficient",
         ),
-        ("count, labels unknown", _met(limits.count_met_with_labels), "the same with the labels' unknowns"),
+        ("count, labels unknown", met(limits.count_met_with_labels), "the same with the labels' unknowns"),
         ("first linear layer", "yes" if limits.closed_form or limits.span_readable else "no", limits.first_linear),
     )
     return Table("What is observed", FACTS, rows)
 
 
 def _published(limits: Limits) -> Table:
-    rows = tuple((p.name, _met(p.met) if p.applies else "does not apply", p.statement) for p in limits.propositions)
+    rows = tuple((p.name, met(p.met) if p.applies else "does not apply", p.statement) for p in limits.propositions)
     return Table("Published conditions", ("proposition", "condition", "meaning"), rows)
 
 
 def _rank(limits: Limits) -> Table:
     jacobian = limits.jacobian
+    word = {True: "identifiable", False: "not identifiable", None: "open"}[limits.identifiable]
+    conclusion = ("conclusion", word, limits.conclusion)
     if jacobian.rank is None:
         row = ("rank of the Jacobian", "not computed", jacobian.reason or "")
-        return Table("Identifiability", FACTS, (row, _conclusion(limits)))
+        return Table("Identifiability", FACTS, (row, conclusion))
+    meaning = (
+        f"directions of the inputs that show in the gradient, at {limits.point}; by its {jacobian.method}, "
+        f"singular values below {brief(jacobian.tolerance)} counting as zero"
+    )
+    ratio = "the ratio of the two; where it is large, rounding or a little noise hides directions"
     rows = (
-        (
-            "rank of the Jacobian",
-            f"{jacobian.rank} of {jacobian.unknowns}",
-            f"directions of the inputs that show in the gradient, at {limits.point}; by its {jacobian.method}, "
-            f"singular values below {brief(jacobian.tolerance)} counting as zero",
-        ),
+        ("rank of the Jacobian", f"{jacobian.rank} of {jacobian.unknowns}", meaning),
         ("smallest singular value", brief(jacobian.smallest), "how faintly the weakest one shows"),
         ("largest singular value", brief(jacobian.largest), "how strongly the strongest one shows"),
-        (
-            "condition number",
-            brief(jacobian.condition),
-            "the ratio of the two; where it is large, rounding or a little noise hides directions",
-        ),
-        _conclusion(limits),
+        ("condition number", brief(jacobian.condition), ratio),
+        conclusion,
     )
     return Table("Identifiability", FACTS, rows)
-
-
-def _conclusion(limits: Limits) -> tuple[str, str, str]:
-    word = {True: "identifiable", False: "not identifiable", None: "open"}[limits.identifiable]
-    return "conclusion", word, limits.conclusion
 
 
 def _layers(limits: Limits) -> Table:
@@ -108,39 +95,30 @@ def _layers(limits: Limits) -> Table:
         return Table(title, (), (), limits.layers_reason)
     columns = ("layer", "equations", "unknowns", "rank", "deficiency", "smallest value", "condition", "share of c(M)")
     convolutions = [layer for layer in limits.layers if layer.convolutional]
-    rows = tuple(
-        (
-            layer.name,
-            str(layer.rows),
-            str(layer.unknowns),
-            _layer_rank(layer),
-            "not known" if layer.deficiency is None else str(layer.deficiency),
-            brief(layer.smallest),
-            brief(layer.condition),
-            _share(layer, convolutions),
-        )
-        for layer in limits.layers
-    )
+    rows = tuple(_layer(layer, convolutions) for layer in limits.layers)
     security = limits.security
-    note = (
-        f"c(M) = {security:g}" if security is not None and not math.isnan(security) else "c(M) is not known"
-    ) + ": 0 if each layer follows from those behind it, the more negative the safer; conditioning is not in it."
+    known = security is not None and not math.isnan(security)
+    note = (f"c(M) = {security:g}" if known else "c(M) is not known") + (
+        ": 0 if each layer follows from those behind it, the more negative the safer; conditioning is not in it."
+    )
     return Table(title, columns, rows, note)
 
 
-def _layer_rank(layer: LayerSystem) -> str:
+def _layer(layer: LayerSystem, convolutions: list[LayerSystem]) -> tuple[str, ...]:
+    rank = share = deficiency = "not known"
     if layer.rank is not None:
-        return str(layer.rank)
-    return "not known" if layer.predicted_rank is None else f"{layer.predicted_rank} by size"
-
-
-def _share(layer: LayerSystem, convolutions: list[LayerSystem]) -> str:
+        rank = str(layer.rank)
+    elif layer.predicted_rank is not None:
+        rank = f"{layer.predicted_rank} by size"
+    if layer.deficiency is not None:
+        deficiency = str(layer.deficiency)
     if not layer.convolutional:
-        return "0"
-    if layer.deficiency is None:
-        return "not known"
-    place, depth = convolutions.index(layer), len(convolutions)
-    return f"{(depth - place) / depth * layer.deficiency:g}"
+        share = "0"
+    elif layer.deficiency is not None:
+        place, depth = convolutions.index(layer), len(convolutions)
+        share = f"{(depth - place) / depth * layer.deficiency:g}"
+    size = (layer.name, str(layer.rows), str(layer.unknowns))
+    return *size, rank, deficiency, brief(layer.smallest), brief(layer.condition), share
 
 
 def _floor(limits: Limits) -> Table:
@@ -148,10 +126,14 @@ def _floor(limits: Limits) -> Table:
     floor, channel = limits.floor, limits.channel
     if floor is None or channel is None:
         return Table(title, (), (), limits.floor_reason)
+    spread = "" if floor.interval is None else " ({} to {})".format(*map(brief, floor.interval))
+    psnr = f"{floor.psnr:.1f} dB" if math.isfinite(floor.psnr) else brief(floor.psnr)
+    if math.isinf(floor.psnr):
+        psnr = "no limit" if floor.psnr > 0 else "nothing is certain"
     rows = [
         ("what is seen", f"|g| = {brief(floor.gradient_norm)}", channel.describe()),
-        ("least RMSE", _with_error(floor), "root-mean-square error, in units of the value range"),
-        ("highest PSNR", _decibels(floor.psnr), "the same in decibels, peak 1"),
+        ("least RMSE", brief(floor.rmse) + spread, "root-mean-square error, in units of the value range"),
+        ("highest PSNR", psnr, "the same in decibels, peak 1"),
         ("loosened RMSE", brief(floor.loosened), "the cheap lower bound sqrt(n / trace of the Fisher information)"),
     ]
     if floor.rank is not None:
@@ -168,19 +150,6 @@ def _floor(limits: Limits) -> Table:
     if floor.example_rmse is not None and len(floor.example_rmse) > 1:
         rows.append(("each example", ", ".join(map(brief, floor.example_rmse)), "least RMSE of each example"))
     return Table(title, FACTS, tuple(rows), _floor_note(floor, limits.point))
-
-
-def _with_error(floor: Floor) -> str:
-    if floor.interval is None:
-        return brief(floor.rmse)
-    low, high = floor.interval
-    return f"{brief(floor.rmse)} ({brief(low)} to {brief(high)})"
-
-
-def _decibels(value: float) -> str:
-    if math.isinf(value):
-        return "no limit" if value > 0 else "nothing is certain"
-    return "not computed" if math.isnan(value) else f"{value:.1f} dB"
 
 
 def _floor_note(floor: Floor, point: str) -> str:
@@ -200,11 +169,7 @@ def _orders(limits: Limits) -> Table:
     if not limits.orders:
         return Table(title, (), (), limits.orders_reason)
     rows = tuple(
-        (
-            order.defense,
-            "not known" if order.upper_formula is None else f"{_order(order.upper)} = {order.upper_formula}",
-            f"{_order(order.lower)} = {order.lower_formula}",
-        )
+        (order.defense, _order(order.upper, order.upper_formula), _order(order.lower, order.lower_formula))
         for order in limits.orders
     )
     note = (
@@ -214,5 +179,7 @@ def _orders(limits: Limits) -> Table:
     return Table(title, ("defence", "an attack reaches", "no attack is better than"), rows, note)
 
 
-def _order(value: float | None) -> str:
-    return "?" if value is None else f"{value:.3g}"
+def _order(value: float | None, formula: str | None) -> str:
+    if formula is None:
+        return "not known"
+    return f"{'?' if value is None else format(value, '.3g')} = {formula}"

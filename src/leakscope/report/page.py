@@ -6,7 +6,7 @@ Nothing of the clock, the machine or the directory's name enters the page, so th
 from __future__ import annotations
 
 import math
-import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.settings import Setting
-from leakscope.report.template import fill, write_page
+from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, highest, mapping, number, texts
@@ -28,10 +28,7 @@ from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
 
 HEADLINES = {
-    "leaks": (
-        "Leaks above policy",
-        "At least one private example was recovered beyond what the policy allows.",
-    ),
+    "leaks": ("Leaks above policy", "At least one private example was recovered beyond what the policy allows."),
     "within policy": (
         "Within policy",
         "No attack tried here reached the limits. This is evidence on these attacks, not proof against all.",
@@ -40,14 +37,11 @@ HEADLINES = {
         "Inconclusive",
         "Nothing crossed the limits, but doubts remain, so this is not a pass. The reasons are below.",
     ),
-    "nothing audited": (
-        "Nothing audited",
-        "No job has produced a measurement, so there is nothing to judge.",
-    ),
+    "nothing audited": ("Nothing audited", "No job has produced a measurement, so there is nothing to judge."),
 }
 
 
-def render(directory: str | os.PathLike[str], pictures: bool | None = None, verdict: Verdict | None = None) -> str:
+def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:
     """The HTML page of the audit in ``directory``, with ``verdict``, which is made here where none is given.
 
     ``pictures`` None shows pictures of data that is not private, and of private data if the audit was told to
@@ -59,10 +53,7 @@ def render(directory: str | os.PathLike[str], pictures: bool | None = None, verd
 
 
 def write_report(
-    directory: str | os.PathLike[str],
-    path: str | os.PathLike[str] | None = None,
-    pictures: bool | None = None,
-    verdict: Verdict | None = None,
+    directory: FileName, path: FileName | None = None, pictures: bool | None = None, verdict: Verdict | None = None
 ) -> Path:
     """Write the page of the audit in ``directory`` to ``path`` (default: report.html beside the store)."""
     target = Path(directory) / "report.html" if path is None else path
@@ -76,12 +67,14 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     named = settings.name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
+    named_reasons = {reason for setting in verdict.settings for reason in setting.named_reasons}
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     return {
         "title": title,
         "subtitle": subtitle,
         "outcome": verdict.outcome,
-        "doubts": _doubts(verdict),
+        # Reasons of the verdict that belong to no setting; those of the settings are shown with them.
+        "doubts": [reason for reason in verdict.reasons if reason not in named_reasons],
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
         "worst": _worst(verdict, named, gallery),
@@ -97,10 +90,13 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
-        "curves": jobs.curves_section(store, rows, named),
+        "curves": jobs.curves_section(store, rows),
         "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
-        "findings": jobs.findings_section(findings, named, meta["plan"].get("findings")),
-        "flags": jobs.flags_section(rows),
+        "findings": findings,
+        "fates": jobs.fates(findings, meta["plan"].get("findings")),
+        "names": {setting.cell: setting.name for setting in named},
+        "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
+        "explain_flag": words.explain_flag,
         "flag_rule": words.FLAG_RULE,
         "measures": MEASURES.values(),
         "terms": words.TERMS,
@@ -111,12 +107,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "data_name": str(meta["data"].get("name") or "unnamed data"),
         "model_name": str(meta["model"].get("name") or "unnamed model"),
     }
-
-
-def _doubts(verdict: Verdict) -> list[str]:
-    """Reasons of the verdict that belong to no setting; those of the settings are shown with them."""
-    shown = {f"{s.protocol}, defence {s.defense}: {reason}" for s in verdict.settings for reason in s.reasons}
-    return [reason for reason in verdict.reasons if reason not in shown]
 
 
 def policy_lines(policy: Policy) -> list[str]:
@@ -159,9 +149,6 @@ def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict
     original, guess = gallery.pair(worst, "worst")
     return {
         "example": worst,
-        "psnr": words.fixed(worst.psnr),
-        "lift": words.fixed(worst.lift),
-        "lift_reason": "" if math.isfinite(worst.lift) else "no control of this attack was measured",
         "label": gallery.label_of(worst),
         "setting": next((s for s in named if s.cell == (worst.protocol, worst.defense)), None),
         "original": original,

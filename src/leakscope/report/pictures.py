@@ -63,10 +63,8 @@ def draw(value: Tensor, *, alt: str, identity: str, behind: Tensor | None = None
     if value.dim() == 3:
         uri = "data:image/png;base64," + base64.b64encode(png(value)).decode("ascii")
         return Picture(alt=alt, uri=uri, pixelated=max(value.shape[1:]) <= 96)
-    trace = _trace(value)
-    if behind is None:
-        return Picture(alt=alt, drawing=svg.signal_pair(trace, None, title=alt, identity=identity))
-    return Picture(alt=alt, drawing=svg.signal_pair(_trace(behind), trace, title=alt, identity=identity))
+    pair = (_trace(value), None) if behind is None else (_trace(behind), _trace(value))
+    return Picture(alt=alt, drawing=svg.signal_pair(*pair, title=alt, identity=identity))
 
 
 def _trace(value: Tensor) -> list[float]:
@@ -75,7 +73,6 @@ def _trace(value: Tensor) -> list[float]:
     >>> _trace(torch.tensor([[0.0, 1.0], [5.0, 5.0]]))
     [0.0, 1.0]
     """
-    flat = value.detach().float().cpu()
-    while flat.dim() > 1:
-        flat = flat[0]
-    return [float(v) for v in flat.reshape(-1)]
+    while value.dim() > 1:
+        value = value[0]
+    return [float(v) for v in value.detach().float().cpu().reshape(-1)]

@@ -16,8 +16,7 @@ _HOW = {True: "announced", False: "kept secret"}
 def describe(finding: FindingRow) -> dict[str, Any]:
     """The cells of a setting's line and the sentences below it, from the finding on its rounds."""
     facts = mapping(finding.content.get("found"))
-    samples = number(facts.get("samples"))
-    every = facts.get("workers")
+    samples, every = number(facts.get("samples")), facts.get("workers")
     workers = [worker for worker in every if isinstance(worker, dict)] if isinstance(every, list) else []
     return {
         "batches": _batches(facts, finding.content.get("announced")),
@@ -39,10 +38,7 @@ def count_of(count: float, total: float) -> str:
 
 
 def shared(lines: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
-    """Each sentence once, with the names of the settings it is about.
-
-    ``lines`` have a ``setting`` and ``sentences``.
-    """
+    """Each sentence of the lines once, with the names of the settings it is about."""
     names: dict[str, list[str]] = {}
     for line in lines:
         for sentence in line["sentences"]:
@@ -74,10 +70,9 @@ def _invisible(workers: list[dict[str, Any]]) -> str:
     >>> _invisible([{"share": "bank", "invisible": []}])
     'none'
     """
-    hidden = [(str(w.get("share")), len(w["invisible"])) for w in workers if isinstance(w.get("invisible"), list)]
-    hidden = [(share, count) for share, count in hidden if count]
-    more = [f"and for {len(hidden) - MAX_SHARES} more"] if len(hidden) > MAX_SHARES else []
-    return ", ".join([f"{count} for {share}" for share, count in hidden[:MAX_SHARES]] + more) or "none"
+    hiding = [w for w in workers if isinstance(w.get("invisible"), list) and w["invisible"]]
+    more = [f"and for {len(hiding) - MAX_SHARES} more"] if len(hiding) > MAX_SHARES else []
+    return ", ".join([f"{len(w['invisible'])} for {w.get('share')}" for w in hiding[:MAX_SHARES]] + more) or "none"
 
 
 def _follows(workers: list[dict[str, Any]], samples: float) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure
 from leakscope.report import svg, words
-from leakscope.report.words import figure, fixed, percent, span
+from leakscope.report.words import figure, percent, span
 from leakscope.results.records import highest, mean, number
 from leakscope.results.summary import MeasureSummary, SettingSummary
 from leakscope.results.verdict import SettingVerdict, Verdict
@@ -48,12 +48,10 @@ class Setting:
         return f"{self.protocol_short} · {self.defense_short}"
 
     @property
-    def defense_name(self) -> str:
-        return self.defense_short.partition("(")[0]
-
-    @property
-    def defense_options(self) -> str:
-        return self.defense_short.partition("(")[2].removesuffix(")")
+    def defense_parts(self) -> tuple[str, str]:
+        """The name of the defence, and its options."""
+        name, _, options = self.defense_short.partition("(")
+        return name, options.removesuffix(")")
 
 
 def name_settings(verdict: Verdict) -> list[Setting]:
@@ -71,10 +69,8 @@ def main_measures(measures: Iterable[Measure]) -> list[Measure]:
     return [m for m in measures if m is not PSNR and (m.limit is not None or m.of != "inputs")]
 
 
-def settings_table(
-    settings: Sequence[Setting], summaries: Sequence[SettingSummary], data: dict[str, Any]
-) -> dict[str, Any]:
-    """One line a setting, for each example its strongest attack."""
+def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSummary], data: Any) -> dict[str, Any]:
+    """One line a setting, for each example its strongest attack; ``data`` are the facts on the data set."""
     present = {entry.name for summary in summaries for entry in summary.measures}
     measures = main_measures(measure for measure in MEASURES.values() if measure.name in present)
     # A blind guess picks one of the candidates that every reconstruction is compared with.
@@ -83,30 +79,26 @@ def settings_table(
     lines = []
     for setting, summary in zip(settings, summaries, strict=True):
         verdict, means = setting.verdict, {entry.name: entry.mean for entry in summary.measures}
-        lift = mean(example.lift for example in verdict.examples)
-        lines.append(
-            {
-                "setting": setting,
-                "leaking": sum(example.leaks for example in verdict.examples),
-                "psnr": fixed(verdict.mean_psnr),
-                "interval": span(verdict.interval, len(verdict.examples)),
-                "best": fixed(highest(example.psnr for example in verdict.examples)),
-                "baseline": fixed(verdict.baseline_psnr),
-                "lift": fixed(lift) if math.isnan(lift) or lift < 0 else "+" + fixed(lift),
-                # An example that any attempt identifies is identified, by the strongest or not.
-                "measures": [
-                    (percent(verdict.identification), chance)
-                    if measure.per == "setting"
-                    else (figure(means.get(measure.name, math.nan), measure.digits), "")
-                    for measure in measures
-                ],
-            }
-        )
+        shown = [(figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures]
+        for place, measure in enumerate(measures):
+            # An example that any attempt identifies is identified, by the strongest or not.
+            if measure.per == "setting":
+                shown[place] = (percent(verdict.identification), chance)
+        line = {
+            "setting": setting,
+            "interval": span(verdict.interval, len(verdict.examples)),
+            "best": highest(example.psnr for example in verdict.examples),
+            "lift": mean(example.lift for example in verdict.examples),
+            "measures": shown,
+        }
+        lines.append(line)
     return {"columns": [measure.title for measure in measures], "psnr": PSNR.title, "lines": lines}
 
 
 def charts(settings: Sequence[Setting], policy: float) -> dict[str, Any]:
     """The dot plot twice, for wide and for narrow screens; the style sheet shows one of them."""
+    if not settings:
+        return {"wide": "", "narrow": ""}
     rows = [
         svg.DotRow(
             label=f"{setting.name} {setting.defense_short} · {setting.protocol_short}",
@@ -119,8 +111,6 @@ def charts(settings: Sequence[Setting], policy: float) -> dict[str, Any]:
         )
         for setting in settings
     ]
-    if not rows:
-        return {"wide": "", "narrow": ""}
     room = min(380, max(120, 20 + 8 * max(len(row.label) for row in rows)))
     return {
         "wide": svg.dot_plot(rows, policy=policy, identity="dots-wide", width=960, label_width=room),
@@ -128,17 +118,16 @@ def charts(settings: Sequence[Setting], policy: float) -> dict[str, Any]:
     }
 
 
-def all_measures(
-    settings: Sequence[Setting], summaries: Sequence[SettingSummary]
-) -> list[tuple[Setting, list[dict[str, Any]]]]:
+def all_measures(settings: Sequence[Setting], summaries: Sequence[SettingSummary]) -> list[tuple[Setting, list[Any]]]:
     """Each setting with a line a measure; no lines where nothing was measured at all."""
     return [
-        (setting, [_measure_line(entry) for entry in summary.measures if setting.verdict.examples])
+        (setting, [(entry.measure, _cells(entry)) for entry in summary.measures if setting.verdict.examples])
         for setting, summary in zip(settings, summaries, strict=True)
     ]
 
 
-def _measure_line(entry: MeasureSummary) -> dict[str, Any]:
+def _cells(entry: MeasureSummary) -> list[tuple[str, str]]:
+    """Mean, interval, both without information, and the count: each as text, with why it is missing."""
     digits = entry.measure.digits
     why, baseline_why = entry.reason or "", entry.baseline_reason or ""
     cells = [
@@ -149,8 +138,7 @@ def _measure_line(entry: MeasureSummary) -> dict[str, Any]:
     ]
     shown = [(text, reason if text == words.DASH else "") for text, reason in cells]
     # Fewer examples than there are: the reason belongs to the number, too.
-    shown.append((_count(entry.count, entry.baseline_count), why or baseline_why))
-    return {"measure": entry.measure, "cells": shown}
+    return [*shown, (_count(entry.count, entry.baseline_count), why or baseline_why)]
 
 
 def _count(count: int, baseline_count: int) -> str:

@@ -6,7 +6,7 @@ Every text that enters a chart is escaped here; every chart has a title and a de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup, escape
@@ -96,106 +96,101 @@ def colour(place: int) -> str:
     return f"c{place % 6}"
 
 
+@dataclass(frozen=True)
+class _Scale:
+    """Where the values of an axis are drawn; those beyond an end of it stand at its edge."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        share = (min(max(value, self.low), self.high) - self.low) / (self.high - self.low)
+        return self.start + share * (self.end - self.start)
+
+    @property
+    def middle(self) -> float:
+        return (self.start + self.end) / 2
+
+
 def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int, label_width: int) -> Markup:
     """Mean and interval of each row, its examples as dots, its baseline as a diamond, the policy as a line.
 
     With ``label_width`` 0 the labels stand above the rows, for narrow screens.
     """
-    above = label_width == 0
-    left, right, top = (14, 22, 26) if above else (label_width, 22, 26)
-    pitch = 50 if above else 34
+    left, pitch, top = (label_width, 34, 26) if label_width else (14, 50, 26)
     shown = [v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)]
     low = min([0.0, *shown])
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
     bottom = top + pitch * len(rows)
-    height = bottom + 42
-
-    def x(value: float) -> float:
-        return left + (min(max(value, low), high) - low) / (high - low) * (width - left - right)
-
-    out = [_open(identity, width, height, "PSNR of the strongest attack for each setting", _describe(rows, policy))]
-    for tick in ticks(low, high, 4 if above else 8):
-        out.append(f'<line class="grid" x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{top}" y2="{bottom}"/>')
-        out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 16}" text-anchor="middle">{tick:g}</text>')
-    axis = (left + width - right) / 2
-    out.append(f'<text class="axis" x="{axis:.1f}" y="{bottom + 34}" text-anchor="middle">PSNR, dB{beyond}</text>')
+    x = _Scale(low, high, left, width - 22)
+    allowed = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
+    described = allowed + " ".join(_sentence(row) for row in rows)
+    out = [_open(identity, width, bottom + 42, "PSNR of the strongest attack for each setting", described)]
+    for tick in ticks(low, high, 8 if label_width else 4):
+        at = f"{x(tick):.1f}"
+        out += [_line("grid", at, at, top, bottom), _text("tick", at, bottom + 16, f"{tick:g}", "middle")]
+    out.append(_text("axis", f"{x.middle:.1f}", bottom + 34, f"PSNR, dB{beyond}", "middle"))
     if math.isfinite(policy):
         # The label turns to the other side where it would run out of the chart.
-        anchor = "start" if x(policy) < width * 0.6 else "end"
-        place = x(policy) + (-3 if anchor == "start" else 1)
-        out.append(
-            f'<line class="policy" x1="{x(policy):.1f}" x2="{x(policy):.1f}" y1="{top - 6}" y2="{bottom}"/>'
-            f'<text class="policy-label" x="{place:.1f}" y="{top - 11}" text-anchor="{anchor}">'
-            f"policy {policy:g} dB</text>"
-        )
+        anchor, shift = ("start", -3) if x(policy) < width * 0.6 else ("end", 1)
+        at = f"{x(policy):.1f}"
+        out.append(_line("policy", at, at, top - 6, bottom))
+        out.append(_text("policy-label", f"{x(policy) + shift:.1f}", top - 11, f"policy {policy:g} dB", anchor))
     for number, row in enumerate(rows):
-        y = top + pitch * number + (pitch - 14 if above else pitch / 2)
-        out.append(_dot_row(row, x, y, above, left, label_width))
-    out.append("</svg>")
-    return Markup("".join(out))
+        y = top + pitch * number + (pitch / 2 if label_width else pitch - 14)
+        out.append(_dot_row(row, x, y, label_width))
+    return Markup("".join(out) + "</svg>")
 
 
-def _dot_row(row: DotRow, x: Callable[[float], float], y: float, above: bool, left: int, label_width: int) -> str:
+def _dot_row(row: DotRow, x: _Scale, y: float, label_width: int) -> str:
     parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(_sentence(row))}</title>']
-    room = 40 if above else max(8, (label_width - 20) // 8)
+    room = max(8, (label_width - 20) // 8) if label_width else 40
     text = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
-    if above:
-        parts.append(f'<text class="label" x="{left}" y="{y - 14:.1f}">{escape(text)}</text>')
+    if label_width:
+        parts.append(_text("label", label_width - 12, f"{y + 4:.1f}", text, "end"))
     else:
-        parts.append(
-            f'<text class="label" x="{label_width - 12}" y="{y + 4:.1f}" text-anchor="end">{escape(text)}</text>'
-        )
+        parts.append(_text("label", x.start, f"{y - 14:.1f}", text))
     parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
     if math.isfinite(row.low) and math.isfinite(row.high):
-        parts.append(f'<line class="interval" x1="{x(row.low):.1f}" x2="{x(row.high):.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_line("interval", f"{x(row.low):.1f}", f"{x(row.high):.1f}", f"{y:.1f}", f"{y:.1f}"))
     if math.isfinite(row.baseline):
         parts.append(f'<path class="baseline" d="M{x(row.baseline):.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"/>')
     if row.value == row.value:
         parts.append(f'<circle class="mean" cx="{x(row.value):.1f}" cy="{y:.1f}" r="6"/>')
     else:
-        parts.append(f'<text class="tick" x="{left + 4}" y="{y + 4:.1f}">no measurement</text>')
+        parts.append(_text("tick", x.start + 4, f"{y + 4:.1f}", "no measurement"))
     return "".join(parts) + "</g>"
 
 
 def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, identity: str) -> Markup:
     """Objective against recorded step, one line a curve; logarithmic where every value is positive."""
-    width, height, left, right, top, bottom = 360, 200, 52, 10, 10, 160
+    width, height, left, right, top, bottom = 360, 200, 52, 350, 10, 160
     thinned = [(name, [(n, v) for n, v in thin(values) if math.isfinite(v)]) for name, values in curves]
     values = [v for _, points in thinned for _, v in points]
     logarithmic = bool(values) and min(values) > 0
     scale = "logarithmic" if logarithmic else "linear"
     described = f"{len(curves)} curves on a {scale} scale."
-    if values:
-        described += f" Values from {min(values):.3g} to {max(values):.3g}."
-    out = [_open(identity, width, height, title, described)]
     if not values:
-        return Markup(out[0] + _nothing(width))
+        return Markup(_open(identity, width, height, title, described) + _nothing(width))
+    described += f" Values from {min(values):.3g} to {max(values):.3g}."
     place = math.log10 if logarithmic else float
     low, high = place(min(values)), place(max(values))
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
     last = max(n for _, points in thinned for n, _ in points) or 1
-
-    def y(position: float) -> float:
-        return bottom - (position - low) / (high - low) * (bottom - top)
-
+    x, y = _Scale(0, last, left, right), _Scale(low, high, bottom, top)
     marks = log_ticks(min(values), max(values)) if logarithmic else ticks(low, high, 3)
-    out += [_level(y(place(mark)), f"{mark:.3g}", left, width - right) for mark in marks]
-    span = width - left - right
+    out = [_open(identity, width, height, title, described)]
+    out += [_level(y(place(mark)), f"{mark:.3g}", x) for mark in marks]
     for number, (name, points) in enumerate(thinned):
-        line = " ".join(f"{left + n / last * span:.1f},{y(place(v)):.1f}" for n, v in points)
         final = f", ends at {points[-1][1]:.3g}" if points else ""
-        out.append(
-            f'<g class="curve {colour(number)}"><title>{escape(name + final)}</title><polyline points="{line}"/></g>'
-        )
-    out.append(f'<text class="tick" x="{left}" y="{bottom + 16}">0</text>')
-    out.append(f'<text class="tick" x="{width - right}" y="{bottom + 16}" text-anchor="end">{last}</text>')
-    out.append(
-        f'<text class="axis" x="{left + span / 2:.0f}" y="{height - 6}" text-anchor="middle">'
-        f"recorded step · {scale} scale</text></svg>"
-    )
-    return Markup("".join(out))
+        out.append(_curve(number, name + final, [(x(n), y(place(v))) for n, v in points]) + "</g>")
+    out.append(_text("tick", left, bottom + 16, 0) + _text("tick", right, bottom + 16, last, "end"))
+    out.append(_text("axis", f"{x.middle:.0f}", height - 6, f"recorded step · {scale} scale", "middle"))
+    return Markup("".join(out) + "</svg>")
 
 
 def line_plot(
@@ -214,69 +209,29 @@ def line_plot(
 
     With ``whole`` only whole numbers are written along the axis.
     """
-    width, height, left, right, top, bottom = 360, 214, 44, 14, 28, 168
+    width, height, left, right, top, bottom = 360, 214, 44, 346, 28, 168
     drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
     values = [b for points in drawn for _, b in points]
     out = [_open(identity, width, height, title, " ".join(_sentence_of_line(line) for line in lines))]
     if not values:
         return Markup(out[0] + _nothing(width))
-    low, high = next((floor for floor in floors if floor <= min(values)), floors[-1]), ceiling
+    low = next((floor for floor in floors if floor <= min(values)), floors[-1])
     start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
-
-    def x(value: float) -> float:
-        return left + (min(max(value, start), end) - start) / (end - start) * (width - left - right)
-
-    def y(value: float) -> float:
-        return bottom - (min(max(value, low), high) - low) / (high - low) * (bottom - top)
-
-    out += [_level(y(tick), f"{tick:g}", left, width - right) for tick in ticks(low, high, 4)]
+    x, y = _Scale(start, end, left, right), _Scale(low, ceiling, bottom, top)
+    out += [_level(y(tick), f"{tick:g}", x) for tick in ticks(low, ceiling, 4)]
     for tick in ticks(start, end, 5):
         if not whole or tick == round(tick):
-            out.append(f'<text class="tick" x="{x(tick):.1f}" y="{bottom + 17}" text-anchor="middle">{tick:g}</text>')
+            out.append(_text("tick", f"{x(tick):.1f}", bottom + 17, f"{tick:g}", "middle"))
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
-        path = " ".join(f"{x(a):.1f},{y(b):.1f}" for a, b in points)
-        title = escape(_sentence_of_line(line))
-        out.append(f'<g class="curve {colour(place)}"><title>{title}</title><polyline points="{path}"/>')
+        out.append(_curve(place, _sentence_of_line(line), [(x(a), y(b)) for a, b in points]))
         # A line of one point is invisible, so it is marked itself.
         marked = [line.mark] if line.mark is not None else points if len(points) == 1 else []
         name = line.mark_name if len(lines) == 1 else ""
-        out += [_mark(x(a), y(b), name, width, y(b) > (top + bottom) / 2) for a, b in marked if math.isfinite(a + b)]
+        out += [_mark(x(a), y(b), name, width, y(b) > y.middle) for a, b in marked if math.isfinite(a + b)]
         out.append("</g>")
-    middle = (left + width - right) / 2
-    out.append(f'<text class="axis" x="{left - 30}" y="14">{escape(y_label)}</text>')
-    out.append(f'<text class="axis" x="{middle:.0f}" y="{height - 8}" text-anchor="middle">{escape(x_label)}</text>')
+    out.append(_text("axis", left - 30, 14, y_label))
+    out.append(_text("axis", f"{x.middle:.0f}", height - 8, x_label, "middle"))
     return Markup("".join(out) + "</svg>")
-
-
-def _level(y: float, words: str, left: int, right: int) -> str:
-    """A line of the grid at a height, with its number."""
-    return (
-        f'<line class="grid" x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}"/>'
-        f'<text class="tick" x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{words}</text>'
-    )
-
-
-def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
-    """A dot on a line, with its name above or below it if it has one."""
-    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
-    anchor = "start" if x < width * 0.4 else "end" if x > width * 0.7 else "middle"
-    place = f'x="{x:.1f}" y="{y + (-12 if above else 22):.1f}"'
-    return dot + (f'<text class="label" {place} text-anchor="{anchor}">{escape(name)}</text>' if name else "")
-
-
-def _nothing(width: int) -> str:
-    return f'<text class="axis" x="{width / 2}" y="90" text-anchor="middle">nothing finite</text></svg>'
-
-
-def _sentence_of_line(line: Line) -> str:
-    """What one line shows, in words.
-
-    >>> _sentence_of_line(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
-    'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
-    """
-    values = [b for _, b in line.points if math.isfinite(b)]
-    text = f"from {values[0]:.3g} to {values[-1]:.3g}" if values else "nothing finite"
-    return f"{line.name}: {text}" + (f", highest {line.mark_name}." if line.mark_name else ".")
 
 
 def signal_pair(
@@ -286,17 +241,12 @@ def signal_pair(
     width, height, margin = 200, 90, 6
     names = [n for n, v in (("original", original), ("reconstruction", guess)) if v is not None]
     out = [_open(identity, width, height, title, "Lines of the " + " and the ".join(names) + " over [0, 1].")]
+    y = _Scale(0.0, 1.0, height - margin, margin)
     for name, values in (("original", original), ("guess", guess)):
-        if values is None:
-            continue
-        points = [(n, v) for n, v in thin(values) if math.isfinite(v)]
-        last = max(1, len(values) - 1)
-        line = " ".join(
-            f"{margin + n / last * (width - 2 * margin):.1f},"
-            f"{height - margin - min(max(v, 0.0), 1.0) * (height - 2 * margin):.1f}"
-            for n, v in points
-        )
-        out.append(f'<polyline class="signal {name}" points="{line}"/>')
+        if values is not None:
+            x = _Scale(0, max(1, len(values) - 1), margin, width - margin)
+            line = _points([(x(n), y(v)) for n, v in thin(values) if math.isfinite(v)])
+            out.append(f'<polyline class="signal {name}" points="{line}"/>')
     return Markup("".join(out) + "</svg>")
 
 
@@ -308,9 +258,51 @@ def _open(identity: str, width: int, height: int, title: str, description: str) 
     )
 
 
-def _describe(rows: Sequence[DotRow], policy: float) -> str:
-    limit = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
-    return limit + " ".join(_sentence(row) for row in rows)
+def _text(kind: str, x: object, y: object, words: object, anchor: str = "") -> str:
+    side = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text class="{kind}" x="{x}" y="{y}"{side}>{escape(words)}</text>'
+
+
+def _line(kind: str, x1: object, x2: object, y1: object, y2: object) -> str:
+    return f'<line class="{kind}" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
+
+
+def _level(y: float, words: str, x: _Scale) -> str:
+    """A line of the grid at a height, with its number."""
+    grid = _line("grid", x.start, x.end, f"{y:.1f}", f"{y:.1f}")
+    return grid + _text("tick", x.start - 6, f"{y + 4:.1f}", words, "end")
+
+
+def _points(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+
+
+def _curve(number: int, title: str, places: Sequence[tuple[float, float]]) -> str:
+    """A group with a line and its title, not yet closed."""
+    opening = f'<g class="curve {colour(number)}"><title>{escape(title)}</title>'
+    return f'{opening}<polyline points="{_points(places)}"/>'
+
+
+def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
+    """A dot on a line, with its name above or below it if it has one."""
+    dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
+    anchor = "start" if x < width * 0.4 else "end" if x > width * 0.7 else "middle"
+    return dot + (_text("label", f"{x:.1f}", f"{y + (-12 if above else 22):.1f}", name, anchor) if name else "")
+
+
+def _nothing(width: int) -> str:
+    return _text("axis", width / 2, 90, "nothing finite", "middle") + "</svg>"
+
+
+def _sentence_of_line(line: Line) -> str:
+    """What one line shows, in words.
+
+    >>> _sentence_of_line(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
+    'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
+    """
+    values = [b for _, b in line.points if math.isfinite(b)]
+    text = f"from {values[0]:.3g} to {values[-1]:.3g}" if values else "nothing finite"
+    return f"{line.name}: {text}" + (f", highest {line.mark_name}." if line.mark_name else ".")
 
 
 def _sentence(row: DotRow) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import math
 import os
 from importlib import resources
 from pathlib import Path
@@ -17,6 +18,10 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from leakscope.contracts.files import atomic_write
+from leakscope.report import words
+from leakscope.results.records import counted, number
+
+FileName = str | os.PathLike[str]
 
 # Control characters (of a coloured error text, say) are no HTML; line ends and tabs are.
 _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} | {127: "\ufffd"}
@@ -24,13 +29,12 @@ _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} 
 
 def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
+    loader = FunctionLoader(_resource)
     environment = Environment(
-        loader=FunctionLoader(_resource),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"fixed": words.fixed, "short": words.short, "counted": counted, "number": number}
+    environment.tests["finite"] = math.isfinite
     script = _resource("table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     page = environment.get_template(template).render(
@@ -40,7 +44,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
     return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
 
-def write_page(path: str | os.PathLike[str], page: str) -> Path:
+def write_page(path: FileName, page: str) -> Path:
     """Write ``page`` whole or not at all, in a folder that is made where it is missing."""
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from leakscope.limits.report import Limits
 from leakscope.limits.vertical import VerticalLimits
-from leakscope.report.limits_tables import FACTS, Table, brief, limits_tables
+from leakscope.report.limits_tables import FACTS, Table, brief, limits_tables, met
 
 
 def tables_of(limits: Limits | VerticalLimits) -> tuple[Table, ...]:
@@ -18,23 +18,18 @@ def vertical_tables(limits: VerticalLimits) -> tuple[Table, ...]:
 
 def _rounds(limits: VerticalLimits) -> Table:
     index, samples = limits.index, limits.samples
-    how = "given" if limits.given else f"drawn with seed {limits.seed}, {_sampling(limits)}"
+    sampling = "each batch anew" if limits.sampling == "uniform" else "in shuffled epochs"
+    how = "given" if limits.given else f"drawn with seed {limits.seed}, {sampling}"
+    apart = "in no round, or always together with another: out of reach of steps I and II"
+    theorem = f"in expectation over all batches {limits.theorem.statement}; modulus {brief(limits.theorem.modulus)}"
     rows = (
         ("rounds", f"{limits.rounds} of {limits.batch} of {samples} samples", how),
         ("independent batches", f"{index.rank} of {samples}", "as many as samples make step I solvable for all"),
         ("condition number", brief(index.condition), "by how much step I can magnify rounding or noise"),
         ("determined by step I", f"{int(index.determined.sum())} of {samples}", "output gradients that follow exactly"),
         ("in no round", str(len(index.absent)), "samples that were never used"),
-        (
-            "not told apart",
-            str(limits.together),
-            "in no round, or always together with another: out of reach of steps I and II",
-        ),
-        (
-            "theorem 1",
-            "met" if limits.theorem.corrected else "not met",
-            f"in expectation over all batches {limits.theorem.statement}; modulus {brief(limits.theorem.modulus)}",
-        ),
+        ("not told apart", str(limits.together), apart),
+        ("theorem 1", met(limits.theorem.corrected), theorem),
     )
     note = (
         "The adversary is taken to know which samples are in each batch, and the model to stand still: where it learns "
@@ -43,22 +38,15 @@ def _rounds(limits: VerticalLimits) -> Table:
     return Table("Announced batches", FACTS, rows, note)
 
 
-def _sampling(limits: VerticalLimits) -> str:
-    return "each batch anew" if limits.sampling == "uniform" else "in shuffled epochs"
-
-
 def _needed(limits: VerticalLimits) -> Table:
-    needed = limits.needed
+    covered = limits.needed.covered
+    least, apart = ("no number" if n is None else str(n) for n in (limits.needed.least, limits.needed.apart))
     rows = (
-        (
-            "for step I",
-            _rounds_or_never(needed.least),
-            "least number of rounds with as many independent batches as samples",
-        ),
-        ("to have all samples", brief(needed.covered), "expected rounds until every sample was in a batch"),
+        ("for step I", least, "least number of rounds with as many independent batches as samples"),
+        ("to have all samples", brief(covered), "expected rounds until every sample was in a batch"),
         (
             "to tell all apart",
-            _rounds_or_never(needed.apart),
+            apart,
             "from here on fewer than one pair of samples is expected to have always been together",
         ),
     )
@@ -69,10 +57,6 @@ def _needed(limits: VerticalLimits) -> Table:
     return Table("Rounds that it takes", FACTS, rows, note)
 
 
-def _rounds_or_never(rounds: int | None) -> str:
-    return "no number" if rounds is None else str(rounds)
-
-
 def _workers(limits: VerticalLimits) -> Table:
     columns = (
         *("worker", "features", "first dense layer", "inputs", "units", "bias"),
@@ -80,18 +64,10 @@ def _workers(limits: VerticalLimits) -> Table:
     )
     rows = tuple(
         (
-            worker.share,
-            str(worker.features),
-            worker.layer,
-            str(worker.inputs),
-            str(worker.units),
-            "yes" if worker.bias else "no",
-            str(len(worker.invisible)),
-            str(worker.signal_rank),
-            str(worker.input_rank),
-            brief(worker.input_condition),
+            *(w.share, str(w.features), w.layer, str(w.inputs), str(w.units), "yes" if w.bias else "no"),
+            *(str(len(w.invisible)), str(w.signal_rank), str(w.input_rank), brief(w.input_condition)),
         )
-        for worker in limits.workers
+        for w in limits.workers
     )
     note = (
         f"At {limits.point}. V: output gradients of the layer, a row per sample; those that are zero are invisible. H: "
@@ -113,9 +89,7 @@ def _follows(limits: VerticalLimits) -> Table:
     columns = ("worker", "theorem 2 as printed", "theorem 2 corrected", "by steps I and II", "by all rounds together")
     rows = tuple(
         (
-            worker.share,
-            "met" if worker.theorem.printed else "not met",
-            "met" if worker.theorem.corrected else "not met",
+            *(worker.share, met(worker.theorem.printed), met(worker.theorem.corrected)),
             f"{worker.determined} of {limits.samples}",
             "not needed" if worker.separable is None else f"{worker.separable} of {limits.samples}",
         )
@@ -128,13 +102,7 @@ def _follows(limits: VerticalLimits) -> Table:
 def _bounds(limits: VerticalLimits) -> Table:
     columns = ("worker", "bound", "error of V", "error of H, from step I", "error of H, from step II")
     rows = tuple(
-        (
-            worker.share,
-            bound.name,
-            brief(bound.signals),
-            brief(bound.inputs_phi1),
-            brief(bound.inputs_phi2),
-        )
+        (worker.share, bound.name, brief(bound.signals), brief(bound.inputs_phi1), brief(bound.inputs_phi2))
         for worker in limits.workers
         for bound in worker.bounds
     )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+from markupsafe import Markup
 
 from leakscope.report import svg, words
 from leakscope.report.settings import Setting
@@ -24,25 +25,16 @@ _FLOORS = (0.99, 0.9, 0.5, 0.0, -1.0)
 _DIRECTIONS = 2
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Update:
-    """What one finding says of a client's update; NaN where it says nothing that can be used."""
+def _pairs(content: Mapping[str, Any], places: str, values: str) -> tuple[tuple[float, float], ...]:
+    """Numbers with their places; none where the store does not have as many of both.
 
-    name: str
-    steps: float
-    betas: list[float]
-    cosines: list[float]
-    best_beta: float
-    max_cosine: float
-    start_cosine: float
-    message_cosine: float
-    chosen: list[float]
-    shares: list[float]
-    loss_before: float
-    loss_after: float
-    bound: float
-    gradient_norm: float
-    bound_reason: str
+    >>> _pairs({"a": [0, 1], "b": [0.5, None]}, "a", "b"), _pairs({"a": [0], "b": "x"}, "a", "b")
+    (((0.0, 0.5), (1.0, nan)), ())
+    """
+    one, other = content.get(places), content.get(values)
+    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
+        return ()
+    return tuple(zip(map(number, one), map(number, other), strict=True))
 
 
 def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
@@ -51,37 +43,42 @@ def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting])
     for setting in settings:
         own = [f for f in findings if f.kind == "trajectory" and f.setting == setting.cell]
         if own:
-            updates = [_read(finding) for finding in own if not finding.reason]
             reasons = list(dict.fromkeys(finding.reason for finding in own if finding.reason))
-            entries.append(_entry(setting, updates, reasons, f"update-{setting.name}"))
+            entries.append(_entry(setting, [finding for finding in own if not finding.reason], reasons))
     return entries
 
 
-def _entry(setting: Setting, updates: list[_Update], reasons: list[str], identity: str) -> dict[str, Any]:
-    shown = updates[:MAX_LINES]
+def _entry(setting: Setting, updates: list[FindingRow], reasons: list[str]) -> dict[str, Any]:
     notes = [f"Not computed: {reason}" for reason in reasons[:MAX_REASONS]]
     if len(reasons) > MAX_REASONS:
         notes.append(f"Not computed for {len(reasons) - MAX_REASONS} more reasons, which the store holds.")
+    if not updates:
+        return {"setting": setting, "sentence": "", "notes": notes}
     if len(updates) > MAX_LINES:
         notes.insert(0, f"The first {MAX_LINES} of {len(updates)} updates are drawn; the numbers are of all.")
-    few = bool(updates) and all(update.steps <= _DIRECTIONS for update in updates)
+    few = all(update.value("steps") <= _DIRECTIONS for update in updates)
     return {
         "setting": setting,
-        "sentence": _meaning(updates) if updates else "",
-        "cosines": _cosine_plot(shown, setting, f"{identity}-cosines") if updates else "",
-        "shares": _share_plot(shown, setting, f"{identity}-shares") if updates else "",
+        "sentence": _meaning(updates),
+        **_plots(updates[:MAX_LINES], setting.name),
         "share_note": "At most two steps always lie in two directions." if few else "",
-        "numbers": _numbers(updates) if updates else [],
+        "numbers": _numbers(updates),
         "notes": notes,
     }
 
 
-def _meaning(updates: Sequence[_Update]) -> str:
+def _meaning(updates: Sequence[FindingRow]) -> str:
     """Of several updates the sentence is on the most exposed: a mean would hide it."""
-    worst = max(updates, key=lambda update: -2.0 if math.isnan(update.max_cosine) else update.max_cosine)
-    several = f"the most exposed of these {len(updates)} updates"
-    subject = "this update" if len(updates) == 1 else several
-    return meaning(worst.max_cosine, start=worst.start_cosine, sent=worst.message_cosine, subject=subject)
+    worst = max(
+        updates, key=lambda update: -2.0 if math.isnan(update.value("max_cosine")) else update.value("max_cosine")
+    )
+    subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
+    return meaning(
+        worst.value("max_cosine"),
+        start=worst.value("start_cosine"),
+        sent=worst.value("message_cosine"),
+        subject=subject,
+    )
 
 
 def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, subject: str = "this update") -> str:
@@ -96,12 +93,10 @@ def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, sub
     """
     if math.isnan(best):
         return f"The gradient vanishes along the whole segment, so there is nothing to compare {subject} with."
-    turned = sent < NEARLY_ONE_GRADIENT
-    hiders = "the local steps and the defence" if turned else "the local steps"
-    rest = "." if turned else "; one that simulates them may still succeed."
-    first = ""
-    if turned:
+    first, hiders, rest = "", "the local steps", "; one that simulates them may still succeed."
+    if sent < NEARLY_ONE_GRADIENT:
         first = f"The defence turned what was sent: its cosine with the training's own update is {fixed(sent, 2)}. "
+        hiders, rest = "the local steps and the defence", "."
     if best >= NEARLY_ONE_GRADIENT:
         text = (
             f"One point on the segment explains {_explained(best)} of the direction of {subject}, so an attack that "
@@ -141,43 +136,43 @@ def _below(cosine: float) -> str:
     return fixed(math.floor(cosine * 100 + 1e-6) / 100, 2)
 
 
-def _numbers(updates: Sequence[_Update]) -> list[dict[str, str]]:
+def _numbers(updates: Sequence[FindingRow]) -> list[tuple[str, str, str]]:
     """The row of numbers: name, value, and a smaller line below it."""
 
-    def averaged(name: str, pick: Callable[[_Update], float], digits: int, small: str = "") -> dict[str, str]:
-        values = [value for value in map(pick, updates) if not math.isnan(value)]
+    def averaged(title: str, name: str, digits: int, small: str = "") -> tuple[str, str, str]:
+        values = [update.value(name) for update in updates if not math.isnan(update.value(name))]
         low, high = (fixed(limit(values), digits) for limit in (min, max)) if values else ("", "")
-        spread = f"{low} to {high}" if low != high else ""
-        return {"name": name, "value": fixed(mean(values), digits), "small": spread or small}
+        return title, fixed(mean(values), digits), f"{low} to {high}" if low != high else small
 
-    steps = sorted({update.steps for update in updates if not math.isnan(update.steps)})
-    worst = min((share for update in updates for share in update.shares if not math.isnan(share)), default=math.nan)
-    before, after = mean(u.loss_before for u in updates), mean(u.loss_after for u in updates)
+    steps = sorted({update.value("steps") for update in updates if not math.isnan(update.value("steps"))})
+    ends = " to ".join(f"{n:,.0f}" for n in dict.fromkeys((steps[0], steps[-1]))) if steps else words.DASH
+    shares = [share for update in updates for _, share in _pairs(update.content, "chosen", "shares")]
+    before, after = (fixed(mean(update.value(name) for update in updates), 3) for name in ("loss_before", "loss_after"))
     return [
-        {
-            "name": "Local steps",
-            "value": "–" if not steps else " to ".join(f"{n:,.0f}" for n in dict.fromkeys((steps[0], steps[-1]))),
-            "small": counted(len(updates), "update"),
-        },
-        {"name": "Smallest share", "value": fixed(worst, 3), "small": "in two directions"},
-        averaged("Cosine at the start", lambda u: u.start_cosine, 3, "β = 0"),
-        averaged("Highest cosine", lambda u: u.max_cosine, 3),
-        averaged("Found at β", lambda u: u.best_beta, 2, "0 before, 1 after"),
-        {"name": "Loss", "value": f"{fixed(before, 3)} → {fixed(after, 3)}", "small": "on the client's data"},
+        ("Local steps", ends, counted(len(updates), "update")),
+        (
+            "Smallest share",
+            fixed(min((share for share in shares if not math.isnan(share)), default=math.nan), 3),
+            "in two directions",
+        ),
+        averaged("Cosine at the start", "start_cosine", 3, "β = 0"),
+        averaged("Highest cosine", "max_cosine", 3),
+        averaged("Found at β", "best_beta", 2, "0 before, 1 after"),
+        ("Loss", f"{before} → {after}", "on the client's data"),
         _bound(updates),
     ]
 
 
-def _bound(updates: Sequence[_Update]) -> dict[str, str]:
+def _bound(updates: Sequence[FindingRow]) -> tuple[str, str, str]:
     """The largest bound, and how far it exceeds the squared gradients themselves; or why there is none."""
-    bounded = [update for update in updates if not math.isnan(update.bound)]
+    bounded = [update for update in updates if not math.isnan(update.value("bound"))]
     if not bounded:
-        why = next((update.bound_reason for update in updates if update.bound_reason), "")
-        return {"name": "Bound", "value": words.DASH, "small": why}
-    worst = max(bounded, key=lambda update: update.bound)
-    ratio = worst.bound / worst.gradient_norm**2 if worst.gradient_norm > 0 else math.nan
+        reasons = (update.content.get("bound_reason") for update in updates)
+        return "Bound", words.DASH, next((str(reason) for reason in reasons if reason), "")
+    worst = max(bounded, key=lambda update: update.value("bound"))
+    ratio = worst.value("bound") / worst.value("gradient_norm") ** 2 if worst.value("gradient_norm") > 0 else math.nan
     small = f"{_brief(ratio)} × the largest squared gradient" if math.isfinite(ratio) else ""
-    return {"name": "Bound" if len(bounded) == 1 else "Largest bound", "value": _brief(worst.bound), "small": small}
+    return "Bound" if len(bounded) == 1 else "Largest bound", _brief(worst.value("bound")), small
 
 
 def _brief(value: float) -> str:
@@ -189,67 +184,41 @@ def _brief(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
-def _cosine_plot(updates: Sequence[_Update], setting: Setting, identity: str) -> Any:
-    lines = [
+def _client(update: FindingRow) -> str:
+    return f"batch {update.batch}, seed {update.seed}"
+
+
+def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
+    cosines = [
         svg.Line(
-            name=update.name,
-            points=tuple(zip(update.betas, update.cosines, strict=True)),
-            mark=(update.best_beta, update.max_cosine),
-            mark_name=f"{fixed(update.max_cosine, 3)} at {fixed(update.best_beta, 2)}",
+            name=_client(update),
+            points=_pairs(update.content, "betas", "cosines"),
+            mark=(update.value("best_beta"), update.value("max_cosine")),
+            mark_name=f"{fixed(update.value('max_cosine'), 3)} at {fixed(update.value('best_beta'), 2)}",
         )
         for update in updates
     ]
-    return svg.line_plot(
-        lines,
-        title=f"Cosine along the segment, setting {setting.name}",
-        identity=identity,
-        x_label="β, from the weights before (0) to those after (1)",
-        y_label="cosine with the update",
-        x_range=(0.0, 1.0),
-        floors=_FLOORS,
-    )
-
-
-def _share_plot(updates: Sequence[_Update], setting: Setting, identity: str) -> Any:
-    lines = [
-        svg.Line(name=u.name, points=tuple((step + 1, s) for step, s in zip(u.chosen, u.shares, strict=True)))
-        for u in updates
+    steps = [
+        tuple((step + 1, share) for step, share in _pairs(update.content, "chosen", "shares")) for update in updates
     ]
-    last = max((update.steps for update in updates if not math.isnan(update.steps)), default=1.0)
-    return svg.line_plot(
-        lines,
-        title=f"Share of each step's gradient in the two leading directions, setting {setting.name}",
-        identity=identity,
-        x_label="local step",
-        y_label="share in two directions",
-        x_range=(1.0, max(1.0, last)),
-        floors=_FLOORS[:-1],
-        whole=True,
-    )
-
-
-def _read(finding: FindingRow) -> _Update:
-    content = finding.content
-    betas, cosines = _pair(content.get("betas"), content.get("cosines"))
-    chosen, shares = _pair(content.get("chosen"), content.get("shares"))
-    single = ("steps", "best_beta", "max_cosine", "start_cosine", "message_cosine", "loss_before", "loss_after")
-    return _Update(
-        name=f"batch {finding.batch}, seed {finding.seed}",
-        betas=betas,
-        cosines=cosines,
-        chosen=chosen,
-        shares=shares,
-        bound_reason=str(content.get("bound_reason") or ""),
-        **{name: number(content.get(name)) for name in (*single, "bound", "gradient_norm")},
-    )
-
-
-def _pair(one: Any, other: Any) -> tuple[list[float], list[float]]:
-    """Two lists of numbers of equal length; empty where the store has something else.
-
-    >>> _pair([0, 1], [0.5, None]), _pair([0], "x")
-    (([0.0, 1.0], [0.5, nan]), ([], []))
-    """
-    if not isinstance(one, list) or not isinstance(other, list) or len(one) != len(other):
-        return [], []
-    return [number(value) for value in one], [number(value) for value in other]
+    return {
+        "cosines": svg.line_plot(
+            cosines,
+            title=f"Cosine along the segment, setting {setting}",
+            identity=f"update-{setting}-cosines",
+            x_label="β, from the weights before (0) to those after (1)",
+            y_label="cosine with the update",
+            x_range=(0.0, 1.0),
+            floors=_FLOORS,
+        ),
+        "shares": svg.line_plot(
+            [svg.Line(name=_client(update), points=points) for update, points in zip(updates, steps, strict=True)],
+            title=f"Share of each step's gradient in the two leading directions, setting {setting}",
+            identity=f"update-{setting}-shares",
+            x_label="local step",
+            y_label="share in two directions",
+            x_range=(1.0, max([1.0, *(update.value("steps") for update in updates if update.value("steps") > 1)])),
+            floors=_FLOORS[:-1],
+            whole=True,
+        ),
+    }

@@ -44,6 +44,15 @@ def fixed(value: float, digits: int = 1) -> str:
     return text.replace("-", "−")
 
 
+def short(value: float | None) -> str:
+    """A number of any size in four digits.
+
+    >>> short(12.3456), short(-0.5), short(5147994882048.0), short(None)
+    ('12.35', '−0.5', '5.148e+12', '–')
+    """
+    return DASH if value is None or math.isnan(value) else f"{value:.4g}".replace("-", "−")
+
+
 def percent(value: float) -> str:
     """A share as a percentage; one decimal below ten percent.
 

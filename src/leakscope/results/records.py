@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from leakscope.contracts.reconstruction import DIAGNOSES
 
@@ -56,7 +56,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 def texts(value: Any) -> tuple[str, ...]:
     """The items of a list as texts; none of anything else."""
-    return tuple(str(item) for item in value) if isinstance(value, list | tuple) else ()
+    return tuple(map(str, _items(value)))
 
 
 def mean(values: Iterable[float]) -> float:
@@ -92,8 +92,17 @@ def first_line(text: str | None) -> str:
     return next(iter((text or "").strip().splitlines()), "")
 
 
+class _Record:
+    """A dataclass that is read from a JSON object, each field as its type asks."""
+
+    @classmethod
+    def read(cls, raw: Any) -> Self:
+        facts, fields = mapping(raw), dataclasses.fields(cls)  # type: ignore[arg-type]
+        return cls(**{entry.name: _READERS[str(entry.type)](facts.get(entry.name)) for entry in fields})
+
+
 @dataclass(frozen=True, kw_only=True)
-class JobRecord:
+class JobRecord(_Record):
     """What a job was: a cell of the grid. ``control`` is the kind of control, None for an attempt that counts."""
 
     protocol: str
@@ -111,26 +120,9 @@ class JobRecord:
         """Protocol and defence."""
         return self.protocol, self.defense
 
-    @classmethod
-    def read(cls, raw: Any) -> JobRecord:
-        facts = mapping(raw)
-        control = facts.get("control")
-        indices = facts.get("indices")
-        return cls(
-            protocol=str(facts.get("protocol")),
-            defense=str(facts.get("defense")),
-            attack=str(facts.get("attack")),
-            attack_name=str(facts.get("attack_name")),
-            seed=_whole(facts.get("seed")),
-            batch=_whole(facts.get("batch")),
-            control=str(control) if control else None,
-            indices=tuple(_whole(index) for index in indices) if isinstance(indices, list | tuple) else (),
-            knowledge=mapping(facts.get("knowledge")),
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class ExampleRecord:
+class ExampleRecord(_Record):
     """One private example and what an attempt made of it; ``values`` by the keys of the measures, NaN where missing."""
 
     index: int
@@ -143,36 +135,21 @@ class ExampleRecord:
         return self.values.get(key, NAN)
 
     @classmethod
-    def read(cls, raw: Any) -> ExampleRecord:
-        facts = mapping(raw)
+    def read(cls, raw: Any) -> Self:
         named = {"index", "label", "label_guess", "score"}
-        values = {key: float(v) if isinstance(v, bool) else number(v) for key, v in facts.items() if key not in named}
-        return cls(
-            index=_whole(facts.get("index")),
-            values=values,
-            label=facts.get("label"),
-            label_guess=facts.get("label_guess"),
-            score=number(facts.get("score")),
-        )
+        return super().read({**mapping(raw), "values": {k: v for k, v in mapping(raw).items() if k not in named}})
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnosisRecord:
+class DiagnosisRecord(_Record):
     """Why a result is what it is, as far as attack and Jacobian tell."""
 
     outcome: str
     reason: str
 
-    @classmethod
-    def read(cls, raw: Any) -> DiagnosisRecord | None:
-        facts = mapping(raw)
-        if facts.get("outcome") not in DIAGNOSES:
-            return None
-        return cls(outcome=str(facts["outcome"]), reason=str(facts.get("reason")))
-
 
 @dataclass(frozen=True, kw_only=True)
-class AttemptRecord:
+class AttemptRecord(_Record):
     """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it."""
 
     examples: tuple[ExampleRecord, ...] = ()
@@ -183,23 +160,6 @@ class AttemptRecord:
     diagnosis: DiagnosisRecord | None = None
     adaptive: bool = False
     peak_memory_mb: float = NAN
-
-    @classmethod
-    def read(cls, raw: Any) -> AttemptRecord:
-        facts = mapping(raw)
-        examples = facts.get("examples")
-        return cls(
-            examples=tuple(ExampleRecord.read(e) for e in examples if isinstance(e, dict))
-            if isinstance(examples, list)
-            else (),
-            reasons={str(k): str(v) for k, v in mapping(facts.get("reasons")).items() if v},
-            flags=texts(facts.get("flags")),
-            notes=texts(facts.get("notes")),
-            info=mapping(facts.get("info")),
-            diagnosis=DiagnosisRecord.read(facts.get("diagnosis")),
-            adaptive=facts.get("adaptive") is True,
-            peak_memory_mb=number(facts.get("peak_memory_mb")),
-        )
 
     @property
     def best_psnr(self) -> float:
@@ -249,19 +209,9 @@ class Row:
         return self.job.control is None
 
     @classmethod
-    def read(
-        cls,
-        key: str,
-        position: int,
-        status: Status,
-        job: Any,
-        result: Any,
-        error: str | None = None,
-        seconds: float | None = None,
-        finished: str | None = None,
-    ) -> Row:
+    def read(cls, key: str, position: int, status: Status, job: Any, result: Any, *rest: Any, **more: Any) -> Row:
         record = None if result is None else AttemptRecord.read(result)
-        return cls(key, position, status, JobRecord.read(job), record, error, seconds, finished, raw=result)
+        return cls(key, position, status, JobRecord.read(job), record, *rest, **{**more, "raw": result})
 
 
 @dataclass(frozen=True)
@@ -285,6 +235,10 @@ class FindingRow:
     seconds: float | None = None
     finished: str | None = None
 
+    def value(self, name: str) -> float:
+        """A number of the content; NaN where it has none of this name."""
+        return number(self.content.get(name))
+
     @property
     def setting(self) -> tuple[str, str]:
         return self.protocol, self.defense
@@ -298,11 +252,9 @@ class FindingRow:
     def read(
         cls, key: str, position: int, kind: str, status: Status, subject: Any, content: Any, *rest: Any
     ) -> FindingRow:
-        facts = mapping(subject)
-        return cls(
-            *(key, position, kind, status, str(facts.get("protocol")), str(facts.get("defense"))),
-            *(_whole(facts.get("batch")), _whole(facts.get("seed")), mapping(content), *rest),
-        )
+        job = JobRecord.read(subject)
+        client = (job.protocol, job.defense, job.batch, job.seed)
+        return cls(key, position, kind, status, *client, mapping(content), *rest)
 
     def subject(self) -> dict[str, Any]:
         return {"protocol": self.protocol, "defense": self.defense, "batch": self.batch, "seed": self.seed}
@@ -316,3 +268,29 @@ def job_facts(job: JobRecord) -> dict[str, Any]:
 
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
+
+
+def _items(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else ()
+
+
+#: How a field of a record is read, by its type; each takes any JSON value, and None where there is none.
+_READERS: Mapping[str, Callable[[Any], Any]] = {
+    "Any": lambda value: value,
+    "str": str,
+    "str | None": lambda value: str(value) if value else None,
+    "int": _whole,
+    "float": number,
+    "bool": lambda value: value is True,
+    "tuple[str, ...]": texts,
+    "tuple[int, ...]": lambda value: tuple(map(_whole, _items(value))),
+    "Mapping[str, Any]": mapping,
+    "Mapping[str, str]": lambda value: {str(k): str(v) for k, v in mapping(value).items() if v},
+    "Mapping[str, float]": lambda value: {k: float(v) if isinstance(v, bool) else number(v) for k, v in value.items()},
+    "tuple[ExampleRecord, ...]": lambda value: tuple(
+        ExampleRecord.read(item) for item in _items(value) if isinstance(item, dict)
+    ),
+    "DiagnosisRecord | None": lambda value: (
+        DiagnosisRecord.read(value) if mapping(value).get("outcome") in DIAGNOSES else None
+    ),
+}

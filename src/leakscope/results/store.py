@@ -9,8 +9,8 @@ import json
 import os
 import sqlite3
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
@@ -71,14 +71,11 @@ class Store:
             if target.exists():
                 raise StoreError(f"{target}: exists already; open it, or choose another --out")
             _sweep(folder)
-            connection = sqlite3.connect(temporary, isolation_level=None)
-            try:
+            with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
                 connection.executescript(_SCHEMA)
                 for key, value in {"format": STORE_FORMAT, **meta}.items():
                     connection.execute("INSERT INTO meta VALUES (?, ?)", (key, _dump(value)))
                 connection.execute("PRAGMA journal_mode=WAL")
-            finally:
-                connection.close()
             os.replace(temporary, target)
         except BaseException:
             temporary.unlink(missing_ok=True)
@@ -113,17 +110,14 @@ class Store:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *failure: object) -> None:
         self.close()
 
     # -- reading --
 
     def meta(self, key: str) -> Any:
         """The value of ``key``, or None if the store has none."""
-        found = self._connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-        return None if found is None else json.loads(found[0])
+        return _meta(self._connection, key)
 
     def rows(self) -> list[Row]:
         """Every finished job in the order of the plan."""
@@ -131,7 +125,7 @@ class Store:
             "SELECT key, position, status, job, result, error, seconds, finished FROM jobs ORDER BY position, key"
         )
         return [
-            Row.read(key, position, status, json.loads(job), None if result is None else json.loads(result), *rest)
+            Row.read(key, position, status, json.loads(job), json.loads(result or "null"), *rest)
             for key, position, status, job, result, *rest in rows
         ]
 
@@ -168,10 +162,7 @@ class Store:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dump(value)))
 
     def record(
-        self,
-        row: Row,
-        tensors: Mapping[str, Tensor] | None = None,
-        history: Mapping[str, Any] | None = None,
+        self, row: Row, tensors: Mapping[str, Tensor] | None = None, history: Mapping[str, Any] | None = None
     ) -> None:
         """Keep a finished job: its files first, then the row, which replaces that of an earlier failure."""
         from safetensors.torch import save
@@ -181,23 +172,17 @@ class Store:
             atomic_write(self._path(row.key, ".safetensors"), content)
         if history is not None:
             atomic_write(self._path(row.key, ".json"), _dump({"history": history}).encode())
-        self._connection.execute(
-            "INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(row.key, row.position, row.status, _dump(job_facts(row.job))),
-                *(None if row.raw is None else _dump(row.raw), _storable(row.error), row.seconds, row.finished),
-            ),
-        )
+        result = None if row.raw is None else _dump(row.raw)
+        fate = (_storable(row.error), row.seconds, row.finished)
+        values = (row.key, row.position, row.status, _dump(job_facts(row.job)), result, *fate)
+        self._connection.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def record_finding(self, row: FindingRow) -> None:
         """Keep a finding; it replaces an earlier failure."""
-        self._connection.execute(
-            "INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                *(row.key, row.position, row.kind, row.status, _dump(row.subject()), _dump(plain(row.content))),
-                *(_storable(row.error), row.seconds, row.finished),
-            ),
-        )
+        fate = (_storable(row.error), row.seconds, row.finished)
+        texts = (_dump(row.subject()), _dump(plain(row.content)))
+        values = (row.key, row.position, row.kind, row.status, *texts, *fate)
+        self._connection.execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
     def _path(self, key: str, suffix: str) -> Path:
         if not key.isalnum():
@@ -212,12 +197,8 @@ def differences(stored: Any, wanted: Any, where: str = "") -> list[str]:
     ['seeds: the store has [0], now [0, 1]']
     """
     if isinstance(stored, dict) and isinstance(wanted, dict):
-        keys = [*stored, *(key for key in wanted if key not in stored)]
-        return [
-            line
-            for key in keys
-            for line in differences(stored.get(key), wanted.get(key), f"{where}.{key}" if where else key)
-        ]
+        places = {key: f"{where}.{key}" if where else key for key in (*stored, *wanted)}
+        return [line for key in places for line in differences(stored.get(key), wanted.get(key), places[key])]
     return [] if stored == wanted else [f"{where}: the store has {_brief(stored)}, now {_brief(wanted)}"]
 
 
@@ -245,27 +226,27 @@ def _dump(value: Any) -> str:
     return json.dumps(value, allow_nan=False)
 
 
+def _meta(connection: sqlite3.Connection, key: str) -> Any:
+    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
+    return None if row is None else json.loads(row[0])
+
+
 def _check(path: Path) -> None:
     """StoreError unless ``path`` is a store of this format. It is only read, so a stranger's is untouched."""
     stranger = f"{path}: not an audit of leakscope; choose another folder or move this file away"
     with open(path, "rb") as stream:
         if stream.read(16) != b"SQLite format 3\x00":
             raise StoreError(stranger)
-    connection = None
     try:
-        connection = _connect(path, "look")
-        tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        if not {"meta", "jobs"} <= tables:
-            raise StoreError(stranger)
-        found = connection.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()
-        version = None if found is None else json.loads(found[0])
+        with closing(_connect(path, "look")) as connection:
+            tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            if not {"meta", "jobs"} <= tables:
+                raise StoreError(stranger)
+            version = _meta(connection, "format")
+    except StoreError:
+        raise
     except (sqlite3.DatabaseError, ValueError) as error:
-        if isinstance(error, StoreError):
-            raise
         raise StoreError(f"{stranger} ({error})") from error
-    finally:
-        if connection is not None:
-            connection.close()
     if version != STORE_FORMAT:
         raise StoreError(f"{path}: store format {version}, this version of leakscope reads {STORE_FORMAT}")
 

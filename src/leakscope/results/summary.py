@@ -53,7 +53,6 @@ class SettingSummary:
 def summarise(rows: Iterable[Row], verdict: Verdict | None = None) -> list[SettingSummary]:
     """Each setting's measures, in the order of the verdict, which is made here where none is given.
 
-    >>> from leakscope.results.records import Row
     >>> job = {"protocol": "P()", "defense": "none", "attack": "A()", "attack_name": "a", "seed": 0, "batch": 0}
     >>> result = {"examples": [{"index": 0, "psnr": 24.0, "identified": True}, {"index": 1, "psnr": 16.0}]}
     >>> blind = {"examples": [{"index": 0, "psnr": 9.0, "identified": False}, {"index": 1, "psnr": 7.0}]}
@@ -90,16 +89,11 @@ def _summarise(
     examples = setting.examples
     values = [example.value(measure.key) for example in examples]
     blind = [baselines.value(example.attack, example.index, measure) for example in examples]
-    missing = [
-        reasons[example.key].get(measure.key, measure.otherwise)
-        for example, value in zip(examples, values, strict=True)
-        if math.isnan(value)
-    ]
-    blind_missing = [
-        _joined(baselines.why_missing(example.attack, example.index, measure)) or NO_CONTROL
-        for example, value in zip(examples, blind, strict=True)
-        if math.isnan(value)
-    ]
+    unmeasured = [example for example, value in zip(examples, values, strict=True) if math.isnan(value)]
+    missing = [reasons[example.key].get(measure.key, measure.otherwise) for example in unmeasured]
+    unmeasured = [example for example, value in zip(examples, blind, strict=True) if math.isnan(value)]
+    whys = (baselines.why_missing(example.attack, example.index, measure) for example in unmeasured)
+    blind_missing = [_joined(why) or NO_CONTROL for why in whys]
     nothing = None if examples else NO_RESULT
     return MeasureSummary(
         measure=measure,

@@ -55,6 +55,11 @@ class StrongestExample:
         return self.value("ssim")
 
     @property
+    def exposure(self) -> float:
+        """PSNR for ordering; what was not measured comes last."""
+        return -math.inf if math.isnan(self.psnr) else self.psnr
+
+    @property
     def lift(self) -> float:
         """PSNR above the control of the same attack."""
         return self.psnr - self.baseline_psnr
@@ -88,6 +93,11 @@ class SettingVerdict:
     refused: int = 0
     missing: int = 0
 
+    @property
+    def named_reasons(self) -> list[str]:
+        """The reasons with the setting's name, as the verdict on the whole audit tells them."""
+        return [f"{self.protocol}, defence {self.defense}: {reason}" for reason in self.reasons]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
@@ -109,9 +119,7 @@ def judge_store(store: Store) -> Verdict:
 
 
 def judge(
-    rows: Iterable[Row],
-    policy: Policy | Mapping[str, Any] | None = None,
-    plan: Mapping[str, Any] | int | None = None,
+    rows: Iterable[Row], policy: Policy | Mapping[str, Any] | None = None, plan: Mapping[str, Any] | int | None = None
 ) -> Verdict:
     """The verdict on ``rows``; with ``plan`` (the store's, or a number of jobs) missing jobs are noticed."""
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
@@ -126,35 +134,25 @@ def judge(
         _Setting(cell, attempts, controls, limits, max(0, expected.get(cell, 0) - len(attempts))).verdict()
         for cell, attempts in cells.items()
     ]
-    reasons = [
-        f"{setting.protocol}, defence {setting.defense}: {reason}" for setting in settings for reason in setting.reasons
-    ]
+    reasons = [reason for setting in settings for reason in setting.named_reasons]
     doubts = _doubts_of_all(rows, controls, total, settings)
     every = [example for setting in settings for example in setting.examples]
-    outcome: Outcome
+    outcomes = {setting.outcome for setting in settings}
+    outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
     if not every:
-        outcome = "nothing audited"
-        reasons = reasons or ["no attack gave a result"]
-    elif any(setting.outcome == "leaks" for setting in settings):
-        outcome = "leaks"
-    elif doubts or any(setting.outcome != "within policy" for setting in settings):
-        outcome = "inconclusive"
-    else:
+        outcome, reasons = "nothing audited", reasons or ["no attack gave a result"]
+    elif outcomes == {"within policy"} and not doubts:
         outcome = "within policy"
-    worst = max(every, key=lambda e: (e.leaks, -math.inf if math.isnan(e.psnr) else e.psnr), default=None)
+    worst = max(every, key=lambda example: (example.leaks, example.exposure), default=None)
     return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst)
 
 
 def _doubts_of_all(rows: list[Row], controls: list[Row], total: int, settings: list[SettingVerdict]) -> list[str]:
     """Doubts that belong to no one setting."""
-    doubts = []
     broken = sum(row.status == "failed" for row in controls)
-    if broken:
-        doubts.append(f"{counted(broken, 'control job')} failed")
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
-    if missing:
-        doubts.append(f"{missing} of {max(total, len(rows) + missing)} jobs have not been run")
-    return doubts
+    unrun = f"{missing} of {max(total, len(rows) + missing)} jobs have not been run"
+    return [*([f"{counted(broken, 'control job')} failed"] if broken else []), *([unrun] if missing else [])]
 
 
 def _expectations(rows: list[Row], plan: Mapping[str, Any] | int | None) -> tuple[int, dict[tuple[str, str], int]]:
@@ -179,9 +177,7 @@ def _expectations(rows: list[Row], plan: Mapping[str, Any] | int | None) -> tupl
 class _Setting:
     """The rows of one setting, and what speaks against it and against our being sure."""
 
-    def __init__(
-        self, cell: tuple[str, str], rows: list[Row], controls: list[Row], policy: Policy, missing: int
-    ) -> None:
+    def __init__(self, cell: tuple[str, str], rows: list[Row], controls: list[Row], policy: Policy, missing: int):
         self.protocol, self.defense = cell
         self.rows, self.policy, self.missing = rows, policy, missing
         self.done = [row for row in rows if row.status == "done"]
@@ -199,9 +195,8 @@ class _Setting:
     def verdict(self) -> SettingVerdict:
         leaks = {example.index: self._leaks_of(example) for example in self.strongest}
         examples = [dataclasses.replace(e, leaks=bool(leaks[e.index])) for e in self.strongest]
-        against = [
-            f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}" for e in examples if e.leaks
-        ]
+        leaking = [example for example in examples if example.leaks]
+        against = [f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}" for e in leaking]
         if self._identified_too_often:
             limit = self.policy.max_identification
             against.append(f"{self.identification:.0%} of the examples are identified, the limit is {limit:.0%}")
@@ -219,10 +214,8 @@ class _Setting:
             identification=self.identification,
             label_accuracy=mean([e.value("label_correct") for e in examples]),
             flags=self._flags,
-            done=len(self.done),
-            failed=self._with_status("failed"),
-            refused=self._with_status("refused"),
             missing=self.missing,
+            **self._fates,
         )
 
     @property
@@ -234,8 +227,9 @@ class _Setting:
     def _flags(self) -> list[str]:
         return sorted({flag for row in self.done for flag in row.flags})
 
-    def _with_status(self, status: str) -> int:
-        return sum(row.status == status for row in self.rows)
+    @property
+    def _fates(self) -> dict[str, int]:
+        return {status: sum(row.status == status for row in self.rows) for status in ("done", "failed", "refused")}
 
     def _leaks_of(self, example: StrongestExample) -> list[str]:
         """Why an example leaks, in words; nothing where it does not."""
@@ -264,23 +258,19 @@ class _Setting:
             tries = self.tries[example.index]
             unlifted = any(t.psnr >= self.policy.max_psnr and math.isnan(t.lift) for t in tries)
             if unlifted and not above_policy(example, self.policy):
-                doubts.append(
-                    f"example {example.index} reaches {example.psnr:.1f} dB, but no control tells how much of it "
-                    "comes from the update"
-                )
+                unknown = "no control tells how much of it comes from the update"
+                doubts.append(f"example {example.index} reaches {example.psnr:.1f} dB, but {unknown}")
             for measure, _ in self._other_limits():
                 if any(math.isnan(t.value(measure.key)) for t in tries):
-                    doubts.append(
-                        f"example {example.index}: {measure.label} could not be measured, but the policy limits it"
-                    )
+                    why = f"{measure.label} could not be measured, but the policy limits it"
+                    doubts.append(f"example {example.index}: {why}")
         if self.policy.max_identification is not None and any(e.identified is None for e in self.strongest):
             doubts.append("identification could not be measured for every example, but the policy limits it")
         chance = self.baselines.identification
         if self.policy.max_identification is None and self.identification - chance > _IDENTIFIED_ABOVE_CHANCE:
             # Poor pixels may still give a person away: that is no leak by this policy, but no pass either.
-            doubts.append(
-                f"{self.identification:.0%} of the examples are identified, against {chance:.0%} without information"
-            )
+            share = f"{self.identification:.0%} of the examples are identified"
+            doubts.append(f"{share}, against {chance:.0%} without information")
         return doubts
 
     def _doubts_of_knowledge(self) -> list[str]:
@@ -294,57 +284,47 @@ class _Setting:
 
     def _doubts_of_jobs(self) -> list[str]:
         """What became of the jobs."""
-        doubts = []
         unmeasured = sum(math.isnan(t.psnr) for tries in self.tries.values() for t in tries)
         # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
         starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in self.rows)
-        if not self.done:
-            doubts.append("no attack gave a result")
-        if unmeasured:
-            doubts.append(f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)")
-        if self._flags:
-            doubts.append(f"raised flags: {', '.join(self._flags)}")
-        for count, words in (
-            (self._with_status("failed"), "failed"),
-            (starved, "refused for want of knowledge"),
-            (self.missing, "missing"),
-        ):
-            if count:
-                doubts.append(f"{counted(count, 'job')} {words}")
-        return doubts
+        fates = {"failed": self._fates["failed"], "refused for want of knowledge": starved, "missing": self.missing}
+        doubts = {
+            "no attack gave a result": not self.done,
+            f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)": unmeasured,
+            f"raised flags: {', '.join(self._flags)}": self._flags,
+            **{f"{counted(count, 'job')} {fate}": count for fate, count in fates.items()},
+        }
+        return [doubt for doubt, raised in doubts.items() if raised]
 
 
 class Baselines:
     """Every measure of each attack's controls on each example, averaged over seeds; they serve all defences."""
 
     def __init__(self, controls: list[Row]) -> None:
-        self._values: dict[tuple[str, int], list[Mapping[str, float]]] = defaultdict(list)
-        self._reasons: dict[tuple[str, int], list[Mapping[str, str]]] = defaultdict(list)
+        self._blind: dict[tuple[str, int], list[tuple[ExampleRecord, Mapping[str, str]]]] = defaultdict(list)
         for row in controls:
             if row.status == "done" and row.result is not None:
                 for example in row.examples:
-                    place = (row.job.attack, example.index)
-                    self._values[place].append(example.values)
-                    self._reasons[place].append(row.result.reasons)
+                    self._blind[row.job.attack, example.index].append((example, row.result.reasons))
 
     @property
     def identification(self) -> float:
         """Share of examples identified from no information, by luck or by the prior alone."""
-        return mean([values.get("identified", NAN) for seeds in self._values.values() for values in seeds])
+        return mean(example.value("identified") for seeds in self._blind.values() for example, _ in seeds)
 
     def value(self, attack: str, index: int, measure: Measure) -> float:
         """The same attack's control, else the best of the others'; NaN where there is none."""
-        places = self._places(attack, index)
-        return _best([mean([v.get(measure.key, NAN) for v in self._values[place]]) for place in places], measure)
+        controls = self._controls(attack, index)
+        return _best([mean(example.value(measure.key) for example, _ in seeds) for seeds in controls], measure)
 
     def why_missing(self, attack: str, index: int, measure: Measure) -> list[str]:
         """Why there is no such value, once for each control."""
-        places = self._places(attack, index)
-        return [why.get(measure.key, measure.otherwise) for place in places for why in self._reasons[place]]
+        controls = self._controls(attack, index)
+        return [reasons.get(measure.key, measure.otherwise) for seeds in controls for _, reasons in seeds]
 
-    def _places(self, attack: str, index: int) -> list[tuple[str, int]]:
-        own = (attack, index)
-        return [own] if own in self._values else [place for place in self._values if place[1] == index]
+    def _controls(self, attack: str, index: int) -> list[list[tuple[ExampleRecord, Mapping[str, str]]]]:
+        own = self._blind.get((attack, index))
+        return [own] if own else [seeds for place, seeds in self._blind.items() if place[1] == index]
 
 
 def above_policy(example: StrongestExample, policy: Policy) -> bool:
@@ -353,34 +333,22 @@ def above_policy(example: StrongestExample, policy: Policy) -> bool:
 
 
 def _attempt(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
-    job = row.job
-    return StrongestExample(
-        index=example.index,
-        attack=job.attack,
-        attack_name=job.attack_name,
-        seed=job.seed,
-        key=row.key,
-        protocol=job.protocol,
-        defense=job.defense,
-        values=example.values,
-        label=example.label,
-        label_guess=example.label_guess,
-        baseline_psnr=baselines.value(job.attack, example.index, MEASURES["psnr"]),
-    )
+    job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess")}
+    same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
 
 
 def _strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
     """The highest PSNR; above the limit, the highest with the lift too, lest a strong prior hide a leak."""
     # max keeps the first of equals, so the order of the plan decides ties.
-    return max(tries, key=lambda e: (above_policy(e, policy), -math.inf if math.isnan(e.psnr) else e.psnr))
+    return max(tries, key=lambda example: (above_policy(example, policy), example.exposure))
 
 
 def _best(values: list[float], measure: Measure) -> float:
     """The best for the adversary of what is not NaN; NaN of nothing."""
-    measured = [value for value in values if not math.isnan(value)]
-    if not measured:
-        return NAN
-    return max(measured) if measure.better == "higher" else min(measured)
+    best = max if measure.better == "higher" else min
+    return best((value for value in values if not math.isnan(value)), default=NAN)
 
 
 def _reaches(value: float, limit: float, measure: Measure) -> bool:

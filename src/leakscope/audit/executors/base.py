@@ -40,6 +40,8 @@ class Executor(ABC):
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
         """Do all jobs. Those of a group are on one client, so they are best done one after another in one place.
 
+        Side by side only in processes: torch's random numbers and its forward mode are shared by all threads of one.
+
         ``emit`` is told of each job that starts and advances; ``record`` is called in the audit's own process, once for
         each job, whatever became of it.
         """

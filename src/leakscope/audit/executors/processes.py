@@ -26,6 +26,7 @@ from leakscope.audit.attempts import Bench, Outcome, failure_text
 from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, build_setup
+from leakscope.contracts.registry import working_directory_importable
 
 STARTS_IN_A_ROW = 3
 """Workers that die before they are ready, one after the other, until the audit gives up."""
@@ -242,7 +243,8 @@ def _serve(pipe: Connection, packed: bytes, threads: int) -> None:
         pipe.send_bytes(pickle.dumps((kind, content)))
 
     try:
-        spec, model_print, data_print = pickle.loads(packed)
+        with working_directory_importable():  # the user's own parts may live in the current folder
+            spec, model_print, data_print = pickle.loads(packed)
         setup = build_setup(spec)
         for what, ours, theirs in (
             ("model", setup.model_fingerprint, model_print),
