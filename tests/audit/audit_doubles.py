@@ -48,12 +48,12 @@ def in_worker() -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Quotient(Attack):
-    """x = dL/dW / dL/db, exact for one example; noise in, noise out."""
+    """x = dL/dW / dL/db, exact for one example; noise in, noise out. It takes its time where SLOW is set."""
 
     slow: float = 0.0
 
     def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
-        time.sleep(self.slow)
+        time.sleep(self.slow if "SLOW" in os.environ else 0)
         update = observation.message.update
         weight, bias = update["1.weight"], update["1.bias"]
         row = int(bias.abs().argmax())

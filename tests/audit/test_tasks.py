@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -188,8 +186,7 @@ def test_float_targets_from_an_npz_file(mine: Path) -> None:
 def test_an_own_loss_reaches_worker_processes(mine: Path) -> None:
     changes: dict[str, Any] = {"attacks": ["linear-layer"], "examples": 1, "findings": False, "controls": False}
     path = write(mine, spec("own loss", **changes, executor="processes", workers=1))
-    words = [sys.executable, "-m", "leakscope.cli", "audit", str(path), "--out", "spread"]
-    ended = subprocess.run(words, capture_output=True, text=True, env=doubles.environment(), check=False)
+    ended = typed("audit", path, "--out", "spread")
     assert ended.returncode == 5, ended.stderr  # nothing to compare with: there is no control
     typed("audit", write(mine, spec("own loss", **changes)), "--out", "here")
     spread, here = Audit(mine / "spread"), Audit(mine / "here")

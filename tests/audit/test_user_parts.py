@@ -164,7 +164,7 @@ def test_a_defence_that_nobody_can_know_is_no_pass(mine: Path) -> None:
     assert outcomes["Known(factor=0.5)"] == ("within policy", [])
     outcome, (reason,) = outcomes["Secret(factor=0.5)"]
     assert outcome == "inconclusive"
-    assert reason.startswith("no attack that knows this defence was run: no attack here can make use of what it knows")
+    assert reason.startswith("no attack that knows this defence was run: the defence has no channel")
     blind = audited(mine, "blind", policy=never, protocols=["fedsgd"], knowledge="honest_server")
     told = {setting.defense: setting.reasons for setting in blind.verdict.settings}
     for defense in ("Secret(factor=0.5)", "Known(factor=0.5)"):

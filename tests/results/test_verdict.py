@@ -186,7 +186,7 @@ def test_control_does_not_make_a_setting() -> None:
     ("knows", "remedy"),
     [
         (False, "let attacks know it with knowledge adaptive_server"),
-        (True, "no attack here can make use of what it knows of this defence"),
+        (True, "the defence has no channel, or no attack here reads it"),
     ],
 )
 def test_a_defence_that_no_attack_knew_was_not_tested(knows: bool, remedy: str) -> None:

@@ -404,12 +404,17 @@ def parse_yaml(text: str, source: str = "audit spec") -> AuditSpec:
 
 
 def read_yaml(text: str, source: str = "audit spec") -> Any:
-    """What ``text`` says, numbers as people mean them, not yet checked as a spec."""
+    """What ``text`` says, not yet checked as a spec; nothing at all is a spec without keys."""
+    content = read_value(text, source)
+    return {} if content is None else content
+
+
+def read_value(text: str, source: str) -> Any:
+    """What ``text`` says in YAML, numbers as people mean them."""
     try:
-        content = yaml.safe_load(text)
+        return _numbers(yaml.safe_load(text))
     except yaml.YAMLError as error:
         raise SpecError([f"not valid YAML: {' '.join(str(error).split())}"], source) from error
-    return _numbers({} if content is None else content)
 
 
 def _numbers(value: Any) -> Any:

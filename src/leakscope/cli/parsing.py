@@ -15,7 +15,7 @@ def parse_part(text: str) -> Any:
     >>> parse_part("dlg"), parse_part("mine.attacks:Best:steps=3,tv=1e-3")
     ('dlg', {'mine.attacks:Best': {'steps': 3, 'tv': 0.001}})
     """
-    from leakscope.audit.spec import read_yaml
+    from leakscope.audit.spec import read_value
 
     match = _WORD.fullmatch(text)
     if match is None:
@@ -27,7 +27,7 @@ def parse_part(text: str) -> Any:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
             raise ValueError(f"{text!r}: expected name:key=value,key=value, got {pair!r}")
-        options[key.strip()] = read_yaml(value, text)
+        options[key.strip()] = read_value(value, text)
     return {match["name"]: options}
 
 

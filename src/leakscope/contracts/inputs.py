@@ -26,14 +26,18 @@ class ValueRange:
 
     >>> ValueRange.normalised(mean=(0.5,), std=(0.25,))
     ValueRange(low=(-2.0,), high=(2.0,))
+    >>> ValueRange(0, 255)
+    ValueRange(low=(0.0,), high=(255.0,))
     """
 
     low: tuple[float, ...] = (0.0,)
     high: tuple[float, ...] = (1.0,)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "low", tuple(float(v) for v in self.low))
-        object.__setattr__(self, "high", tuple(float(v) for v in self.high))
+        for name in ("low", "high"):
+            bound = getattr(self, name)
+            every = (bound,) if isinstance(bound, int | float) else bound  # one number is one for all channels
+            object.__setattr__(self, name, tuple(float(v) for v in every))
         if len(self.low) != len(self.high):
             raise ValueError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
         if not all(a < b for a, b in zip(self.low, self.high, strict=True)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,10 +97,8 @@ class _Audit:
 
     def crowded(self) -> set[str]:
         """Names that stand for more than one attack."""
-        reprs: dict[str, set[str]] = {}
-        for row in self.attempts:
-            reprs.setdefault(row.job.attack_name, set()).add(row.job.attack)
-        return {name for name, attacks in reprs.items() if len(attacks) > 1}
+        attacks = {(row.job.attack_name, row.job.attack) for row in self.attempts}
+        return {name for name, count in Counter(name for name, _ in attacks).items() if count > 1}
 
     def table(self, crowded: set[str]) -> _Table:
         """PSNR of every example by setting and attack: the strongest, then each with its mean over seeds."""

@@ -61,14 +61,13 @@ def _entry(curves: list[_Curve], identity: str) -> dict[str, Any]:
 
 
 def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
-    undefended = curve.setting.defense == "none"
     return {
         "setting": curve.setting,
         "colour": svg.colour(drawn.index(curve)) if curve in drawn else "",
         "before": fixed(curve.before, 3),
         "after": fixed(curve.after, 3),
         "small": "" if math.isnan(curve.last_tenth) else f"{fixed(curve.last_tenth, 3)} at last",
-        "ratio": words.DASH if undefended else ratio(curve.after, bare),
+        "ratio": words.DASH if curve.setting.defense == "none" else ratio(curve.after, bare),
     }
 
 

@@ -28,6 +28,22 @@ class DotRow:
     baseline: float
     points: tuple[float, ...] = ()
 
+    @property
+    def sentence(self) -> str:
+        """What it shows, in words.
+
+        >>> nan = float("nan")
+        >>> DotRow(label="S1", outcome="leaks", value=30.25, low=28.0, high=32.0, baseline=nan).sentence
+        'S1: leaks, mean 30.2 dB, interval 28.0 to 32.0 dB.'
+        """
+        words = f"{self.label}: {self.outcome}"
+        words += f", mean {self.value:.1f} dB" if math.isfinite(self.value) else ", no finite mean"
+        if math.isfinite(self.low) and math.isfinite(self.high):
+            words += f", interval {self.low:.1f} to {self.high:.1f} dB"
+        if math.isfinite(self.baseline):
+            words += f", zero-information baseline {self.baseline:.1f} dB"
+        return words + "."
+
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
@@ -37,6 +53,17 @@ class Line:
     points: tuple[tuple[float, float], ...]
     mark: tuple[float, float] | None = None
     mark_name: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """What it shows, in words.
+
+        >>> Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70").sentence
+        'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
+        """
+        values = [b for _, b in self.points if math.isfinite(b)]
+        text = f"from {values[0]:.3g} to {values[-1]:.3g}" if values else "nothing finite"
+        return f"{self.name}: {text}" + (f", highest {self.mark_name}." if self.mark_name else ".")
 
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
@@ -127,7 +154,7 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     bottom = top + pitch * len(rows)
     x = _Scale(low, high, left, width - 22)
     allowed = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
-    described = allowed + " ".join(_sentence(row) for row in rows)
+    described = allowed + " ".join(row.sentence for row in rows)
     out = [_open(identity, width, bottom + 42, "PSNR of the strongest attack for each setting", described)]
     for tick in ticks(low, high, 8 if label_width else 4):
         at = f"{x(tick):.1f}"
@@ -146,7 +173,7 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
 
 
 def _dot_row(row: DotRow, x: _Scale, y: float, label_width: int) -> str:
-    parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(_sentence(row))}</title>']
+    parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(row.sentence)}</title>']
     room = max(8, (label_width - 20) // 8) if label_width else 40
     text = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
     if label_width:
@@ -212,7 +239,7 @@ def line_plot(
     width, height, left, right, top, bottom = 360, 214, 44, 346, 28, 168
     drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
     values = [b for points in drawn for _, b in points]
-    out = [_open(identity, width, height, title, " ".join(_sentence_of_line(line) for line in lines))]
+    out = [_open(identity, width, height, title, " ".join(line.sentence for line in lines))]
     if not values:
         return Markup(out[0] + _nothing(width))
     low = next((floor for floor in floors if floor <= min(values)), floors[-1])
@@ -223,7 +250,7 @@ def line_plot(
         if not whole or tick == round(tick):
             out.append(_text("tick", f"{x(tick):.1f}", bottom + 17, f"{tick:g}", "middle"))
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
-        out.append(_curve(place, _sentence_of_line(line), [(x(a), y(b)) for a, b in points]))
+        out.append(_curve(place, line.sentence, [(x(a), y(b)) for a, b in points]))
         # A line of one point is invisible, so it is marked itself.
         marked = [line.mark] if line.mark is not None else points if len(points) == 1 else []
         name = line.mark_name if len(lines) == 1 else ""
@@ -292,33 +319,6 @@ def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
 
 def _nothing(width: int) -> str:
     return _text("axis", width / 2, 90, "nothing finite", "middle") + "</svg>"
-
-
-def _sentence_of_line(line: Line) -> str:
-    """What one line shows, in words.
-
-    >>> _sentence_of_line(Line(name="batch 0", points=((0.0, 0.5), (1.0, 0.75)), mark_name="0.800 at 0.70"))
-    'batch 0: from 0.5 to 0.75, highest 0.800 at 0.70.'
-    """
-    values = [b for _, b in line.points if math.isfinite(b)]
-    text = f"from {values[0]:.3g} to {values[-1]:.3g}" if values else "nothing finite"
-    return f"{line.name}: {text}" + (f", highest {line.mark_name}." if line.mark_name else ".")
-
-
-def _sentence(row: DotRow) -> str:
-    """What one row shows, in words.
-
-    >>> nan = float("nan")
-    >>> _sentence(DotRow(label="S1", outcome="leaks", value=30.25, low=28.0, high=32.0, baseline=nan))
-    'S1: leaks, mean 30.2 dB, interval 28.0 to 32.0 dB.'
-    """
-    words = f"{row.label}: {row.outcome}"
-    words += f", mean {row.value:.1f} dB" if math.isfinite(row.value) else ", no finite mean"
-    if math.isfinite(row.low) and math.isfinite(row.high):
-        words += f", interval {row.low:.1f} to {row.high:.1f} dB"
-    if math.isfinite(row.baseline):
-        words += f", zero-information baseline {row.baseline:.1f} dB"
-    return words + "."
 
 
 def _word(text: str) -> str:

@@ -122,9 +122,7 @@ def _explained(cosine: float) -> str:
     >>> _explained(0.99999), _explained(0.997), _explained(1.0)
     ('99.9\xa0%', '99.7\xa0%', '100\xa0%')
     """
-    if cosine > 1 - 1e-9:
-        return "100\xa0%"
-    return f"{math.floor(cosine * 1000 + 1e-6) / 10:.1f}\xa0%"
+    return "100\xa0%" if cosine > 1 - 1e-9 else f"{math.floor(cosine * 1000 + 1e-6) / 10:.1f}\xa0%"
 
 
 def _below(cosine: float) -> str:

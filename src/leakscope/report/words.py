@@ -134,8 +134,7 @@ def explain_flag(flag: str) -> str:
     >>> explain_flag("restarts disagree: 3 of 4")[:8]
     'Restarts'
     """
-    name = flag.partition(":")[0].strip().lower()
-    return FLAGS.get(name, UNKNOWN_FLAG)
+    return FLAGS.get(flag.partition(":")[0].strip().lower(), UNKNOWN_FLAG)
 
 
 def split_repr(text: str) -> tuple[str, list[str]]:

@@ -191,13 +191,17 @@ class _Setting:
         self.recognised = {index: any(e.identified for e in tries) for index, tries in self.tries.items()}
         measured = [e for e in self.strongest if e.identified is not None]
         self.identification = mean([float(self.recognised[e.index]) for e in measured])
+        limit = policy.max_identification
+        self.identified_too_often = limit is not None and self.identification > limit
+        self.flags = sorted({flag for row in self.done for flag in row.flags})
+        self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
 
     def verdict(self) -> SettingVerdict:
         leaks = {example.index: self._leaks_of(example) for example in self.strongest}
         examples = [dataclasses.replace(e, leaks=bool(leaks[e.index])) for e in self.strongest]
         leaking = [example for example in examples if example.leaks]
         against = [f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}" for e in leaking]
-        if self._identified_too_often:
+        if self.identified_too_often:
             limit = self.policy.max_identification
             against.append(f"{self.identification:.0%} of the examples are identified, the limit is {limit:.0%}")
         doubts = [*self._doubts_of_measures(), *self._doubts_of_knowledge(), *self._doubts_of_jobs()]
@@ -213,23 +217,10 @@ class _Setting:
             baseline_psnr=mean([e.baseline_psnr for e in examples]),
             identification=self.identification,
             label_accuracy=mean([e.value("label_correct") for e in examples]),
-            flags=self._flags,
+            flags=self.flags,
             missing=self.missing,
-            **self._fates,
+            **self.fates,
         )
-
-    @property
-    def _identified_too_often(self) -> bool:
-        limit = self.policy.max_identification
-        return limit is not None and self.identification > limit
-
-    @property
-    def _flags(self) -> list[str]:
-        return sorted({flag for row in self.done for flag in row.flags})
-
-    @property
-    def _fates(self) -> dict[str, int]:
-        return {status: sum(row.status == status for row in self.rows) for status in ("done", "failed", "refused")}
 
     def _leaks_of(self, example: StrongestExample) -> list[str]:
         """Why an example leaks, in words; nothing where it does not."""
@@ -239,9 +230,9 @@ class _Setting:
             leaks.append(f"PSNR {example.psnr:.1f} dB{lift}")
         for measure, limit in self._other_limits():
             best = _best([t.value(measure.key) for t in self.tries[example.index]], measure)
-            if _reaches(best, limit, measure):
+            if best >= limit if measure.better == "higher" else best <= limit:
                 leaks.append(f"{measure.label} {best:.2f}")
-        if self._identified_too_often and self.recognised[example.index]:
+        if self.identified_too_often and self.recognised[example.index]:
             leaks.append("identified")
         return leaks
 
@@ -279,7 +270,7 @@ class _Setting:
             return []
         why = "let attacks know it with knowledge adaptive_server"
         if any(row.job.knowledge.get("defense") for row in self.done):
-            why = "no attack here can make use of what it knows of this defence"
+            why = "the defence has no channel, or no attack here reads it"
         return [f"no attack that knows this defence was run: {why}"]
 
     def _doubts_of_jobs(self) -> list[str]:
@@ -287,11 +278,11 @@ class _Setting:
         unmeasured = sum(math.isnan(t.psnr) for tries in self.tries.values() for t in tries)
         # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
         starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in self.rows)
-        fates = {"failed": self._fates["failed"], "refused for want of knowledge": starved, "missing": self.missing}
+        fates = {"failed": self.fates["failed"], "refused for want of knowledge": starved, "missing": self.missing}
         doubts = {
             "no attack gave a result": not self.done,
             f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)": unmeasured,
-            f"raised flags: {', '.join(self._flags)}": self._flags,
+            f"raised flags: {', '.join(self.flags)}": self.flags,
             **{f"{counted(count, 'job')} {fate}": count for fate, count in fates.items()},
         }
         return [doubt for doubt, raised in doubts.items() if raised]
@@ -349,7 +340,3 @@ def _best(values: list[float], measure: Measure) -> float:
     """The best for the adversary of what is not NaN; NaN of nothing."""
     best = max if measure.better == "higher" else min
     return best((value for value in values if not math.isnan(value)), default=NAN)
-
-
-def _reaches(value: float, limit: float, measure: Measure) -> bool:
-    return value >= limit if measure.better == "higher" else value <= limit
