@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from leakscope.audit.executors import EXECUTORS, Executor, ExecutorError
     from leakscope.audit.findings import FINDINGS
     from leakscope.audit.run import Audit, audit, run_spec
-    from leakscope.audit.spec import AuditSpec, SpecError, load_spec, parse_yaml, read_yaml
+    from leakscope.audit.spec import AuditSpec, load_spec, parse_yaml
+    from leakscope.audit.yaml_text import SpecError, read_yaml
 
 _NAMES = {
     "controls": ("CONTROLS",),
@@ -25,26 +26,10 @@ _NAMES = {
     "executors": ("EXECUTORS", "Executor", "ExecutorError"),
     "findings": ("FINDINGS",),
     "run": ("Audit", "audit", "run_spec"),
-    "spec": ("AuditSpec", "SpecError", "load_spec", "parse_yaml", "read_yaml"),
+    "spec": ("AuditSpec", "load_spec", "parse_yaml"),
+    "yaml_text": ("SpecError", "read_yaml"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
-
-__all__ = [
-    "CONTROLS",
-    "DEFAULT_SPEC",
-    "EXECUTORS",
-    "FINDINGS",
-    "Audit",
-    "AuditSpec",
-    "Executor",
-    "ExecutorError",
-    "SpecError",
-    "audit",
-    "load_spec",
-    "parse_yaml",
-    "read_yaml",
-    "run_spec",
-]
 
 
 class _Room(ModuleType):
@@ -66,4 +51,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return sorted(_HOMES)

@@ -56,16 +56,8 @@ class Outcome:
         """The row of a finding."""
         facts = describe(setup, job)
         return FindingRow(
-            *(
-                job.key,
-                job.position,
-                job.finding or "",
-                self.status,
-                facts.protocol,
-                facts.defense,
-                job.batch,
-                job.seed,
-            ),
+            *(job.key, job.position, job.finding or "", self.status),
+            *(facts.protocol, facts.defense, job.batch, job.seed),
             *(self.result or {}, self.error, self.seconds, _now()),
         )
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -93,40 +95,31 @@ def identity(setup: Setup) -> dict[str, Any]:
 
 def make_plan(setup: Setup) -> list[Job]:
     """Every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
-    return [*_attempts(setup), *_findings(setup, len(_attempts(setup)))]
+    keys = _Keys(setup)
+    places = (*_attempts(setup), *_findings(setup))
+    return [Job(keys.of(**place), number, **place) for number, place in enumerate(places)]
 
 
-def _attempts(setup: Setup) -> list[Job]:
-    spec, keys = setup.spec, _Keys(setup)
-    jobs: list[Job] = []
-    settings: list[tuple[int | None, str | None]] = [(number, None) for number in range(len(spec.defenses))]
-    settings += [(None, kind) for kind in spec.controls]
-    for protocol in range(len(spec.protocols)):
-        for defense, control in settings:
-            for attack in range(len(spec.attacks)):
-                for seed in spec.seeds:
-                    for batch in range(len(setup.batches)):
-                        identity = {"control": control, "attack": spec.attacks[attack].identity()}
-                        key = keys.of(protocol, defense, seed, batch, identity)
-                        jobs.append(Job(key, len(jobs), protocol, defense, seed, batch, attack, control))
-    return jobs
+def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
+    spec = setup.spec
+    settings = [(defense, None) for defense in range(len(spec.defenses))] + [(None, kind) for kind in spec.controls]
+    every = range(len(spec.protocols)), settings, range(len(spec.attacks)), spec.seeds, range(len(setup.batches))
+    for protocol, (defense, control), attack, seed, batch in product(*every):
+        place = {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch}
+        yield {**place, "attack": attack, "control": control}
 
 
-def _findings(setup: Setup, start: int) -> list[Job]:
+def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
     """What each protocol has to tell: of the first client of a setting, or of every client."""
-    spec, keys = setup.spec, _Keys(setup)
-    jobs: list[Job] = []
+    spec = setup.spec
     for protocol, part in enumerate(spec.protocols):
         for kind in part.instance.findings():
             if kind not in spec.findings:
                 continue
-            every = FINDINGS[kind].per == "client"
-            for defense in range(len(spec.defenses)):
-                for seed in spec.seeds if every else spec.seeds[:1]:
-                    for batch in range(len(setup.batches) if every else 1):
-                        key = keys.of(protocol, defense, seed, batch, {"finding": kind})
-                        jobs.append(Job(key, start + len(jobs), protocol, defense, seed, batch, finding=kind))
-    return jobs
+            some = slice(None) if FINDINGS[kind].per == "client" else slice(1)
+            clients = product(range(len(spec.defenses)), spec.seeds[some], range(len(setup.batches))[some])
+            for defense, seed, batch in clients:
+                yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch, "finding": kind}
 
 
 class _Keys:
@@ -149,11 +142,13 @@ class _Keys:
             "pictures": setup.pictures,
         }
 
-    def of(self, protocol: int, defense: int | None, seed: int, batch: int, identity: dict[str, Any]) -> str:
+    def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
+        if "attack" in job:
+            job["attack"] = self._spec.attacks[job["attack"]].identity()
         return content_hash(
             {
                 **self._common,
-                **identity,
+                **job,
                 "protocol": self._spec.protocols[protocol].identity(),
                 "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
                 "seed": seed,

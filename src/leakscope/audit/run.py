@@ -20,7 +20,8 @@ from leakscope.audit.attempts import Outcome
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
-from leakscope.audit.spec import AuditSpec, SpecError, load_spec
+from leakscope.audit.spec import AuditSpec, load_spec
+from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.results.records import FindingRow, Row, job_facts, plain
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.parts import Part, lines, without_addresses
-from leakscope.audit.spec import AuditSpec, SpecError, TrainingSpec
+from leakscope.audit.spec import AuditSpec, TrainingSpec
+from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid

@@ -6,95 +6,70 @@ Every problem is found and told in one :class:`SpecError`, a line each: where, w
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
 from leakscope.audit.parts import Part
+from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
-
-_SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
-
-
-class SpecError(ValueError):
-    """The spec cannot be audited; ``problems`` has one line for each reason."""
-
-    def __init__(self, problems: list[str], source: str = "audit spec") -> None:
-        self.problems = list(problems)
-        self.source = source
-        super().__init__(f"{source}: cannot be used:\n" + "\n".join(f"  - {line}" for line in self.problems))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.problems, self.source)
 
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
-def _key(help: str, **bounds: Any) -> Any:
-    """A key of a spec: its one sentence, which the help and the docs show, and its bounds."""
-    return Field(description=help, **bounds)
+def _key(help: str, default: Any = ..., **bounds: Any) -> Any:
+    """A key of a spec: its one sentence, which the help and the docs show, its default (none: required) and bounds."""
+    return Field(default, description=help, **bounds)
 
 
 class ModelSpec(_Strict):
-    name: Annotated[str, _key("a [reference model](models-and-data.md#models) or `package.module:factory`")]
-    options: Annotated[dict[str, Any], _key("the model's own options")] = {}
-    seed: Annotated[int, _key("seed of the initial weights")] = 0
-    weights: Annotated[
-        Path | None, _key("a `.safetensors` file of the state dictionary, loaded over the initial weights")
-    ] = None
+    name: str = _key("a [reference model](models-and-data.md#models) or `package.module:factory`")
+    options: dict[str, Any] = _key("the model's own options", {})
+    seed: int = _key("seed of the initial weights", 0)
+    weights: Path | None = _key("a `.safetensors` file of the state dictionary, loaded over the initial weights", None)
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
 class DataSpec(_Strict):
-    name: Annotated[str, _key("a [data set](models-and-data.md#data) or `package.module:function`")]
-    path: Annotated[Path | None, _key("where the files are; default: the folder `LEAKSCOPE_DATA`")] = None
-    split: Annotated[str | None, _key("a split, where the reader has them")] = None
-    limit: Annotated[
-        int | None, _key("use only the first so many examples; also shrinks the pool for identification", ge=1)
-    ] = None
-    options: Annotated[dict[str, Any], _key("the reader's own options")] = {}
-    mean: Annotated[
-        tuple[float, ...] | None,
-        _key("with `std`: normalise (unit value − mean) / std, one number a channel or one for all"),
-    ] = None
-    std: Annotated[tuple[float, ...] | None, _key("see `mean`")] = None
+    name: str = _key("a [data set](models-and-data.md#data) or `package.module:function`")
+    path: Path | None = _key("where the files are; default: the folder `LEAKSCOPE_DATA`", None)
+    split: str | None = _key("a split, where the reader has them", None)
+    limit: int | None = _key(
+        "use only the first so many examples; also shrinks the pool for identification", None, ge=1
+    )
+    options: dict[str, Any] = _key("the reader's own options", {})
+    mean: tuple[float, ...] | None = _key(
+        "with `std`: normalise (unit value − mean) / std, one number a channel or one for all", None
+    )
+    std: tuple[float, ...] | None = _key("see `mean`", None)
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
 class TrainingSpec(_Strict):
     """Federated training on the audit's data before the audit: the model is attacked as it is in round ``rounds``."""
 
-    rounds: Annotated[
-        int, _key("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
-    ]
-    split: Annotated[
-        Literal["group", "dirichlet", "iid"],
-        _key("how the data is divided: at random, with label shares from a Dirichlet, or a client a group"),
-    ] = "iid"
-    clients: Annotated[
-        int | None, _key("how many clients; required with `iid` and `dirichlet`, not for `group`", ge=1)
-    ] = None
-    alpha: Annotated[
-        float | None, _key("with `dirichlet`, and required there: the smaller, the fewer clients share a class", gt=0)
-    ] = None
-    clients_per_round: Annotated[
-        int, _key("clients that the server draws each round; all of them where there are fewer", ge=1)
-    ] = 10
-    epochs: Annotated[int, _key("local epochs, as in [FedAvg](protocols-and-defenses.md)", ge=1)] = 1
-    batch_size: Annotated[int, _key("size of the local batches", ge=1)] = 10
-    lr: Annotated[float, _key("local learning rate of SGD", gt=0)] = 0.01
-    seed: Annotated[
-        int, _key("seed of the split, of the server's draws and of the order of local batches", ge=0, lt=2**63)
-    ] = 0
+    rounds: int = _key("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
+    split: Literal["group", "dirichlet", "iid"] = _key(
+        "how the data is divided: at random, with label shares from a Dirichlet, or a client a group", "iid"
+    )
+    clients: int | None = _key("how many clients; required with `iid` and `dirichlet`, not for `group`", None, ge=1)
+    alpha: float | None = _key(
+        "with `dirichlet`, and required there: the smaller, the fewer clients share a class", None, gt=0
+    )
+    clients_per_round: int = _key(
+        "clients that the server draws each round; all of them where there are fewer", 10, ge=1
+    )
+    epochs: int = _key("local epochs, as in [FedAvg](protocols-and-defenses.md)", 1, ge=1)
+    batch_size: int = _key("size of the local batches", 10, ge=1)
+    lr: float = _key("local learning rate of SGD", 0.01, gt=0)
+    seed: int = _key("seed of the split, of the server's draws and of the order of local batches", 0, ge=0, lt=2**63)
 
     def describe(self) -> str:
         """In one line, for reports.
@@ -110,35 +85,29 @@ class TrainingSpec(_Strict):
 
 
 def _model(value: Any) -> Any:
-    if isinstance(value, str):
-        return {"name": value}
-    if value is None or isinstance(value, Mapping | ModelSpec):
-        return _without_instance(value)
-    return ModelSpec(**parts.in_memory_model(value))
+    return _named(value, ModelSpec, parts.in_memory_model)
 
 
 def _data(value: Any) -> Any:
+    return _named(value, DataSpec, parts.in_memory_data)
+
+
+def _named(value: Any, kind: type[_Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
+    """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
     if isinstance(value, str):
         return {"name": value}
-    if value is None or isinstance(value, Mapping | DataSpec):
-        return _without_instance(value)
-    return DataSpec(**parts.in_memory_data(value))
-
-
-def _without_instance(value: Any) -> Any:
-    """Objects come from Python only; in a file the word is a mistake like any other."""
     if isinstance(value, Mapping) and "instance" in value:
         raise ValueError("unknown key 'instance'")
-    return value
+    return value if value is None or isinstance(value, Mapping | kind) else kind(**in_memory(value))
 
 
-def _known_model(model: ModelSpec) -> ModelSpec:
+def _model_name(model: ModelSpec) -> ModelSpec:
     if model.instance is not None or ":" in model.name:
         return model
     return model.model_copy(update={"name": find_name(model.name, parts.model_names())})
 
 
-def _known_data(data: DataSpec) -> DataSpec:
+def _data_name(data: DataSpec) -> DataSpec:
     if (data.mean is None) != (data.std is None):
         raise ValueError("expected both mean and std, or neither")
     if data.instance is not None or ":" in data.name:
@@ -192,21 +161,22 @@ def _standard(protocols: list[Part]) -> list[str]:
 
 
 def _controls(value: Any) -> Any:
-    """true is every kind of control, false is none."""
     from leakscope.audit.controls import CONTROLS
 
-    if isinstance(value, bool):
-        return list(CONTROLS) if value else []
-    return [find_name(str(kind), CONTROLS) for kind in _listed(value)]
+    return _kinds(value, CONTROLS)
 
 
 def _findings(value: Any) -> Any:
-    """true is every kind of finding that a protocol has, false is none."""
     from leakscope.audit.findings import FINDINGS
 
+    return _kinds(value, FINDINGS)
+
+
+def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
+    """true is every kind, false is none."""
     if isinstance(value, bool):
-        return list(FINDINGS) if value else []
-    return [find_name(str(kind), FINDINGS) for kind in _listed(value)]
+        return list(table) if value else []
+    return [find_name(str(kind), table) for kind in _listed(value)]
 
 
 def _executor(value: str) -> str:
@@ -262,106 +232,84 @@ def _dtype(value: str | None) -> str | None:
     return None if value is None else find_name(value.removeprefix("torch."), ["float32", "float64"])
 
 
-_Protocol = Annotated[Part, BeforeValidator(parts.protocol_part)]
-_Defense = Annotated[Part, BeforeValidator(parts.defense_part)]
-_Attack = Annotated[Part, BeforeValidator(parts.attack_part)]
-_Task = Annotated[Part, BeforeValidator(parts.task_part)]
-_ONCE = (BeforeValidator(_listed), AfterValidator(_distinct))
+_ONCE = AfterValidator(_distinct)
 
 
 class AuditSpec(_Strict):
     """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
-    model: Annotated[
-        ModelSpec,
-        BeforeValidator(_model),
-        AfterValidator(_known_model),
-        _key("the victim; see the keys of `model`"),
-    ]
-    data: Annotated[
-        DataSpec,
-        BeforeValidator(_data),
-        AfterValidator(_known_data),
-        _key("the private examples; see the keys of `data`"),
-    ]
-    task: Annotated[
-        _Task,
-        _key("what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`"),
-    ] = Field(default_factory=lambda: parts.task_part("classification"))
-    training: Annotated[
-        TrainingSpec | None,
-        AfterValidator(_whole_training),
-        _key("federated training before the audit; see the keys of `training`; default: the model as it is"),
-    ] = None
-    examples: Annotated[
-        int | None,
-        _key(
-            "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
-            "as the data goes",
-            ge=1,
-        ),
-    ] = None
-    batch: Annotated[
-        int,
-        _key(
-            "examples a client holds, in vertical learning the samples that the workers share; batch b holds the "
-            "examples b·batch to (b+1)·batch − 1",
-            ge=1,
-        ),
-    ] = 1
-    protocols: Annotated[list[_Protocol], *_ONCE, _key("[protocols](protocols-and-defenses.md)")] = Field(
-        default_factory=lambda: ["fedsgd"], validate_default=True
+    model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)] = _key(
+        "the victim; see the keys of `model`"
     )
-    defenses: Annotated[
-        list[_Defense], *_ONCE, _key("[defences](protocols-and-defenses.md#defences); `none` is the bare update")
-    ] = Field(default_factory=lambda: ["none"], validate_default=True)
-    attacks: Annotated[
-        list[_Attack],
-        BeforeValidator(_attacks),
-        AfterValidator(_distinct),
-        _key("[attacks](attacks.md), or `package.module:Class`; `standard` stands for several"),
-    ] = Field(default_factory=lambda: ["standard"], validate_default=True)
-    knowledge: Annotated[
-        dict[str, Any],
-        BeforeValidator(_knowledge),
-        _key("[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols"),
-    ] = Field(default=None, validate_default=True)
-    seeds: Annotated[
-        list[int], BeforeValidator(_seeds), AfterValidator(_distinct), _key("a number n means the seeds 0 to n − 1")
-    ] = [0]
-    policy: Annotated[Policy, BeforeValidator(_policy), _key("limits of the verdict; see the keys of `policy`")] = (
-        Policy()
+    data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)] = _key(
+        "the private examples; see the keys of `data`"
     )
-    pictures: Annotated[
-        bool | None, _key("whether originals and reconstructions are kept; default: only if not private")
-    ] = None
-    controls: Annotated[
-        list[str], BeforeValidator(_controls), _key("controls beside each attack: `true`, `false` or their kinds")
-    ] = Field(default_factory=lambda: True, validate_default=True)
-    findings: Annotated[
-        list[str],
-        BeforeValidator(_findings),
-        _key("what is told of settings beside attacks: `true`, `false` or their kinds"),
-    ] = Field(default_factory=lambda: True, validate_default=True)
-    lpips: Annotated[
-        Path | None, _key("file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one")
-    ] = None
-    device: Annotated[str, _key("where attacks run, as torch names it")] = "cpu"
-    dtype: Annotated[
-        str | None,
-        AfterValidator(_dtype),
-        _key("precision of attacks, `float32` or `float64`; default: that of the update"),
-    ] = None
-    threads: Annotated[int, _key("threads per job", ge=1)] = 1
-    executor: Annotated[
-        str,
-        AfterValidator(_executor),
-        _key("where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`"),
-    ] = "serial"
-    workers: Annotated[int | None, _key("parallel jobs; default: processors divided by `threads`", ge=1)] = None
-    timeout: Annotated[
-        float | None, _key("seconds after which a job is stopped and counts as failed; needs `processes`", gt=0)
-    ] = None
+    task: Annotated[Part, BeforeValidator(parts.task_part)] = _key(
+        "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`",
+        "classification",
+        validate_default=True,
+    )
+    training: Annotated[TrainingSpec | None, AfterValidator(_whole_training)] = _key(
+        "federated training before the audit; see the keys of `training`; default: the model as it is", None
+    )
+    examples: int | None = _key(
+        "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
+        "as the data goes",
+        None,
+        ge=1,
+    )
+    batch: int = _key(
+        "examples a client holds, in vertical learning the samples that the workers share; batch b holds the "
+        "examples b·batch to (b+1)·batch − 1",
+        1,
+        ge=1,
+    )
+    protocols: Annotated[
+        list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), _ONCE
+    ] = _key("[protocols](protocols-and-defenses.md)", ["fedsgd"], validate_default=True)
+    defenses: Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), _ONCE] = (
+        _key(
+            "[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"], validate_default=True
+        )
+    )
+    attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), _ONCE] = (
+        _key(
+            "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
+            ["standard"],
+            validate_default=True,
+        )
+    )
+    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = _key(
+        "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols",
+        None,
+        validate_default=True,
+    )
+    seeds: Annotated[list[int], BeforeValidator(_seeds), _ONCE] = _key("a number n means the seeds 0 to n − 1", [0])
+    policy: Annotated[Policy, BeforeValidator(_policy)] = _key(
+        "limits of the verdict; see the keys of `policy`", Policy()
+    )
+    pictures: bool | None = _key("whether originals and reconstructions are kept; default: only if not private", None)
+    controls: Annotated[list[str], BeforeValidator(_controls)] = _key(
+        "controls beside each attack: `true`, `false` or their kinds", True, validate_default=True
+    )
+    findings: Annotated[list[str], BeforeValidator(_findings)] = _key(
+        "what is told of settings beside attacks: `true`, `false` or their kinds", True, validate_default=True
+    )
+    lpips: Path | None = _key(
+        "file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one", None
+    )
+    device: str = _key("where attacks run, as torch names it", "cpu")
+    dtype: Annotated[str | None, AfterValidator(_dtype)] = _key(
+        "precision of attacks, `float32` or `float64`; default: that of the update", None
+    )
+    threads: int = _key("threads per job", 1, ge=1)
+    executor: Annotated[str, AfterValidator(_executor)] = _key(
+        "where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`", "serial"
+    )
+    workers: int | None = _key("parallel jobs; default: processors divided by `threads`", None, ge=1)
+    timeout: float | None = _key(
+        "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0
+    )
 
     @classmethod
     def parse(cls, mapping: Any, source: str = "audit spec") -> AuditSpec:
@@ -401,29 +349,6 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str]) ->
 def parse_yaml(text: str, source: str = "audit spec") -> AuditSpec:
     """The spec in ``text``."""
     return AuditSpec.parse(read_yaml(text, source), source)
-
-
-def read_yaml(text: str, source: str = "audit spec") -> Any:
-    """What ``text`` says, not yet checked as a spec; nothing at all is a spec without keys."""
-    content = read_value(text, source)
-    return {} if content is None else content
-
-
-def read_value(text: str, source: str) -> Any:
-    """What ``text`` says in YAML, numbers as people mean them."""
-    try:
-        return _numbers(yaml.safe_load(text))
-    except yaml.YAMLError as error:
-        raise SpecError([f"not valid YAML: {' '.join(str(error).split())}"], source) from error
-
-
-def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3, without a point, as text; people mean the number."""
-    if isinstance(value, dict):
-        return {key: _numbers(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_numbers(item) for item in value]
-    return float(value) if isinstance(value, str) and _SCIENTIFIC.fullmatch(value) else value
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 import typer
 
-from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, SpecError, read_yaml
+from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
+from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.cli.parsing import parse_part, parse_parts
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy

@@ -15,7 +15,7 @@ def parse_part(text: str) -> Any:
     >>> parse_part("dlg"), parse_part("mine.attacks:Best:steps=3,tv=1e-3")
     ('dlg', {'mine.attacks:Best': {'steps': 3, 'tv': 0.001}})
     """
-    from leakscope.audit.spec import read_value
+    from leakscope.audit.yaml_text import read_value
 
     match = _WORD.fullmatch(text)
     if match is None:
