@@ -118,7 +118,7 @@ def test_noise_that_differs_by_tensor_is_weighed_by_tensor(generator: torch.Gene
 def residual(seen: Observation, x: Tensor, y: Tensor) -> float:
     """How much of the update the true examples leave unexplained, relative to it."""
     victim = Victim.of(seen)
-    simulated, _ = SingleGradient()(victim, victim.known, x, y, {})
+    simulated, _ = SingleGradient()(victim, victim.tensors, x, y, {})
     update = seen.message.update
     gap = sum(float((update[name] - value).square().sum()) for name, value in simulated.items())
     return math.sqrt(gap / sum(float(value.square().sum()) for value in update.values()))
@@ -146,7 +146,7 @@ def test_clipping_that_is_known_is_simulated_example_by_example(count, reduction
     defense = DPSGD(clip=clip, noise_multiplier=1e-6)
     seen = FedSGD(reduction=reduction).observe(model, x, y, defense, Knowledge.adaptive_server, generator)
     victim = Victim.of(seen)
-    found, _ = victim.gradient(victim.known.weights, victim.known.fixed, x, y)
+    found, _ = victim.gradient(victim.tensors, x, y)
     for name, value in found.items():
         total = sum(row[name] * min(1.0, clip / norm) for row, norm in zip(rows, norms, strict=True))
         assert torch.allclose(value, total / (count if reduction == "mean" else 1), atol=1e-12)

@@ -147,7 +147,7 @@ def test_lengths_agree_for_added_losses_too(variant) -> None:
     attack = DLFA(variant=variant, distance="relative-squared-l2", tv=0.0)
     matcher = attack.matcher(seen)
     victim = Victim.of(seen)
-    found, _ = matcher.simulation(victim, victim.known, x, y, {})
+    found, _ = matcher.simulation(victim, victim.tensors, x, y, {})
     assert float(matcher.distance(attack._observed(seen, matcher), found)) < 1e-6  # single precision
 
 

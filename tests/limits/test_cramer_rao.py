@@ -185,7 +185,7 @@ LEVELS = {"fc1.weight": 0.01, "fc1.bias": 0.3, "fc2.weight": 0.002, "fc2.bias": 
 
 def levels_of(mapping: GradientMap, channel: Channel) -> Tensor:
     """The standard deviation of the noise on each entry of the update."""
-    weights = mapping.victim.known.weights
+    weights = mapping.victim.tensors.weights
     return torch.cat([torch.full((v.numel(),), channel.level(n), dtype=torch.float64) for n, v in weights.items()])
 
 
@@ -382,10 +382,10 @@ def test_a_gradient_that_is_only_a_length_is_hidden_by_clipping() -> None:
 
 
 def _without_bias(mapping: GradientMap):  # type: ignore[no-untyped-def]
-    known = mapping.victim.known
-    weights = {name: value for name, value in known.weights.items() if not name.endswith("bias")}
-    fixed = {**known.fixed, **{name: value for name, value in known.weights.items() if name not in weights}}
-    return dataclasses.replace(mapping.victim, known=known._replace(weights=weights, fixed=fixed))
+    tensors = mapping.victim.tensors
+    weights = {name: value for name, value in tensors.weights.items() if not name.endswith("bias")}
+    fixed = {**tensors.fixed, **{name: value for name, value in tensors.weights.items() if name not in weights}}
+    return dataclasses.replace(mapping.victim, tensors=tensors._replace(weights=weights, fixed=fixed))
 
 
 def test_the_floor_does_not_depend_on_order_box_or_doubled_noise() -> None:

@@ -406,7 +406,7 @@ def test_unrolled_steps_are_the_clients_steps() -> None:
     protocol = FedAvg(epochs=2, batch_size=2, lr=0.1)
     seen, x, y = look(smooth_net(), batch=5, protocol=protocol, knowledge=Knowledge.full)
     victim = Victim.of(seen)
-    simulated, _ = UnrolledSteps(0.1, seen.training.batch_order)(victim, victim.known, x, y, {})
+    simulated, _ = UnrolledSteps(0.1, seen.training.batch_order)(victim, victim.tensors, x, y, {})
     for name, value in seen.message.update.items():
         assert torch.allclose(simulated[name], value, atol=1e-5)
     assert steps_in_order(5, 2, 2) == ((0, 1), (2, 3), (4,), (0, 1), (2, 3), (4,))
@@ -420,7 +420,7 @@ def test_batchnorm_in_both_modes_is_simulated_as_the_client_has_it(mode) -> None
     net(torch.rand(9, 1, 8, 8))
     seen, x, y = look(net, batch=3, protocol=FedSGD(batchnorm=mode), knowledge=Knowledge.full)
     victim = Victim.of(seen)
-    gradient, recorded = victim.gradient(victim.known.weights, victim.known.fixed, x, y)
+    gradient, recorded = victim.gradient(victim.tensors, x, y)
     for name, value in seen.message.update.items():
         assert torch.allclose(gradient[name], value, atol=1e-6)
     assert torch.allclose(recorded["1"].mean((0, 2, 3)), seen.message.batchnorm_statistics["1.mean"], atol=1e-6)

@@ -67,7 +67,7 @@ def test_the_replayed_update_of_the_truth_is_the_clients(checkpoint) -> None:
     seen, x, y = trained()
     victim = Victim.of(seen)
     replay = UnrolledSteps(0.1, seen.training.batch_order, checkpoint)
-    found, _ = replay(victim, victim.known, x, y, {})
+    found, _ = replay(victim, victim.tensors, x, y, {})
     for name, value in seen.message.update.items():
         assert torch.allclose(found[name], value, atol=1e-12)
     task = problem(seen, x, y, distance=SquaredL2(), simulation=replay)
@@ -134,7 +134,7 @@ def test_a_fixed_point_at_the_start_is_the_single_gradient() -> None:
 def test_the_surrogate_is_the_model_at_that_point(beta) -> None:
     seen, x, y = trained()
     victim = Victim.of(seen)
-    found, _ = SegmentGradient()(victim, victim.known, x, y, {"beta": torch.tensor(beta, dtype=torch.float64)})
+    found, _ = SegmentGradient()(victim, victim.tensors, x, y, {"beta": torch.tensor(beta, dtype=torch.float64)})
     net = seen.model
     with torch.no_grad():
         for name, value in net.named_parameters():
@@ -154,8 +154,8 @@ def test_the_derivative_by_beta_is_the_inner_product_of_the_paper(restarts) -> N
     row = torch.cat([x.flatten() * 0.9, torch.tensor([0.4 / 1e-2], dtype=torch.float64)]).repeat(restarts, 1)
     found = task.evaluator(restarts, False)(row, 0)[2][0, -1]
     victim = Victim.of(seen)
-    surrogate = {n: (w - 0.4 * seen.message.update[n]).requires_grad_() for n, w in victim.known.weights.items()}
-    loss, _ = victim.loss(surrogate, victim.known.fixed, x * 0.9, y)
+    surrogate = {n: (w - 0.4 * seen.message.update[n]).requires_grad_() for n, w in victim.tensors.weights.items()}
+    loss, _ = victim.loss(victim.tensors._replace(weights=surrogate), x * 0.9, y)
     gradient = torch.autograd.grad(loss, list(surrogate.values()), create_graph=True)
     distance = Cosine()(dict(seen.message.update), dict(zip(surrogate, gradient, strict=True)))
     slopes = torch.autograd.grad(distance, list(surrogate.values()))
@@ -294,5 +294,5 @@ def test_emphasis_multiplies_the_distance_not_the_judgement() -> None:
 def test_a_gradient_has_no_movement() -> None:
     seen, x, _ = trained()
     sent = FedSGD().observe(seen.model, x, torch.tensor([0, 1, 2]))
-    assert Victim.of(sent).known.movement == {}
-    assert set(Victim.of(seen).known.movement) == set(seen.message.update)
+    assert Victim.of(sent).tensors.movement == {}
+    assert set(Victim.of(seen).tensors.movement) == set(seen.message.update)

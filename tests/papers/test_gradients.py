@@ -35,7 +35,7 @@ def test_five_units_give_four_images_away_and_three_do_not(real_data: Path, monk
 
 def test_batches_have_different_labels_and_share_no_image() -> None:
     tiles = load_data("tiles")
-    chosen = gradients._chosen(tiles, 2, 3, seed=1)
-    assert all(len({int(tiles.y[index]) for index in batch}) == 3 for batch in chosen)
-    assert not set(chosen[0]) & set(chosen[1])
-    assert chosen == gradients._chosen(tiles, 2, 3, seed=1)
+    batches = gradients._batches(tiles, 2, 3, seed=1)
+    assert all(len({int(tiles.y[index]) for index in batch}) == 3 for batch in batches)
+    assert not set(batches[0]) & set(batches[1])
+    assert batches == gradients._batches(tiles, 2, 3, seed=1)

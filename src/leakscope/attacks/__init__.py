@@ -63,10 +63,7 @@ ATTACKS: Registry[AttackEntry] = Registry(
             standard_for=_ONE_UPDATE,
         ),
         AttackEntry(
-            "sapag",
-            SAPAG,
-            "match tensor by tensor under an adaptive Gaussian kernel",
-            "Wang et al., SAPAG, 2020",
+            "sapag", SAPAG, "match tensor by tensor under an adaptive Gaussian kernel", "Wang et al., SAPAG, 2020"
         ),
         AttackEntry(
             "learn-from-gradients",

@@ -6,6 +6,7 @@ Two searches share its terms: :func:`invert` takes each sample by itself, :class
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from leakscope.contracts.observation import Message
 from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Pixels, Victim, total_variation
 from leakscope.matching.optimisers import RowAdam, schedule_factor
 from leakscope.matching.priors import Scene
-from leakscope.matching.search import Evaluate, search
+from leakscope.matching.search import Evaluation, search
 from leakscope.models.split import VerticalModel, assemble
 from leakscope.network.layers import FirstDense
 from leakscope.network.recorder import inputs_of
@@ -49,20 +50,16 @@ class Terms:
     settings: CAFE
     rounds: Rounds
 
-    @property
-    def canvas(self) -> Pixels:
-        return Pixels(start=self.settings.start)
-
     def start(self, generator: torch.Generator) -> Tensor:
         """Pictures (samples, ...) to begin with."""
-        rounds, inputs = self.rounds, self.rounds.observation.inputs
-        return self.canvas.project(self.canvas.initial(rounds.samples, inputs, generator, rounds.like), inputs)
+        rounds, canvas = self.rounds, Pixels(start=self.settings.start)
+        return self.project(canvas.initial(rounds.samples, rounds.observation.inputs, generator, rounds.like))
 
     def project(self, pictures: Tensor) -> Tensor:
-        return self.canvas.project(pictures, self.rounds.observation.inputs)
+        return Pixels().project(pictures, self.rounds.observation.inputs)
 
     def to_model(self, pictures: Tensor) -> Tensor:
-        return self.canvas.to_model(pictures, self.rounds.observation.inputs)
+        return self.rounds.observation.inputs.from_unit(pictures)
 
     def variation(self, pictures: Tensor, step: int) -> Tensor:
         """The term of total variation, the mean per sample; as published it counts only from the threshold on."""
@@ -77,10 +74,10 @@ class Terms:
         weight = settings.tv * settings.fade ** (step / settings.iterations)
         return weight * size * (size.detach() >= settings.threshold)
 
-    def misfit(self, made: Tensor, wanted: Tensor) -> Tensor:
-        """How far a worker's representation is from the wanted one, for each sample."""
-        square = (made - wanted).square().sum(1)
-        return square / wanted.square().sum(1).clamp_min(1e-30) if self.settings.relative else square
+    def misfit(self, candidate: Tensor, target: Tensor) -> Tensor:
+        """How far a worker's representation is from the one to match, for each sample."""
+        square = (candidate - target).square().sum(1)
+        return square / target.square().sum(1).clamp_min(1e-30) if self.settings.relative else square
 
 
 # --- each sample by itself -------------------------------------------------------------------------------------------
@@ -99,14 +96,10 @@ def invert(
     Where one is not ``determined`` (workers, samples), total variation alone decides. A worker that begins with its
     dense layer gives its features away, and needs no search.
     """
-    like = rounds.like
-    inversion = _Inversion(
-        Terms(settings, rounds),
-        # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
-        copy.deepcopy(rounds.model).eval().requires_grad_(False),
-        [rows.to(like) for rows in representations],
-        determined.to(like),
-    )
+    # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
+    model = copy.deepcopy(rounds.model).eval().requires_grad_(False)
+    rows = [table.to(rounds.like) for table in representations]
+    inversion = _Inversion(Terms(settings, rounds), model, rows, determined.to(rounds.like))
     exact = [reads_features(inversion.model, layer) for layer in rounds.layers]
     if all(exact):
         return inversion.read_off()
@@ -130,8 +123,7 @@ class _Inversion:
             torch.where(determined[:, None] > 0, rows, layer.share.take(middle).flatten(1))
             for determined, rows, layer in zip(self.determined, self.representations, rounds.layers, strict=True)
         ]
-        scores = rounds.like.new_zeros(rounds.samples)
-        return Data(assemble(model.shares, parts, model.input_shape), scores, [])
+        return Data(assemble(model.shares, parts, model.input_shape), rounds.like.new_zeros(rounds.samples), [])
 
     def run(self, generator: torch.Generator, progress: Progress | None) -> Data:
         """The search, some samples at a time."""
@@ -149,7 +141,7 @@ class _Inversion:
                     progress(visited, samples * iterations, float(curve[done - 1]))
 
             result = search(
-                self._evaluator(rows),
+                functools.partial(self._evaluate, rows=rows),
                 start[rows].flatten(1),
                 Adam(lr=self.terms.settings.lr, schedule=self.terms.settings.schedule),
                 project=lambda flat: self.terms.project(self._pictures(flat)).reshape(len(flat), -1),
@@ -174,15 +166,12 @@ class _Inversion:
     def _pictures(self, flat: Tensor) -> Tensor:
         return flat.reshape(-1, *self.model.input_shape)
 
-    def _evaluator(self, rows: slice) -> Evaluate:
-        def evaluate(points: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-            points = points.detach().requires_grad_(True)
-            objectives = self._objectives(points, step, rows)
-            (gradients,) = torch.autograd.grad(objectives.sum(), points)
-            values = objectives.detach()
-            return values, values[:, None], gradients
-
-        return evaluate
+    def _evaluate(self, points: Tensor, step: int, rows: slice) -> Evaluation:
+        points = points.detach().requires_grad_(True)
+        objectives = self._objectives(points, step, rows)
+        (gradients,) = torch.autograd.grad(objectives.sum(), points)
+        values = objectives.detach()
+        return values, values[:, None], gradients
 
     def _objectives(self, flat: Tensor, step: int, rows: slice) -> Tensor:
         terms, settings = self.terms, self.terms.settings
@@ -190,8 +179,8 @@ class _Inversion:
         x = terms.to_model(pictures)
         total = flat.new_zeros(len(flat))
         for number, layer in enumerate(terms.rounds.layers):
-            made = inputs_of(layer.module(self.model), self.model.workers[layer.worker], layer.share.take(x))
-            misfit = terms.misfit(made, self.representations[number][rows])
+            candidate = inputs_of(layer.module(self.model), self.model.workers[layer.worker], layer.share.take(x))
+            misfit = terms.misfit(candidate, self.representations[number][rows])
             total = total + self.determined[number, rows] * misfit
         if settings.relative:
             total = total / self.determined[:, rows].sum(0).clamp_min(1)
@@ -204,11 +193,10 @@ def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
         return False
     weight = layer.module(model).weight
     # Two probes: an activation may happen to leave one of them alone.
-    probe = torch.linspace(-1, 1, 2 * layer.inputs, device=weight.device, dtype=weight.dtype)
-    probe = probe.reshape(2, *layer.share.shape)
+    probe = torch.linspace(-1, 1, 2 * layer.inputs).to(weight).reshape(2, *layer.share.shape)
     with torch.no_grad():
-        made = inputs_of(layer.module(model), model.workers[layer.worker], probe)
-    return bool(torch.equal(made, probe.flatten(1)))
+        inputs = inputs_of(layer.module(model), model.workers[layer.worker], probe)
+    return bool(torch.equal(inputs, probe.flatten(1)))
 
 
 # --- round by round --------------------------------------------------------------------------------------------------
@@ -250,18 +238,18 @@ class RoundSearch:
 
     def run(self, tables: Sequence[RunningSteps], progress: Progress | None, *, move_tables: bool = False) -> Data:
         """``tables`` hold the representations to match, if any; with ``move_tables`` each round moves them first."""
-        messages = self.rounds.whole
+        messages, iterations = self.rounds.whole, self.settings.iterations
         lr = self.rounds.observation.training.learning_rate or 0.0
-        curve, weights = [], self.victim.known.weights
-        for step in range(self.settings.iterations):
+        curve, weights = [], self.victim.tensors.weights
+        for step in range(iterations):
             message = messages[step % len(messages)]
             if step % len(messages) == 0:
-                weights = self.victim.known.weights
+                weights = self.victim.tensors.weights
             if move_tables:
                 self._move(tables, message)
             curve.append(self._visit(step, message, weights, tables))
             if progress is not None:
-                progress(step + 1, self.settings.iterations, curve[-1])
+                progress(step + 1, iterations, curve[-1])
             if lr:
                 weights = {name: value - lr * message.update[name] for name, value in weights.items()}
         # A sample that is in no round has no score; it cannot tell which of the group is best.
@@ -294,11 +282,9 @@ class RoundSearch:
         for number, group in enumerate(self.groups):
             (gradient, label_gradient), value = self._derivative(group[rows], self.logits[rows], visit)
             if bool(torch.isfinite(gradient).all()) and bool(torch.isfinite(value)):
-                moved = group[rows] - self.movers[number].move(rows, gradient.detach(), lr)
-                group[rows] = self.terms.project(moved)
+                group[rows] = self.terms.project(group[rows] - self.movers[number].move(rows, gradient.detach(), lr))
                 if self.targets is None and number == 0:
-                    moved = self.logits[rows] - self.label_mover.move(rows, label_gradient.detach(), lr)
-                    self.logits[rows] = moved
+                    self.logits[rows] -= self.label_mover.move(rows, label_gradient.detach(), lr)
             values.append(float(value.detach()))
             self.scores[number, rows] = value.detach()
         return min(values)
@@ -306,16 +292,17 @@ class RoundSearch:
     def _objective(self, pictures: Tensor, logits: Tensor, visit: _Visit) -> Tensor:
         terms, settings, victim = self.terms, self.settings, self.victim
         targets = victim.task.from_search(logits) if visit.targets is None else visit.targets
+        tensors = victim.tensors._replace(weights=visit.weights)
         x = terms.to_model(pictures)
         total = terms.variation(pictures, visit.step)
         if settings.gradient:
-            candidate, recorded = victim.gradient(visit.weights, victim.known.fixed, x, targets)
+            candidate, recorded = victim.gradient(tensors, x, targets)
             total = total + settings.gradient * DISTANCES[settings.distance](visit.observed, candidate)
         else:
-            _, recorded = victim.loss(visit.weights, victim.known.fixed, x, targets)
+            _, recorded = victim.loss(tensors, x, targets)
         if visit.representations and settings.representation:
             pairs = zip(self.rounds.layers, visit.representations, strict=True)
-            misfits = torch.stack([terms.misfit(recorded[layer.name], wanted) for layer, wanted in pairs])
+            misfits = torch.stack([terms.misfit(recorded[layer.name], target) for layer, target in pairs])
             total = total + settings.representation * (misfits.mean() if settings.relative else misfits.sum())
         if settings.batchnorm:
             inputs = {name: value for name, value in recorded.items() if name in visit.statistics}

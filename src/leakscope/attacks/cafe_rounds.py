@@ -73,13 +73,12 @@ class Rounds:
         """A tensor of the update, for its device and precision."""
         return next(iter(self.messages[0].update.values()))
 
-    def gradients(self, name: str) -> Tensor:
-        """Of this tensor, one row per round."""
-        return torch.stack([message.update[name].detach().cpu().double() for message in self.messages])
-
     def solve_output_gradients(self, bias_names: list[str]) -> tuple[list[Tensor], float, float]:
         """Step I for these layers together: V of each, the share that stays unexplained, and the expected error."""
-        biases = [self.gradients(name) for name in bias_names]
+        biases = [
+            torch.stack([message.update[name].detach().cpu().double() for message in self.messages])
+            for name in bias_names
+        ]
         solution = solve_output_gradients(index_matrix(self.batches, self.samples), torch.cat(biases, dim=1))
         tables = solution.rows.split([bias.shape[1] for bias in biases], dim=1)
         return list(tables), solution.residual, solution.error
@@ -95,11 +94,9 @@ def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -
     whole = tuple(message for message in observation.messages if not message.partial)
     for part, messages in (("bias", observation.messages), ("weight", whole)):
         names = [f"{layer.name}.{part}" for layer in layers]
-        lost = [name for name in names if any(name not in message.update for message in messages)]
+        lost = ", ".join(name for name in names if any(name not in message.update for message in messages))
         if lost:
-            raise NotApplicable(
-                f"the messages have no gradient of their own for {', '.join(lost)}: frozen, shared or computed"
-            )
+            raise NotApplicable(f"the messages have no gradient of their own for {lost}: frozen, shared or computed")
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,13 +165,8 @@ class RunningSteps:
         output_gradients = torch.rand((samples, layer.units), generator=generator).double()
         inputs = torch.rand((samples, layer.inputs), generator=generator).double()
         scale = 1.0 if settings.steps == "descent" else 0.0
-        return cls(
-            scale * 8e-4 * (2 * output_gradients - 1),
-            scale * 0.08 * inputs,
-            settings.steps,
-            settings.signal_lr,
-            settings.input_lr,
-        )
+        tables = scale * 8e-4 * (2 * output_gradients - 1), scale * 0.08 * inputs
+        return cls(*tables, settings.steps, settings.signal_lr, settings.input_lr)
 
     def step_one(self, batch: Tensor, bias_gradient: Tensor) -> None:
         rest = bias_gradient - self.output_gradients[batch].sum(0)
@@ -189,8 +181,7 @@ class RunningSteps:
             return
         gram = rows @ rows.T
         # A little damping: in the first rounds the output gradients are no more than a first guess.
-        damping = 1e-6 * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny
-        gram.diagonal().add_(damping)
+        gram.diagonal().add_(1e-6 * gram.diagonal().mean() + torch.finfo(gram.dtype).tiny)
         self.inputs[batch] += torch.linalg.solve(gram, rows @ rest)
 
 
@@ -208,10 +199,6 @@ def settle(rounds: Rounds, tables: list[RunningSteps], iterations: int) -> None:
 
 def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
     """The share of the gradients that tables of the loops leave unexplained."""
-    return share_unexplained(
-        rounds.messages,
-        rounds.layers,
-        [table.output_gradients for table in tables],
-        [table.inputs for table in tables],
-        complete=rounds.identifiability.identifiable,
-    )
+    output_gradients, inputs = [table.output_gradients for table in tables], [table.inputs for table in tables]
+    complete = rounds.identifiability.identifiable
+    return share_unexplained(rounds.messages, rounds.layers, output_gradients, inputs, complete=complete)

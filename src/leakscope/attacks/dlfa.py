@@ -33,41 +33,17 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
+from leakscope.attacks.gradient_matching import NORMAL_START, GradientMatching, hides_steps, replay_recipe, weighted
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
 from leakscope.labels import local_steps
-from leakscope.matching import (
-    DISTANCES,
-    Adam,
-    Cosine,
-    Distance,
-    EpochAgreement,
-    Matcher,
-    Pixels,
-    Prior,
-    Ramp,
-    Simulation,
-    SingleGradient,
-    SoftRange,
-    SquaredL2,
-    TotalVariation,
-    UnrolledSteps,
-    as_distance,
-    steps_in_order,
-)
-from leakscope.matching.optimisers import Schedule
-from leakscope.matching.priors import TVVariant
+from leakscope.matching import Matcher, Pixels, Ramp, Simulation, SingleGradient, UnrolledSteps, steps_in_order
+from leakscope.matching.distances import DISTANCES, Cosine, Distance, SquaredL2, as_distance
+from leakscope.matching.optimisers import Adam, Schedule
+from leakscope.matching.priors import EpochAgreement, SoftRange, TotalVariation, TVVariant
 
-_PAPER = {
-    "distance": "layered-l2",
-    "tv_variant": "sq_roll",
-    "clamp": False,
-    "schedule": "constant",
-    "start": "normal",
-    "space": "model",
-}
+_PAPER = {"distance": "layered-l2", "tv_variant": "sq_roll", "clamp": False, "schedule": "constant", **NORMAL_START}
 _FEMNIST = {
     **_PAPER,
     "lr": 0.4,
@@ -130,42 +106,32 @@ class DLFA(GradientMatching):
         return []
 
     def matcher(self, observation: Observation) -> Matcher:
-        simulation, distance = self._replay(observation)
-        priors: list[Prior] = []
-        if self.tv:
-            priors.append(TotalVariation(weight=self.tv, variant=self.tv_variant))
-        if self.soft_range and observation.inputs.bounded:
-            priors.append(SoftRange(weight=self.soft_range, total=True))
+        simulation, layered = self._replay(observation)
         copies = self.copies(observation)
-        if self.agreement and copies > 1:
-            priors.append(
-                EpochAgreement(
-                    weight=self.agreement,
-                    copies=copies,
-                    statistic=self.statistic,
-                    norm=self.norm,
-                    features=self.filters,
-                )
-            )
-        return Matcher(
-            distance=distance,
-            priors=tuple(priors),
+        weight = self.agreement if copies > 1 else 0.0
+        priors = weighted(
+            TotalVariation(weight=self.tv, variant=self.tv_variant),
+            SoftRange(weight=self.soft_range if observation.inputs.bounded else 0.0, total=True),
+            EpochAgreement(
+                weight=weight, copies=copies, statistic=self.statistic, norm=self.norm, features=self.filters
+            ),
+        )
+        return self.engine(
+            distance=layered if self.distance == "layered-l2" else as_distance(self.distance),
+            priors=priors,
             canvas=Pixels(space=self.space, start=self.start, clamp=self.clamp),
             optimiser=Adam(lr=self.lr, schedule=self.schedule, decay=self.decay),
             simulation=simulation,
             emphasis=Ramp(first=self.factor[0], last=self.factor[1], steps=self.factor_steps),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            compile=self.compile,
         )
 
     def copies(self, observation: Observation) -> int:
-        if self.variant != "copies" or not self._replays(observation):
+        recipe = replay_recipe(observation)
+        if self.variant != "copies" or observation.message.kind == "gradient" or recipe is None:
             return 1
-        facts = observation.training
+        examples, epochs, batch_size, _ = recipe
         # Where an epoch is one batch, or the order is known, every copy would be the same.
-        one_batch = (facts.batch_size or 1) >= (observation.num_examples or 1)
-        return 1 if one_batch or facts.batch_order is not None else facts.epochs or 1
+        return 1 if batch_size >= examples or observation.training.batch_order is not None else epochs
 
     def merge(self, pictures: Tensor) -> Tensor:
         return average_aligned(pictures)
@@ -173,41 +139,28 @@ class DLFA(GradientMatching):
     def cautions(self, observation: Observation) -> tuple[str, ...]:
         return ("steps not simulated",) if hides_steps(observation) else ()
 
-    def _replays(self, observation: Observation) -> bool:
-        return observation.message.kind == "weight_delta" and can_replay(observation)
-
     def _replay(self, observation: Observation) -> tuple[Simulation, Distance]:
-        """The simulation, and the distance; the published one is in units of u = (w_0 - w_T) / lr a batch."""
-        facts, examples = observation.training, observation.num_examples
-        layered = self.distance == "layered-l2"
-        if not self._replays(observation):
+        """The simulation, and the published distance for it, in units of u = (w_0 - w_T) / lr a batch."""
+        recipe, whole = replay_recipe(observation), observation.message.kind == "gradient"
+        if whole or recipe is None:
             # A weight update of unknown scale can only be compared by direction.
-            whole = observation.message.kind == "gradient"
-            fallback = SquaredL2(weights="layers") if whole else Cosine()
-            return SingleGradient(), fallback if layered else as_distance(self.distance)
-        assert examples
-        assert facts.epochs
-        assert facts.batch_size
-        assert facts.learning_rate
-        batches = math.ceil(examples / facts.batch_size)
-        steps = local_steps(examples, facts.epochs, facts.batch_size)
+            return SingleGradient(), SquaredL2(weights="layers") if whole else Cosine()
+        examples, epochs, batch_size, rate = recipe
+        steps = local_steps(examples, epochs, batch_size)
         if self.variant == "single":
-            single = SquaredL2(weights="layers", scale=float(steps))
-            return SingleGradient(), single if layered else as_distance(self.distance)
-        rate, copies = facts.learning_rate, self.copies(observation)
+            return SingleGradient(), SquaredL2(weights="layers", scale=float(steps))
+        copies = self.copies(observation)
         distance = SquaredL2(weights="layers", scale=1 / (steps * rate**2))
         if self.variant == "epoch":
-            order = steps_in_order(examples, examples, facts.epochs)
-            rate *= 1 if observation.reduction == "sum" else batches
+            order = steps_in_order(examples, examples, epochs)
+            rate *= 1 if observation.reduction == "sum" else math.ceil(examples / batch_size)
         elif copies > 1:
             # Epoch e visits copy e, front to back; the order within a copy is what the search is free to choose.
-            everything = steps_in_order(examples, facts.batch_size, 1)
-            order = tuple(
-                tuple(row + epoch * examples for row in rows) for epoch in range(copies) for rows in everything
-            )
+            order = steps_in_order(examples, batch_size, 1)
+            order = tuple(tuple(row + epoch * examples for row in rows) for epoch in range(copies) for rows in order)
         else:
-            order = facts.batch_order or steps_in_order(examples, facts.batch_size, facts.epochs)
-        return UnrolledSteps(rate, order, self.checkpoint), distance if layered else as_distance(self.distance)
+            order = observation.training.batch_order or steps_in_order(examples, batch_size, epochs)
+        return UnrolledSteps(rate, order, self.checkpoint), distance
 
 
 def average_aligned(pictures: Tensor) -> Tensor:

@@ -17,34 +17,23 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.gradient_matching import LABELS, NORMAL_START, GradientMatching, LabelChoice
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
 from leakscope.matching import LBFGS, Matcher, Pixels, RelativeSquaredL2, SoftRange
+
+_PAPER = {"iterations": 6000, **NORMAL_START, "line_search": "none", "patience": 0, "soft_range": 0.0}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DLG(GradientMatching):
     """Joint search of inputs and labels by L-BFGS on the squared distance of gradients."""
 
-    presets = MappingProxyType(
-        {
-            "paper": {
-                "iterations": 6000,
-                "start": "normal",
-                "space": "model",
-                "line_search": "none",
-                "patience": 0,
-                "soft_range": 0.0,
-            }
-        }
-    )
+    presets = MappingProxyType({"paper": _PAPER})
 
     iterations: int = setting(2000, "Evaluations of L-BFGS.", ge=1)
-    labels: Literal["recover", "joint"] = setting(
-        "joint", "Labels that are not known: inferred before the search, or searched along with the input."
-    )
+    labels: LabelChoice = setting("joint", LABELS)
     start: Start = setting("grey", "Where the search starts.")
     space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
     history: int = setting(100, "Moves that L-BFGS remembers.", ge=1)
@@ -57,14 +46,11 @@ class DLG(GradientMatching):
 
     def matcher(self, observation: Observation) -> Matcher:
         boxed = self.soft_range > 0 and self.space == "unit" and observation.inputs.bounded
-        return Matcher(
+        return self.engine(
             distance=RelativeSquaredL2(),
             priors=(SoftRange(weight=self.soft_range),) if boxed else (),
             canvas=Pixels(space=self.space, start=self.start, clamp=False),
             optimiser=LBFGS(history=self.history, line_search=self.line_search),
-            iterations=self.iterations,
-            restarts=self.restarts,
             tolerance=self.tolerance,
             patience=self.patience,
-            compile=self.compile,
         )

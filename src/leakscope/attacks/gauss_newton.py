@@ -79,10 +79,8 @@ class GaussNewton(Attack):
     ) -> Reconstruction:
         kinked = kinks(observation.model, observation.input_shape) if self.smooth_only else ()
         if kinked:
-            raise NotApplicable(
-                f"the model has {', '.join(kinked)}, where the gradient jumps and Newton's steps do not fit; "
-                "smooth_only=False tries all the same"
-            )
+            why = f"the model has {', '.join(kinked)}, where the gradient jumps and Newton's steps do not fit"
+            raise NotApplicable(f"{why}; smooth_only=False tries all the same")
         wide = observation.to(dtype=torch.float64)
         levels = self._noise_levels(wide)
         held = self._output_gradient(wide) if self.hold_output_gradient and levels is None else None
@@ -173,9 +171,7 @@ class GaussNewton(Attack):
             head = find_head(observation.model, observation.input_shape, observation.num_classes)
         except ValueError:
             return None
-        if head.bias_name is None or not head.last:
-            return None
-        return as_gradient(observation).get(head.bias_name)
+        return as_gradient(observation).get(head.bias_name) if head.bias_name is not None and head.last else None
 
 
 def _explains(fit: Fit, observed: Tensor, enough: float, noisy: bool) -> bool:

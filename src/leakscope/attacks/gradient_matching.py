@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -14,7 +14,14 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.labels import local_steps, mean_gradient_scale, recover_labels
-from leakscope.matching import Matcher, Victim
+from leakscope.matching import Matcher, Prior, Victim
+
+#: Labels, None where they are searched along; flags; notes; and how the labels were found.
+Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
+LabelChoice = Literal["recover", "joint"]
+#: Where most published code begins.
+NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
+LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,14 +32,16 @@ class GradientMatching(Attack):
 
     iterations: int = setting(300, "Steps of the search; with L-BFGS one evaluation a step.", ge=1)
     restarts: int = setting(1, "Searches from different starts, side by side; the smallest objective wins.", ge=1)
-    labels: Literal["recover", "joint"] = setting(
-        "recover", "Labels that are not known: inferred before the search, or searched along with the input."
-    )
+    labels: LabelChoice = setting("recover", LABELS)
     compile: Literal["auto", "never", "always"] = setting("auto", "Whether the step is compiled.")
 
     @abstractmethod
     def matcher(self, observation: Observation) -> Matcher:
         """The choice of distance, priors, canvas, optimiser and simulation that makes this attack."""
+
+    def engine(self, **choice: Any) -> Matcher:
+        """The matcher of this choice with the settings that all attacks share."""
+        return Matcher(iterations=self.iterations, restarts=self.restarts, compile=self.compile, **choice)
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
@@ -86,23 +95,28 @@ class GradientMatching(Attack):
         scale, _ = mean_gradient_scale(observation)
         return update if scale is None and matcher.distance.scale_free else as_gradient(observation)
 
-    def _labels(
-        self, observation: Observation, generator: torch.Generator
-    ) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
-        """Targets (None where they are optimised), flags, notes, and how they were found."""
+    def _labels(self, observation: Observation, generator: torch.Generator) -> Targets:
         if observation.labels is None and self.labels == "joint" and observation.task.searchable:
             return None, (), (), "joint"
         targets, flags, notes, method = find_targets(observation, generator)
-        if targets is None and not observation.task.searchable:
-            raise NotApplicable(
-                f"the labels are not known, and {observation.task!r} does not say how to search them; grant them"
-            )
+        if targets is None:
+            require_searchable(observation)
         return targets, flags, notes, method
 
 
-def find_targets(
-    observation: Observation, generator: torch.Generator
-) -> tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]:
+def weighted(*priors: Any) -> tuple[Prior, ...]:
+    """Those whose weight is not zero."""
+    return tuple(prior for prior in priors if prior.weight)
+
+
+def require_searchable(observation: Observation) -> None:
+    """NotApplicable where labels that are not known cannot be searched either."""
+    task = observation.task
+    if not task.searchable:
+        raise NotApplicable(f"the labels are not known, and {task!r} does not say how to search them; grant them")
+
+
+def find_targets(observation: Observation, generator: torch.Generator) -> Targets:
     """Known or recovered labels (None where they cannot be read), flags, notes, and how they were found."""
     if observation.labels is None and not observation.task.has_classes:
         return None, (), (), "joint"  # no rule reads them, and nothing is uncertain about a search
@@ -134,16 +148,18 @@ def several_steps(observation: Observation) -> bool:
     return not (_single_step(observation) and _plain_descent(observation))
 
 
-def can_replay(observation: Observation) -> bool:
-    """Whether the client's local steps can be simulated: recipe known, and plain gradient descent."""
-    facts = observation.training
-    known = None not in (observation.num_examples, facts.epochs, facts.batch_size, facts.learning_rate)
-    return known and _plain_descent(observation)
+def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
+    """Examples, epochs, batch size and learning rate, where they are known and the steps plain gradient descent."""
+    facts, examples = observation.training, observation.num_examples
+    epochs, size, rate = facts.epochs, facts.batch_size, facts.learning_rate
+    if examples is None or epochs is None or size is None or rate is None or not _plain_descent(observation):
+        return None
+    return examples, epochs, size, rate
 
 
 def hides_steps(observation: Observation) -> bool:
     """Whether it is a weight update whose steps cannot be replayed, and that is more than one gradient."""
-    return several_steps(observation) and not can_replay(observation)
+    return several_steps(observation) and replay_recipe(observation) is None
 
 
 def _plain_descent(observation: Observation) -> bool:

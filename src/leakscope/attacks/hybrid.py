@@ -47,24 +47,36 @@ import scipy.sparse.linalg
 import torch
 from torch import Tensor
 
-from leakscope.attacks.rgap import Solver, Walk, mean_gradient, reconstruction, walk_back
+from leakscope.attacks.rgap import CLIP, Solver, Walk, reconstruction, solver_basis, walk_back
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.constraints import signal_at_input, stage_system
-from leakscope.equations.linear_system import MAX_RANKED, LinearSystem
+from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem
 from leakscope.matching import Adam, Cosine, Ramp, RelativeSquaredL2, total_variation
 from leakscope.matching.optimisers import Schedule
 from leakscope.matching.priors import TVVariant
 from leakscope.matching.search import search
-from leakscope.network.activations import Unsupported
-from leakscope.network.chain import Chain, Stage, read_chain
+from leakscope.network.chain import Chain, Stage
 
 Weights = tuple[float, float, float]
 #: Equations that are met to this share count as free of errors.
 _EXACT = 1e-3
+
+_PAPER: dict[str, Any] = {
+    "iterations": (10_000, 8000, 1000),
+    "weights": ((1.0, 1.0, 0.05), (1.0, 1.0, 0.1), (10.0, 0.1, 1.0)),
+    "fade": 1.0,
+    "distance": "cosine",
+    "tv_variant": "l1mean_sum",
+    "lr": 1e-3,
+    "schedule": "constant",
+    "trust": False,
+    "clamp": False,
+    "clip": 0.9999,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,24 +86,7 @@ class Hybrid(Attack):
     ``iterations`` and ``weights`` have one entry a layer, the input's first; the last entry holds for all deeper ones.
     """
 
-    presets = MappingProxyType(
-        {
-            "paper": MappingProxyType(
-                {
-                    "iterations": (10_000, 8000, 1000),
-                    "weights": ((1.0, 1.0, 0.05), (1.0, 1.0, 0.1), (10.0, 0.1, 1.0)),
-                    "fade": 1.0,
-                    "distance": "cosine",
-                    "tv_variant": "l1mean_sum",
-                    "lr": 1e-3,
-                    "schedule": "constant",
-                    "trust": False,
-                    "clamp": False,
-                    "clip": 0.9999,
-                }
-            )
-        }
-    )
+    presets = MappingProxyType({"paper": _PAPER})
 
     form: Literal["soft", "constrained"] = setting("soft", "The equations as a penalty, or kept to the letter.")
     iterations: int | tuple[int, ...] = setting((2000, 1000), "Steps of the search, one number a layer.", ge=1)
@@ -105,12 +100,7 @@ class Hybrid(Attack):
     schedule: Schedule = setting("cosine", "How the step size falls over the run.")
     trust: bool = setting(True, "Leave out terms that say nothing new or are known to be wrong.")
     clamp: bool = setting(True, "Keep the input in its value range, other layers' in that of their activation.")
-    clip: float | None = setting(
-        None,
-        "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1.",
-        gt=0,
-        lt=1,
-    )
+    clip: float | None = setting(None, CLIP, gt=0, lt=1)
 
     def problems(self) -> list[str]:
         if isinstance(self.iterations, int):
@@ -121,20 +111,9 @@ class Hybrid(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        try:
-            chain = read_chain(observation.model, observation.input_shape)
-        except Unsupported as error:
-            raise NotApplicable(str(error)) from error
-        update, scaled, why = mean_gradient(observation)
-        solver = _HybridSolver(
-            chain=chain,
-            update=update,
-            clip=1 - 4 * torch.finfo(observation.dtype).eps if self.clip is None else self.clip,
-            ranks=True,
-            settings=self,
-            inputs=observation.inputs,
-        )
-        walk, notes = walk_back(solver, observation, scaled, why, progress)
+        basis = solver_basis(observation, self.clip)
+        solver = _HybridSolver(**basis, ranks=True, settings=self, inputs=observation.inputs)
+        walk, notes = walk_back(solver, observation, progress)
         result = reconstruction(observation, walk, notes)
         steps = sum(row["steps"] for row in walk.layers)
         return dataclasses.replace(result, info={**result.info, "steps": steps})
@@ -142,10 +121,8 @@ class Hybrid(Attack):
     def at(self, number: int) -> tuple[int, Weights]:
         """Steps and weights for the layer of this number, 0 for the input's."""
         assert isinstance(self.iterations, tuple)
-        return (
-            self.iterations[min(number, len(self.iterations) - 1)],
-            self.weights[min(number, len(self.weights) - 1)],
-        )
+        steps, weights = self.iterations, self.weights
+        return steps[min(number, len(steps) - 1)], weights[min(number, len(weights) - 1)]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -157,58 +134,44 @@ class _HybridSolver(Solver):
     settings: Hybrid
     inputs: InputSpace
 
-    def _solve(self, walk: Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+    def _solve(self, walk: Walk, stage: Stage, outputs: Array, signal: Array) -> Walk:
         system = stage_system(stage, outputs, signal, self.update)
         solution = system.solve()
         residual = max(solution.residual, self.misfit(stage, signal, solution.x))
-        spectrum = system.spectrum_up_to(MAX_RANKED)
-        rank = None if spectrum is None else spectrum.rank
         # A linear layer with a bias shows its input whatever went wrong behind it.
         layer = stage.operations[0]
         own = len(stage.operations) == 1 and system.diagonal is not None and layer.bias_name in self.update
         trusted = self.settings.trust and (own or not walk.layers or walk.layers[0]["trusted"])
-        row: dict[str, Any] = {
-            "layer": stage.name,
-            "rows": system.rows,
-            "rank": rank,
-            "unknowns": system.unknowns,
-            "residual": residual,
-            "trusted": trusted and rank == system.unknowns and residual <= _EXACT,
-            "steps": 0,
-            "objective": None,
-        }
+        spectrum = system.spectrum_up_to(MAX_RANKED)
+        rank = None if spectrum is None else spectrum.rank
+        determined = trusted and rank == system.unknowns and residual <= _EXACT
+        row: dict[str, Any] = {"layer": stage.name, "rows": system.rows, "rank": rank, "unknowns": system.unknowns}
+        row |= {"residual": residual, "trusted": determined, "steps": 0, "objective": None}
         x, worst = solution.x, max(walk.residual, residual)
         # A first linear layer says everything of its input by its own gradient, so nothing is left to search.
-        if not row["trusted"] and system.diagonal is None:
+        if not determined and system.diagonal is None:
+            number, alone = self.chain.stages.index(stage), trusted and residual <= _EXACT
             search = _Search(
-                self.chain,
-                self.chain.stages.index(stage),
-                system,
-                walk.start,
-                self.update,
-                self.settings,
-                self._projection(stage),
-                alone=trusted and residual <= _EXACT,
+                self.chain, number, system, walk.start, self.update, self.settings, self._projection(number), alone
             )
             start = x if search.alone or not self.settings.trust else self._damped(system, x, stage)
             if search.names:
                 x, row["objective"], worst = search.run(start)
                 row["steps"] = search.steps
-        return dataclasses.replace(
-            walk, x=x, signal=signal_at_input(stage, signal), residual=worst, layers=(row, *walk.layers)
-        )
+        signal = signal_at_input(stage, signal)
+        return dataclasses.replace(walk, x=x, signal=signal, residual=worst, layers=(row, *walk.layers))
 
-    def _projection(self, stage: Stage) -> Callable[[Tensor], Tensor]:
-        """To the nearest valid inputs of a stage, for rows of flat inputs."""
-        number = self.chain.stages.index(stage)
+    def _projection(self, number: int) -> Callable[[Tensor], Tensor]:
+        """To the nearest valid inputs of the stage of this number, for rows of flat inputs."""
         if not self.settings.clamp or (number == 0 and not self.inputs.bounded):
             return _anywhere
         if number > 0:
             before = self.chain.stages[number - 1].activation
             return lambda rows: before(before.inverse(rows, self.clip))
-        return lambda rows: self.inputs.project(rows.reshape(-1, *stage.input_shape)).reshape(rows.shape)
+        shape = (-1, *self.chain.stages[0].input_shape)
+        return lambda rows: self.inputs.project(rows.reshape(shape)).reshape(rows.shape)
 
-    def _damped(self, system: LinearSystem, x: np.ndarray, stage: Stage) -> np.ndarray:
+    def _damped(self, system: LinearSystem, x: Array, stage: Stage) -> Array:
         """The most probable input if the target has errors of the size that redundant equations show.
 
         Inputs are taken for equally spread over the value range; in other layers around zero, as far as the solution.
@@ -225,9 +188,8 @@ class _HybridSolver(Solver):
             centre = ((low + high) / 2).reshape(-1).numpy()
             variance = float(((high - low) ** 2).mean()) / 12
         left = balanced.target - balanced.matrix @ centre
-        move = scipy.sparse.linalg.lsmr(
-            balanced.matrix, left, damp=math.sqrt(noise / variance), atol=1e-9, btol=1e-9, maxiter=1000
-        )[0]
+        damping = math.sqrt(noise / variance)
+        move = scipy.sparse.linalg.lsmr(balanced.matrix, left, damp=damping, atol=1e-9, btol=1e-9, maxiter=1000)[0]
         return np.asarray(centre + move)
 
 
@@ -238,7 +200,7 @@ class _Search:
     chain: Chain
     number: int
     system: LinearSystem
-    signal: np.ndarray
+    signal: Array
     update: Mapping[str, Tensor]
     settings: Hybrid
     project: Callable[[Tensor], Tensor]
@@ -263,7 +225,7 @@ class _Search:
         own = self.chain.parameters(self.number)
         return frozenset(name for name in own if name in self.update and bool(self.update[name].any()))
 
-    def run(self, start: np.ndarray) -> tuple[np.ndarray, tuple[float, float], float]:
+    def run(self, start: Array) -> tuple[Array, tuple[float, float], float]:
         """The best input; the objective before and after; how far its update is from the observed one, relatively."""
         origin = torch.from_numpy(start)
         objective = self._objective()
@@ -279,15 +241,9 @@ class _Search:
             value, final, gradient = objective(point(rows[0]), step)
             return value[None], final[None, None], (gradient if free is None else free(gradient))[None]
 
-        rule = self.settings
-        result = search(
-            evaluate,
-            first,
-            Adam(lr=rule.lr, schedule=rule.schedule),
-            project=project,
-            iterations=self.steps,
-            evaluations=self.steps + 1,  # where the last step led counts too
-        )
+        adam, steps = Adam(lr=self.settings.lr, schedule=self.settings.schedule), self.steps
+        # One evaluation more than steps: where the last step led counts too.
+        result = search(evaluate, first, adam, project=project, iterations=steps, evaluations=steps + 1)
         best = point(result.points[0])
         return best.numpy(), (float(result.curves[0]), float(result.judged)), self._mismatch(best)
 
@@ -308,9 +264,8 @@ class _Search:
             tv = variation * total_variation(picture, rule.tv_variant)
             rest = matching * self._distance(picture) if matching > 0 else torch.zeros_like(tv)
             total = float(fading(torch.tensor(float(step)))) * tv + rest
-            gradient = torch.zeros_like(x)
-            if total.requires_grad:
-                gradient = torch.autograd.grad(total, picture)[0].flatten()
+            moves = total.requires_grad
+            gradient = torch.autograd.grad(total, picture)[0].flatten() if moves else torch.zeros_like(x)
             value, final = total.detach(), (rule.fade * tv + rest).detach()
             if linear > 0:
                 gap = matrix @ x.numpy() - system.target
@@ -358,16 +313,14 @@ def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:
     """
     spectrum = system.spectrum_up_to(MAX_RANKED)
     if spectrum is None:
-        raise NotApplicable(
-            f"the constrained form decomposes systems of up to {MAX_RANKED} rows or unknowns, got {system.rows} and "
-            f"{system.unknowns}. Use form='soft'."
-        )
+        limit = f"the constrained form decomposes systems of up to {MAX_RANKED} rows or unknowns"
+        raise NotApplicable(f"{limit}, got {system.rows} and {system.unknowns}. Use form='soft'.")
     if spectrum.rank == system.unknowns:
         return torch.zeros_like
     matrix = system.balanced.matrix
     wide = system.rows < system.unknowns
     values, vectors = scipy.linalg.eigh((matrix @ matrix.T if wide else matrix.T @ matrix).toarray())
-    kept = slice(len(values) - spectrum.rank, None)
-    basis = matrix.T @ (vectors[:, kept] / np.sqrt(values[kept])) if wide else vectors[:, kept]
+    largest = slice(len(values) - spectrum.rank, None)
+    basis = matrix.T @ (vectors[:, largest] / np.sqrt(values[largest])) if wide else vectors[:, largest]
     basis = torch.from_numpy(np.ascontiguousarray(basis))
     return lambda row: row - basis @ (basis.T @ row)

@@ -10,9 +10,9 @@ found by counting. Otherwise as :mod:`leakscope.attacks.dlg`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from leakscope.attacks.dlg import DLG
+from leakscope.attacks.gradient_matching import LABELS, LabelChoice
 from leakscope.contracts.settings import setting
 
 
@@ -20,6 +20,4 @@ from leakscope.contracts.settings import setting
 class IDLG(DLG):
     """DLG with the labels recovered first."""
 
-    labels: Literal["recover", "joint"] = setting(
-        "recover", "Labels that are not known: inferred before the search, or searched along with the input."
-    )
+    labels: LabelChoice = setting("recover", LABELS)

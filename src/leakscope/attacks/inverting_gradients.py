@@ -19,35 +19,16 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching, can_replay, hides_steps
+from leakscope.attacks.gradient_matching import NORMAL_START, GradientMatching, hides_steps, replay_recipe, weighted
 from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
-from leakscope.matching import (
-    DISTANCES,
-    Adam,
-    BatchNormStatistics,
-    Matcher,
-    Pixels,
-    Prior,
-    SingleGradient,
-    TotalVariation,
-    UnrolledSteps,
-    as_distance,
-    steps_in_order,
-)
-from leakscope.matching.optimisers import Schedule
+from leakscope.matching import DISTANCES, Matcher, Pixels, SingleGradient, UnrolledSteps, as_distance, steps_in_order
+from leakscope.matching.optimisers import Adam, Schedule
+from leakscope.matching.priors import BatchNormStatistics, TotalVariation
 
-_PAPER = {
-    "iterations": 4000,
-    "distance": "cosine",
-    "gradient": "sign",
-    "schedule": "step",
-    "start": "normal",
-    "space": "model",
-    "tv": 1e-6,
-}
+_PAPER = {"iterations": 4000, "distance": "cosine", "gradient": "sign", "schedule": "step", **NORMAL_START, "tv": 1e-6}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,49 +59,33 @@ class InvertingGradients(GradientMatching):
         needed = super().missing(observation)
         if self.update == "unroll" and observation.message.kind == "weight_delta":
             facts = observation.training
-            recipe = {
-                "local_epochs": facts.epochs,
-                "batch_size": facts.batch_size,
-                "learning_rate": facts.learning_rate,
-            }
-            needed += [name for name, value in recipe.items() if value is None]
+            recipe = (facts.epochs, facts.batch_size, facts.learning_rate)
+            names = ("local_epochs", "batch_size", "learning_rate")
+            needed += [name for name, value in zip(names, recipe, strict=True) if value is None]
         return needed
 
     def matcher(self, observation: Observation) -> Matcher:
-        priors: list[Prior] = []
-        if self.tv:
-            priors.append(TotalVariation(weight=self.tv))
-        if self.batchnorm:
-            priors.append(BatchNormStatistics(weight=self.batchnorm))
-        return Matcher(
+        return self.engine(
             distance=as_distance(self.distance),
-            priors=tuple(priors),
+            priors=weighted(TotalVariation(weight=self.tv), BatchNormStatistics(weight=self.batchnorm)),
             canvas=Pixels(space=self.space, start=self.start),
             optimiser=Adam(lr=self.lr, gradient=self.gradient, schedule=self.schedule),
             simulation=self._simulation(observation),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            compile=self.compile,
         )
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
         return ("steps not simulated",) if self.update == "auto" and hides_steps(observation) else ()
 
     def _simulation(self, observation: Observation) -> SingleGradient | UnrolledSteps:
-        facts = observation.training
-        examples = observation.num_examples
+        facts, recipe = observation.training, replay_recipe(observation)
         if observation.message.kind == "gradient" or self.update == "gradient":
             return SingleGradient()
-        if not can_replay(observation):
+        if recipe is None:
             if self.update == "unroll":
                 raise NotApplicable(
                     f"update='unroll' replays plain gradient descent, but the client's optimiser is {facts.optimizer}"
                     f"{' with momentum' if facts.momentum else ''}; use update='auto', or the attack sme"
                 )
             return SingleGradient()
-        assert examples  # this and the rest: ``can_replay`` or ``missing`` saw to it
-        assert facts.epochs
-        assert facts.batch_size
-        assert facts.learning_rate
-        order = facts.batch_order or steps_in_order(examples, facts.batch_size, facts.epochs)
-        return UnrolledSteps(facts.learning_rate, order)
+        examples, epochs, batch_size, rate = recipe
+        return UnrolledSteps(rate, facts.batch_order or steps_in_order(examples, batch_size, epochs))

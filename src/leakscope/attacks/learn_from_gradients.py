@@ -17,20 +17,10 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.gradient_matching import LABELS, GradientMatching, LabelChoice, weighted
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
-from leakscope.matching import (
-    LBFGS,
-    Adam,
-    L2Norm,
-    Matcher,
-    Optimiser,
-    Orthogonality,
-    Pixels,
-    Prior,
-    RelativeSquaredL2,
-)
+from leakscope.matching import LBFGS, Adam, L2Norm, Matcher, Optimiser, Orthogonality, Pixels, Prior, RelativeSquaredL2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +28,7 @@ class LearnFromGradients(GradientMatching):
     """Gradient matching with a decaying norm or orthogonality prior, from a uniform start."""
 
     iterations: int = setting(2000, "Steps of the search.", ge=1)
-    labels: Literal["recover", "joint"] = setting(
-        "joint", "Labels that are not known: inferred before the search, or searched along with the input."
-    )
+    labels: LabelChoice = setting("joint", LABELS)
     weight: float = setting(0.1, "The prior's weight at the start.", ge=0)
     decay: float = setting(0.9, "Factor of the prior's weight.", gt=0, le=1)
     every: int = setting(10, "Steps between two decays.", ge=1)
@@ -57,13 +45,10 @@ class LearnFromGradients(GradientMatching):
         else:
             prior = Orthogonality(weight=self.weight / size**2, decay=self.decay, every=self.every)
         optimiser: Optimiser = LBFGS(history=100) if self.optimizer == "lbfgs" else Adam(lr=self.lr)
-        return Matcher(
+        return self.engine(
             distance=RelativeSquaredL2(),
-            priors=(prior,) if self.weight else (),
+            priors=weighted(prior),
             canvas=Pixels(start="uniform", clamp=self.optimizer == "adam"),
             optimiser=optimiser,
-            iterations=self.iterations,
-            restarts=self.restarts,
             tolerance=1e-10,
-            compile=self.compile,
         )

@@ -45,8 +45,7 @@ class LinearLayer(Attack):
         update = observation.message.update
         if f"{layer}.weight" not in update:
             raise NotApplicable(f"the update has no gradient of {layer}.weight of its own: frozen, or tied to another")
-        weight = update[f"{layer}.weight"]
-        bias = update.get(f"{layer}.bias")
+        weight, bias = update[f"{layer}.weight"], update.get(f"{layer}.bias")
         flags: tuple[str, ...] = ()
         notes: tuple[str, ...] = ()
         if observation.num_examples == 1:
@@ -61,8 +60,7 @@ class LinearLayer(Attack):
         else:
             basis, strengths = input_span(weight, self.tolerance)
             count = observation.num_examples or len(basis)
-            inputs = _pictures_of(basis[:count], observation)
-            scores = strengths[:count]
+            inputs, scores = _pictures_of(basis[:count], observation), strengths[:count]
             flags = ("mixture",)
             notes = (
                 f"the inputs' span has {len(basis)} dimensions; each returned input is one direction of it, "
@@ -107,8 +105,7 @@ def input_span(weight: Tensor, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]
 
 def _pictures_of(basis: Tensor, observation: Observation) -> Tensor:
     """Directions shown as inputs: sign so that the mean is positive, stretched to the value range."""
-    shaped = basis.reshape(-1, *observation.input_shape)
     flat = basis * torch.where(basis.mean(1, keepdim=True) < 0, -1.0, 1.0)
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
-    unit = ((flat - low) / (high - low).clamp_min(1e-30)).reshape(shaped.shape)
-    return observation.inputs.from_unit(unit)
+    unit = (flat - low) / (high - low).clamp_min(1e-30)
+    return observation.inputs.from_unit(unit.reshape(-1, *observation.input_shape))

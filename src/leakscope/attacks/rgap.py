@@ -43,7 +43,7 @@ from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruct
 from leakscope.contracts.settings import setting
 from leakscope.equations.constraints import operation_offset, signal_at_input, stage_system
 from leakscope.equations.last_layer import LastSignal, logistic_signals, softmax_signals
-from leakscope.equations.linear_system import MAX_RANKED, LinearSystem, Solution
+from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem, Solution
 from leakscope.equations.residual import ResidualSystem
 from leakscope.labels import mean_gradient_scale
 from leakscope.network.activations import Unsupported
@@ -51,33 +51,21 @@ from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage
 
 #: Possibilities at the logits that are followed to the next layer.
 _FOLLOWED = 4
+CLIP = "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1."
 
 
 @dataclass(frozen=True, kw_only=True)
 class RGAP(Attack):
     """Solve for the input of every layer, last one first; no search."""
 
-    clip: float | None = setting(
-        None,
-        "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1.",
-        gt=0,
-        lt=1,
-    )
+    clip: float | None = setting(None, CLIP, gt=0, lt=1)
     ranks: bool = setting(True, "Compute the rank of each layer's equations.")
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        try:
-            eval_mode = observation.batchnorm == "eval"
-            chain = read_chain(observation.model, observation.input_shape, residual=True, batch_norm=eval_mode)
-        except Unsupported as error:
-            raise NotApplicable(str(error)) from error
-        update, scaled, why = mean_gradient(observation)
-        clip = 1 - 4 * torch.finfo(observation.dtype).eps if self.clip is None else self.clip
-        solver = Solver(chain=chain, update=update, clip=clip, ranks=self.ranks)
-        walk, notes = walk_back(solver, observation, scaled, why, progress)
-        return reconstruction(observation, walk, notes)
+        basis = solver_basis(observation, self.clip, residual=True, batch_norm=observation.batchnorm == "eval")
+        return reconstruction(observation, *walk_back(Solver(**basis, ranks=self.ranks), observation, progress))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -87,9 +75,9 @@ class Walk:
     ``start`` is the derivative at the logits it began with, ``residual`` the worst of the layers so far.
     """
 
-    x: np.ndarray = field(repr=False)
-    signal: np.ndarray = field(repr=False)
-    start: np.ndarray = field(repr=False)
+    x: Array = field(repr=False)
+    signal: Array = field(repr=False)
+    start: Array = field(repr=False)
     label: int
     residual: float
     layers: tuple[dict[str, Any], ...]
@@ -115,8 +103,8 @@ class Solver:
         gradient = self.update[str(layer.weight_name)].numpy()
         features = gradient.T @ k / size if size > 0 else np.zeros(gradient.shape[1])
         outputs = _weight(layer) @ features + operation_offset(layer)
-        began = Walk(x=features, signal=k, start=k, label=last.label, residual=last.mismatch, layers=())
-        return self._solve(began, head, outputs, k)
+        walk = Walk(x=features, signal=k, start=k, label=last.label, residual=last.mismatch, layers=())
+        return self._solve(walk, head, outputs, k)
 
     def step(self, walk: Walk, number: int) -> Walk:
         """Through one more stage towards the input."""
@@ -125,9 +113,7 @@ class Solver:
             return self._solve_block(walk, stage, *self._behind(stage, stage.outer, walk.x, walk.signal))
         return self._solve(walk, stage, *self._behind(stage, stage, walk.x, walk.signal))
 
-    def _behind(
-        self, stage: Stage, linear: Stage, values: np.ndarray, signal: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def _behind(self, stage: Stage, linear: Stage, values: Array, signal: Array) -> tuple[Array, Array]:
         """What the activation of ``stage`` received from ``linear`` to give ``values``, and the loss's derivative."""
         outputs = stage.activation.inverse(torch.from_numpy(values), self.clip)
         layer = linear.operations[-1]
@@ -135,13 +121,13 @@ class Solver:
             return outputs.numpy(), self.update[layer.bias_name].numpy()  # seen, not computed: free of earlier errors
         return outputs.numpy(), signal * stage.activation.derivative(outputs).numpy()
 
-    def _solve(self, walk: Walk, stage: Stage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+    def _solve(self, walk: Walk, stage: Stage, outputs: Array, signal: Array) -> Walk:
         system = stage_system(stage, outputs, signal, self.update)
         solution = system.solve()
         row = self._row(stage.name, system, max(solution.residual, self.misfit(stage, signal, solution.x)))
         return _onward(walk, solution, signal_at_input(stage, signal), row)
 
-    def _solve_block(self, walk: Walk, block: ResidualStage, outputs: np.ndarray, signal: np.ndarray) -> Walk:
+    def _solve_block(self, walk: Walk, block: ResidualStage, outputs: Array, signal: Array) -> Walk:
         """Two systems: one for what the body's second layer receives, one for the block's input."""
         systems = ResidualSystem(block=block, outputs=outputs, output_gradient=signal, update=self.update)
         first = systems.first.solve()
@@ -174,7 +160,7 @@ class Solver:
             "residual": residual,
         }
 
-    def misfit(self, stage: Stage, signal: np.ndarray, x: np.ndarray) -> float:
+    def misfit(self, stage: Stage, signal: Array, x: Array) -> float:
         """How much of a first linear layer's gradient is not k x'; its reduced equations cannot tell."""
         layer = stage.operations[0]
         if len(stage.operations) > 1 or not isinstance(layer.module, nn.Linear) or layer.weight_name not in self.update:
@@ -184,23 +170,32 @@ class Solver:
         return float(np.linalg.norm(gradient - np.outer(signal, x))) / size if size > 0 else 0.0
 
 
-def _onward(walk: Walk, solution: Solution, signal: np.ndarray, *rows: dict[str, Any]) -> Walk:
+def _onward(walk: Walk, solution: Solution, signal: Array, *rows: dict[str, Any]) -> Walk:
     """The walk one stage nearer to the input, whose rows of the report stand before those so far."""
     worst = max(walk.residual, *(row["residual"] for row in rows))
     return dataclasses.replace(walk, x=solution.x, signal=signal, residual=worst, layers=(*rows, *walk.layers))
 
 
-def walk_back(
-    solver: Solver, observation: Observation, scaled: bool, why: str, progress: Progress | None
-) -> tuple[Walk, tuple[str, ...]]:
+def solver_basis(observation: Observation, clip: float | None, **allowed: bool) -> dict[str, Any]:
+    """What every solver is made of: the model as a chain, the update as one mean gradient in float64, and the clip."""
+    try:
+        chain = read_chain(observation.model, observation.input_shape, **allowed)
+    except Unsupported as error:
+        raise NotApplicable(str(error)) from error
+    scale, _ = mean_gradient_scale(observation)
+    factor = 1.0 if scale is None else scale
+    update = {n: v.detach().to("cpu", torch.float64) / factor for n, v in observation.message.update.items()}
+    clip = 1 - 4 * torch.finfo(observation.dtype).eps if clip is None else clip
+    return {"chain": chain, "update": update, "clip": clip}
+
+
+def walk_back(solver: Solver, observation: Observation, progress: Progress | None) -> tuple[Walk, tuple[str, ...]]:
     """From the last stage to the input: the walk that explains the update best, and what is to be said of it."""
     stages = solver.chain.stages
     # Where s times the input makes s times the logits, and no search disturbs it, one walk stands for all of a label.
     similar = solver.linear and homogeneous(solver.chain)
-    signals = last_signals(observation, stages[-1], solver.update, None if scaled else why)
-    followed = signals
-    if similar:
-        followed = list({signal.label: signal for signal in reversed(signals)}.values())
+    signals = last_signals(observation, stages[-1], solver.update)
+    followed = list({signal.label: signal for signal in reversed(signals)}.values()) if similar else signals
     walks = consistent([solver.start(signal) for signal in followed])
     for number in reversed(range(len(stages) - 1)):
         walks = consistent([solver.step(walk, number) for walk in walks])
@@ -211,42 +206,31 @@ def walk_back(
     return choose(walks, observation)
 
 
-def mean_gradient(observation: Observation) -> tuple[dict[str, Tensor], bool, str]:
-    """The update as one mean gradient in float64; whether its length is known, and if not, why."""
-    scale, notes = mean_gradient_scale(observation)
-    factor = 1.0 if scale is None else scale
-    update = {n: v.detach().to("cpu", torch.float64) / factor for n, v in observation.message.update.items()}
-    return update, scale is not None, "" if scale is not None else notes[0]
-
-
-def last_signals(
-    observation: Observation, head: Stage, update: dict[str, Tensor], no_scale: str | None
-) -> list[LastSignal]:
+def last_signals(observation: Observation, head: Stage, update: dict[str, Tensor]) -> list[LastSignal]:
     """What the loss's derivative at the logits can be."""
     layer = head.operations[-1]
     block = isinstance(head, ResidualStage)
     if block or not isinstance(layer.module, nn.Linear) or layer.weight_name not in update:
         last = f"{head.name!r} (a residual block)" if block else f"{layer.name!r} ({layer.kind})"
-        raise NotApplicable(
-            f"the recursion starts at the gradient of a linear layer that gives the logits; {last} is none, or is "
-            "frozen"
-        )
+        start = "the recursion starts at the gradient of a linear layer that gives the logits"
+        raise NotApplicable(f"{start}; {last} is none, or is frozen")
     if not observation.task.has_classes:
         raise NotApplicable(f"the recursion starts at the gradient of a cross-entropy, not of {observation.task!r}")
-    known = None if observation.labels is None else int(observation.labels[0])
+    true_label = None if observation.labels is None else int(observation.labels[0])
     if layer.bias_name in update:
         signal = update[layer.bias_name].numpy()
         label = int(signal[0] < 0) if len(signal) == 1 else int(signal.argmin())
-        return [LastSignal(signal=signal, label=label if known is None else known)]
-    if no_scale is not None:
+        return [LastSignal(signal=signal, label=label if true_label is None else true_label)]
+    scale, why = mean_gradient_scale(observation)
+    if scale is None:
         raise NotApplicable(
-            f"the last layer {layer.name!r} has no bias, so the update's length is needed, but {no_scale}"
+            f"the last layer {layer.name!r} has no bias, so the update's length is needed, but {why[0]}"
         )
     weight, gradient = _weight(layer), update[layer.weight_name].numpy()
     if not gradient.any():
-        return [LastSignal(signal=np.zeros(len(weight)), label=known or 0)]
+        return [LastSignal(signal=np.zeros(len(weight)), label=true_label or 0)]
     bias = None if layer.module.bias is None else layer.module.bias.detach().numpy()
-    labels = None if known is None else (known,)
+    labels = None if true_label is None else (true_label,)
     if len(weight) == 1 and bias is None and head.activation.homogeneous:
         return logistic_signals(weight, gradient, labels or (0, 1), head.activation)
     signals = softmax_signals(weight, bias, gradient, labels, head.activation)
@@ -277,19 +261,17 @@ def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str
     """The one picture to return of several that explain the update; by the value range, for nothing else is left."""
     if len(walks) == 1:
         return walks[0], ()
-    if not observation.inputs.bounded:
-        chosen = min(walks, key=lambda walk: float(np.linalg.norm(walk.x)))
-        how = "the one of least length"
-    else:
+    inputs = observation.inputs
 
-        def rank(walk: Walk) -> tuple[float, float]:
-            unit = observation.inputs.to_unit(torch.from_numpy(walk.x).reshape(1, *observation.input_shape))
-            outside = float((unit - unit.clamp(-0.05, 1.05)).abs().max())
-            return outside, -float(np.linalg.norm(walk.x))
+    def rank(walk: Walk) -> tuple[float, float]:
+        length = float(np.linalg.norm(walk.x))
+        if not inputs.bounded:
+            return 0.0, length
+        unit = inputs.to_unit(torch.from_numpy(walk.x).reshape(1, *observation.input_shape))
+        return float((unit - unit.clamp(-0.05, 1.05)).abs().max()), -length
 
-        chosen = min(walks, key=rank)
-        how = "the largest that fits the value range"
-    return chosen, (f"{len(walks)} inputs explain the update equally well; returned is {how}",)
+    how = "the largest that fits the value range" if inputs.bounded else "the one of least length"
+    return min(walks, key=rank), (f"{len(walks)} inputs explain the update equally well; returned is {how}",)
 
 
 def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...]) -> Reconstruction:
@@ -311,15 +293,15 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         flags.append("ill-conditioned")
     if walk.residual > 0.1:
         notes += (f"no single input explains the update: the equations are off by {walk.residual:.0%}",)
-    short = [row for row in walk.layers if row["rank"] is not None and row["rank"] < row["unknowns"]]
-    for row in short:
-        left = row["unknowns"] - row["rank"]
-        notes += (f"layer {row['layer']!r} leaves {left} of {row['unknowns']} directions of its input open",)
+    for row in walk.layers:
+        left = row["unknowns"] - (row["unknowns"] if row["rank"] is None else row["rank"])
+        if left > 0:
+            notes += (f"layer {row['layer']!r} leaves {left} of {row['unknowns']} directions of its input open",)
     labels = observation.labels
     if labels is None and examples == 1:
         labels = torch.tensor([walk.label], device=observation.device)
     return Reconstruction(
-        inputs=x.reshape(1, *observation.input_shape).repeat(examples, *(1 for _ in observation.input_shape)),
+        inputs=x.reshape(1, *observation.input_shape).repeat_interleave(examples, dim=0),
         labels=labels,
         scores=torch.full((examples,), walk.residual if math.isfinite(walk.residual) else math.inf),
         flags=tuple(flags),
@@ -339,7 +321,7 @@ def _certificate(walk: Walk, unknowns: int) -> Diagnosis | None:
     return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)
 
 
-def _weight(layer: Operation) -> np.ndarray:
+def _weight(layer: Operation) -> Array:
     module = layer.module
     assert isinstance(module, nn.Linear)
     return np.asarray(module.weight.detach().numpy())

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.gradient_matching import GradientMatching, weighted
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
-from leakscope.matching import Adam, GaussianKernel, Matcher, Pixels, Prior, RelativeSquaredL2, TotalVariation
+from leakscope.matching import Adam, GaussianKernel, Matcher, Pixels, RelativeSquaredL2, TotalVariation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,10 @@ class SAPAG(GradientMatching):
     start: Start = setting("grey", "Where the search starts.")
 
     def matcher(self, observation: Observation) -> Matcher:
-        priors: tuple[Prior, ...] = (TotalVariation(weight=self.tv),) if self.tv else ()
-        return Matcher(
+        return self.engine(
             distance=GaussianKernel(guard=self.guard, decreasing=self.decreasing),
             judge=RelativeSquaredL2(),
-            priors=priors,
+            priors=weighted(TotalVariation(weight=self.tv)),
             canvas=Pixels(start=self.start),
             optimiser=Adam(lr=self.lr),
-            iterations=self.iterations,
-            restarts=self.restarts,
-            compile=self.compile,
         )

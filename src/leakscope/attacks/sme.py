@@ -28,25 +28,13 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.gradient_matching import NORMAL_START, GradientMatching, weighted
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
-from leakscope.matching import (
-    DISTANCES,
-    Adam,
-    BatchNormStatistics,
-    Matcher,
-    Pixels,
-    Prior,
-    SegmentGradient,
-    Simulation,
-    SingleGradient,
-    TotalVariation,
-    as_distance,
-)
-from leakscope.matching.optimisers import Schedule
-from leakscope.matching.priors import TVVariant
+from leakscope.matching import DISTANCES, Matcher, Pixels, SegmentGradient, Simulation, SingleGradient, as_distance
+from leakscope.matching.optimisers import Adam, Schedule
+from leakscope.matching.priors import BatchNormStatistics, TotalVariation, TVVariant
 
 _PAPER = {
     "iterations": 1000,
@@ -55,8 +43,7 @@ _PAPER = {
     "tv_variant": "l1mean_avg",
     "lr": 1.0,
     "schedule": "step",
-    "start": "normal",
-    "space": "model",
+    **NORMAL_START,
     "beta_every": 1,
 }
 
@@ -87,21 +74,14 @@ class SME(GradientMatching):
     space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")
 
     def matcher(self, observation: Observation) -> Matcher:
-        priors: list[Prior] = []
-        if self.tv:
-            priors.append(TotalVariation(weight=self.tv, variant=self.tv_variant))
-        if self.batchnorm:
-            priors.append(BatchNormStatistics(weight=self.batchnorm))
+        variation = TotalVariation(weight=self.tv, variant=self.tv_variant)
         simulation: Simulation = SingleGradient()
         if observation.message.kind == "weight_delta":
             simulation = SegmentGradient(beta=self.beta, step=self.beta_lr, every=self.beta_every)
-        return Matcher(
+        return self.engine(
             distance=as_distance(self.distance),
-            priors=tuple(priors),
+            priors=weighted(variation, BatchNormStatistics(weight=self.batchnorm)),
             canvas=Pixels(space=self.space, start=self.start),
             optimiser=Adam(lr=self.lr, schedule=self.schedule),
             simulation=simulation,
-            iterations=self.iterations,
-            restarts=self.restarts,
-            compile=self.compile,
         )

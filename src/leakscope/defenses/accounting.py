@@ -22,7 +22,9 @@ from scipy.optimize import brentq, minimize_scalar
 from leakscope.contracts.checks import expected, is_whole, refuse
 
 #: Orders of the Renyi divergence that are tried, the best of them refined; to try fewer only makes epsilon larger.
-ORDERS = (*(1 + 10 ** (n / 5) for n in range(-10, 4)), *range(5, 64), *(round(64 * 1.1**n) for n in range(54)))
+ORDERS = (*range(2, 64), *(round(64 * 1.1**n) for n in range(54)))
+#: ... and the least one between whole numbers, which take far longer.
+_LEAST_ORDER = 1.01
 #: Orders of sampled releases: up to here those between whole ones are tried, and above no more at all.
 _REFINED, _MOST_SAMPLED = 12, 1000
 #: How exactly a noise multiplier is found, as a factor above 1.
@@ -58,7 +60,8 @@ def epsilon_of(noise_multiplier: float, sampling_rate: float = 1.0, steps: int =
         epsilons = [at(order) for order in orders]
         best = epsilons.index(min(epsilons))
         if rate == 1 or orders[best] < _REFINED:
-            low, high = orders[max(0, best - 1)], orders[min(len(orders) - 1, best + 1)]
+            low = orders[best - 1] if best else _LEAST_ORDER
+            high = orders[min(len(orders) - 1, best + 1)]
             refined = minimize_scalar(at, bounds=(low, high), method="bounded", options={"xatol": 1e-3 * (high - low)})
             epsilons.append(float(refined.fun))
     return max(0.0, min(epsilons))
@@ -93,10 +96,10 @@ def _noise_multiplier(epsilon: float, sampling_rate: float, steps: int, delta: f
         low, high = low - math.log(2), low
         if math.exp(high) < LEAST_NOISE:
             return math.exp(high)
-    found = math.exp(brentq(excess, low, high, xtol=_PRECISION / 10))
-    while epsilon_of(found, sampling_rate, steps, delta) > epsilon:
-        found *= 1 + _PRECISION / 10  # the root is met from either side
-    return found
+    multiplier = math.exp(brentq(excess, low, high, xtol=_PRECISION / 10))
+    while epsilon_of(multiplier, sampling_rate, steps, delta) > epsilon:
+        multiplier *= 1 + _PRECISION / 10  # the root is met from either side
+    return multiplier
 
 
 _RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {

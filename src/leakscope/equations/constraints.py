@@ -123,9 +123,11 @@ def affine_map(stage: Stage, output_gradient: Array | Tensor, update: Mapping[st
         gradient = None if operation.weight_name is None else update.get(operation.weight_name)
         if gradient is not None and not isinstance(operation.module, BATCH_NORMS):
             rows, target = gradient_block(operation, at_output, _numpy(gradient))
-            gradients.append((_product(rows, before), target - rows @ offset))
+            gradients.append(
+                (rows if before is None else scipy.sparse.csr_array(rows @ before), target - rows @ offset)
+            )
         offset = matrix @ offset + operation_offset(operation)
-        before = _product(matrix, before)
+        before = matrix if before is None else scipy.sparse.csr_array(matrix @ before)
     assert before is not None  # a stage has operations
     return AffineMap(matrix=before, offset=offset, gradients=tuple(gradients))
 
@@ -200,9 +202,8 @@ def _convolution_matrix(operation: Operation, values: Array, *, weights: bool) -
     rows, columns, entries = [], [], []
     for group in range(groups):
         part = places[group * each : (group + 1) * each]
-        members = np.arange(group * filters // groups, (group + 1) * filters // groups)
         kernel, output = np.nonzero(part >= 0)
-        for member in members:
+        for member in range(group * filters // groups, (group + 1) * filters // groups):
             rows.append(member * outputs + output if weights else member * each + kernel)
             columns.append(part[kernel, output])
             entries.append(values[member, kernel] if weights else values[member, output])
@@ -242,22 +243,14 @@ def _pooling_matrix(operation: Operation) -> Matrix:
     for axis, (size, target) in enumerate(zip(operation.input_shape[1:], operation.output_shape[1:], strict=True)):
         impulses = torch.eye(size, dtype=torch.float64)[:, None]
         if isinstance(module, nn.AvgPool1d | nn.AvgPool2d):
-            kernel, stride, padding = (_along(v, axis) for v in (module.kernel_size, module.stride, module.padding))
-            one = nn.functional.avg_pool1d(
-                impulses, kernel, stride, padding, module.ceil_mode, module.count_include_pad
-            )
+            sizes = (module.kernel_size, module.stride, module.padding)
+            kernel, stride, padding = (size if isinstance(size, int) else size[axis] for size in sizes)
+            rest = (module.ceil_mode, module.count_include_pad)
+            one = nn.functional.avg_pool1d(impulses, kernel, stride, padding, *rest)
         else:
             one = nn.functional.adaptive_avg_pool1d(impulses, target)
         matrix = scipy.sparse.csr_array(scipy.sparse.kron(matrix, scipy.sparse.csr_array(one[:, 0].numpy().T)))
     return matrix
-
-
-def _product(matrix: Matrix, before: Matrix | None) -> Matrix:
-    return matrix if before is None else scipy.sparse.csr_array(matrix @ before)
-
-
-def _along(value: int | Sequence[int], axis: int) -> int:
-    return value if isinstance(value, int) else value[axis]
 
 
 def _flat(values: Array | Tensor) -> Array:

@@ -54,8 +54,7 @@ class Decomposition:
     @property
     def condition(self) -> float:
         """The largest by the smallest; infinite where the rank is not full."""
-        full = self.rank == len(self.values)
-        return float(self.values[0] / self.values[-1]) if full else math.inf
+        return float(self.values[0] / self.values[-1]) if self.rank == len(self.values) else math.inf
 
     def summary(self) -> JacobianRank:
         return JacobianRank(
@@ -103,8 +102,8 @@ def decompose(matrix: Tensor, *, removed: Tensor | None = None, vectors: bool = 
 def rank_of(matrix: Tensor) -> JacobianRank:
     """Rank and singular values of a matrix with one row an unknown and one column an observed entry.
 
-    >>> found = rank_of(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
-    >>> found.rank, found.smallest, found.largest, found.condition, found.full
+    >>> summary = rank_of(torch.tensor([[3.0, 0.0, 0.0], [0.0, 0.5, 0.0]]))
+    >>> summary.rank, summary.smallest, summary.largest, summary.condition, summary.full
     (2, 0.5, 3.0, 6.0, True)
     """
     return decompose(matrix).summary()

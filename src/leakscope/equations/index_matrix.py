@@ -22,7 +22,7 @@ from leakscope.contracts.checks import refuse, whole
 from leakscope.equations.decomposition import rank_of
 
 Indices = Sequence[Sequence[int]]
-_TOLD = 5
+_SHOWN = 5
 #: How near to 1 the share of a sample in a row space must be to count as inside.
 INSIDE = 1e-7
 
@@ -52,8 +52,8 @@ class Identifiability:
 def identify(indices: Indices, samples: int) -> Identifiability:
     """Which samples step I determines: those whose unit vector is in the row space of S.
 
-    >>> found = identify([[0, 1], [1, 2], [0, 2], [0, 1, 2]], samples=4)
-    >>> found.rank, found.determined.tolist(), found.absent, found.identifiable
+    >>> rounds = identify([[0, 1], [1, 2], [0, 2], [0, 1, 2]], samples=4)
+    >>> rounds.rank, rounds.determined.tolist(), rounds.absent, rounds.identifiable
     (3, [True, True, True, False], (3,), False)
     >>> identify([[0, 1], [0, 1], [0, 1]], samples=2).reason
     'every round has the same samples, so that only their sum is seen'
@@ -121,19 +121,19 @@ def index_matrix(indices: Indices, samples: int) -> Tensor:
             continue
         wrong = [place for place in places if not 0 <= place < samples]
         if not places or wrong or len(set(places)) < len(places):
-            got = f"{wrong[:_TOLD]}" if wrong else "a sample twice" if places else "none"
+            got = f"{wrong[:_SHOWN]}" if wrong else "a sample twice" if places else "none"
             problems.append(f"round {number}: expected different samples of 0 to {samples - 1}, got {got}")
         else:
             matrix[number, places] = 1
-    refuse("indices", problems, _TOLD)
+    refuse("indices", problems, _SHOWN)
     return matrix
 
 
 def check_rows(name: str, rows: Tensor, samples: int, width: int | None = None) -> None:
     fits = rows.dim() == 2 and rows.shape[0] == samples and rows.shape[1] >= 1 and width in (None, rows.shape[1])
     if not fits or not rows.is_floating_point() or not bool(torch.isfinite(rows).all()):
-        wanted = f"({samples}, {width or 'any'})"
-        raise ValueError(f"{name}: expected finite numbers of shape {wanted}, got {tuple(rows.shape)} of {rows.dtype}")
+        shape = f"({samples}, {width or 'any'})"
+        raise ValueError(f"{name}: expected finite numbers of shape {shape}, got {tuple(rows.shape)} of {rows.dtype}")
 
 
 def check_sizes(where: str, samples: int, batch: int, **others: int) -> None:

@@ -99,15 +99,12 @@ def _for_label(
     def scaled(length: float) -> np.ndarray:
         return length * _signal_at(sign * length * along + shift, label, last)
 
-    size = float(np.linalg.norm(goal))
-    return [
-        LastSignal(
-            signal=goal / length,
-            label=label,
-            mismatch=float(np.linalg.norm(scaled(length) - goal)) / size if size > 0 else 0.0,
-        )
-        for length in _roots(lambda length: float(scaled(length)[entry] - goal[entry]))
-    ]
+    def mismatch(length: float) -> float:
+        size = float(np.linalg.norm(goal))
+        return float(np.linalg.norm(scaled(length) - goal)) / size if size > 0 else 0.0
+
+    lengths = _roots(lambda length: float(scaled(length)[entry] - goal[entry]))
+    return [LastSignal(signal=goal / length, label=label, mismatch=mismatch(length)) for length in lengths]
 
 
 def _signal_at(inner: np.ndarray, label: int, last: Activation) -> np.ndarray:
@@ -125,9 +122,8 @@ def _labels_by_sign(spread: np.ndarray) -> tuple[int, ...]:
     """The classes whose sign is the rarer one; both of two classes, for their entries are always opposite."""
     if len(spread) <= 2:
         return (0, 1)
-    minority = -1.0 if (spread < 0).sum() <= (spread > 0).sum() else 1.0
-    oriented = -minority * spread
-    return (int(np.argmin(oriented)),)
+    negative = (spread < 0).sum() <= (spread > 0).sum()
+    return (int(np.argmin(spread if negative else -spread)),)
 
 
 def _roots(difference: Callable[[float], float]) -> list[float]:

@@ -41,7 +41,7 @@ class Solution:
     method: str
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Spectrum:
     """``smallest`` is the smallest singular value that is not zero; ``condition`` the largest divided by it."""
 
@@ -155,9 +155,7 @@ class LinearSystem:
         tolerance = math.sqrt(side * eps)
         largest, smallest = self._extremes()
         if smallest > 10 * tolerance * largest:
-            return Spectrum(
-                rank=side, smallest=smallest, largest=largest, tolerance=tolerance * largest, method="Cholesky"
-            )
+            return Spectrum(side, smallest, largest, tolerance * largest, "Cholesky")
         eigenvalues = np.linalg.eigvalsh(system._gram)
         return _spectrum(np.sqrt(np.clip(eigenvalues, 0, None)), tolerance, "Gram eigenvalues")
 
@@ -178,8 +176,7 @@ class LinearSystem:
             return Solution(x=x, residual=self._residual(x), method="LSMR")
         if matrix.nnz == 0:
             return Solution(x=np.zeros(self.unknowns), residual=1.0, method="zero matrix")
-        x = np.zeros(self.unknowns)
-        last = math.inf
+        x, last = np.zeros(self.unknowns), math.inf
         for _ in range(_CORRECTIONS):
             step = self._ridge_step(target - matrix @ x)
             size = float(np.linalg.norm(step))
@@ -199,15 +196,13 @@ class LinearSystem:
     def _gram(self) -> Array:
         """The smaller Gram matrix, dense."""
         matrix = self.matrix
-        product = matrix @ matrix.T if self.rows < self.unknowns else matrix.T @ matrix
-        return np.asarray(product.toarray())
+        return np.asarray((matrix @ matrix.T if self.rows < self.unknowns else matrix.T @ matrix).toarray())
 
     @cached_property
     def _largest(self) -> float:
         """The largest eigenvalue of the Gram matrix by forty power iterations: to a few per cent, enough for what
         asks for its size."""
-        vector = _start(len(self._gram))
-        value = 0.0
+        vector, value = _start(len(self._gram)), 0.0
         for _ in range(40):
             vector = self._gram @ vector
             value = float(np.linalg.norm(vector))
@@ -224,16 +219,14 @@ class LinearSystem:
 
     def _extremes(self) -> tuple[float, float]:
         """The largest and the smallest singular value of the balanced system, the latter from above."""
-        gram = self.balanced._gram
-        largest = self.balanced._largest
+        gram, largest = self.balanced._gram, self.balanced._largest
         if largest == 0:
             return 0.0, 0.0
         vector = _start(len(gram))
         for _ in range(24):
             vector = scipy.linalg.cho_solve(self._factor, vector, check_finite=False)
             vector /= np.linalg.norm(vector)
-        smallest = float(vector @ (gram @ vector))
-        return math.sqrt(largest), math.sqrt(max(0.0, smallest))
+        return math.sqrt(largest), math.sqrt(max(0.0, float(vector @ (gram @ vector))))
 
     def _residual(self, x: Array) -> float:
         system = self.balanced
@@ -242,9 +235,9 @@ class LinearSystem:
 
 def _spectrum(ascending: Array, relative: float, method: str) -> Spectrum:
     largest = float(ascending[-1]) if len(ascending) else 0.0
-    kept = ascending[ascending > relative * largest]
-    smallest = float(kept[0]) if len(kept) else 0.0
-    return Spectrum(rank=len(kept), smallest=smallest, largest=largest, tolerance=relative * largest, method=method)
+    nonzero = ascending[ascending > relative * largest]
+    smallest = float(nonzero[0]) if len(nonzero) else 0.0
+    return Spectrum(len(nonzero), smallest, largest, relative * largest, method)
 
 
 def _start(size: int) -> Array:

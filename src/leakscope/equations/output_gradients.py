@@ -99,8 +99,6 @@ def solve_inputs(
 ) -> InputSolution:
     """Step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
 
-    ``determined`` (samples,): whether step I determines the output gradient; None where it does for all.
-
     The normal equations are (S'S o VV') H = R with R_n = sum over the rounds with n of v_n' G_t, so the gradients, by
     far the largest part, are read one at a time. Rows of V are scaled to norm one first: then the system is
     conditioned no worse than S'S. Rows that are not determined are zero. Nothing is said of a residual or an error

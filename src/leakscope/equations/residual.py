@@ -46,9 +46,11 @@ class ResidualSystem:
         short, outer = self._shortcut, self._outer
         blocks = [(scipy.sparse.hstack([short.matrix, outer.matrix]), self.outputs - short.offset - outer.offset)]
         for rows, target in outer.gradients:
-            blocks.append((scipy.sparse.hstack([_zeros(rows, self.block.unknowns), rows]), target))
+            zeros = scipy.sparse.csr_array((rows.shape[0], self.block.unknowns))
+            blocks.append((scipy.sparse.hstack([zeros, rows]), target))
         for rows, target in short.gradients:
-            blocks.append((scipy.sparse.hstack([rows, _zeros(rows, self.block.outer.unknowns)]), target))
+            zeros = scipy.sparse.csr_array((rows.shape[0], self.block.outer.unknowns))
+            blocks.append((scipy.sparse.hstack([rows, zeros]), target))
         return stacked(blocks)
 
     def hidden_rank(self, limit: int) -> int | None:
@@ -99,7 +101,3 @@ class ResidualSystem:
         size = self.block.unknowns
         identity = scipy.sparse.csr_array(scipy.sparse.eye_array(size))
         return AffineMap(matrix=identity, offset=np.zeros(size), gradients=())
-
-
-def _zeros(rows: scipy.sparse.csr_array, columns: int) -> scipy.sparse.csr_array:
-    return scipy.sparse.csr_array((rows.shape[0], columns))

@@ -25,13 +25,14 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
 from leakscope.limits.jacobian import make_jacobian, too_large
 from leakscope.limits.trace import inverse_trace, signs
@@ -87,7 +88,7 @@ class Floor:
 
 
 @dataclass(frozen=True, eq=False)
-class _Seen:
+class _View:
     """A gradient on its way through a channel, at one point: everything but the Jacobian itself.
 
     Everything is in units of the noise on each tensor. Where the gradient is clipped, a change of it along itself is
@@ -100,21 +101,21 @@ class _Seen:
     factor: float
     along: Tensor | None
     lost: Tensor | None
-    kept: Tensor | None
+    mask: Tensor | None
 
     @classmethod
-    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, sigma: float, seed: int) -> _Seen:
+    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, sigma: float, seed: int) -> _View:
         local = mapping.linearise(flat)
         raw = dataclasses.replace(mapping, scales=None).update(flat)
         joined = torch.cat([value.flatten() for value in raw.values()])
         norm = float(joined.norm())
         factor = channel.clip_factor(norm)
-        kept = channel.kept(list(raw.values()), torch.Generator().manual_seed(seed))
+        mask = channel.kept(list(raw.values()), torch.Generator().manual_seed(seed))
         if factor == 1:
-            return cls(local, sigma, norm, factor, None, None, kept)
+            return cls(local, sigma, norm, factor, None, None, mask)
         units = [torch.full_like(value, (mapping.scales or {}).get(name, 1.0)) for name, value in raw.items()]
         scale = torch.cat([unit.flatten() for unit in units])
-        return cls(local, sigma, norm, factor, scale * joined / norm, joined / norm / scale, kept)
+        return cls(local, sigma, norm, factor, scale * joined / norm, joined / norm / scale, mask)
 
     @property
     def projects(self) -> bool:
@@ -139,10 +140,10 @@ class _Seen:
         if self.along is not None and self.lost is not None:
             matrix.addr_(matrix @ self.along, self.lost, alpha=-1)
         matrix.mul_(self.factor)
-        if self.kept is None:
+        if self.mask is None:
             return matrix, 1.0
         whole = float(matrix.square().sum())
-        matrix = matrix[:, self.kept]
+        matrix = matrix[:, self.mask]
         return matrix, float(matrix.square().sum()) / whole if whole else 1.0
 
 
@@ -175,17 +176,16 @@ def cramer_rao(
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
     mapping, sigma = _in_units_of_noise(mapping, channel)
-    seen = _Seen.at(mapping, flat, channel, sigma, seed)
-    if not bool(torch.isfinite(seen.local.value).all()):
+    view = _View.at(mapping, flat, channel, sigma, seed)
+    if not bool(torch.isfinite(view.local.value).all()):
         raise ValueError("flat: the gradient at this input has NaN or infinite entries; check model and input")
-    exact: tuple[Decomposition, float] | str = "an estimate was asked for"
     if method != "estimate":
-        exact = _decomposed(mapping, flat, seen, decomposition, progress)
-    if not isinstance(exact, str):
-        return _exact(mapping, seen, *exact)
-    if method == "exact":
-        raise ValueError(f"cramer_rao: not possible exactly: {exact}. Use method='estimate'.")
-    return _estimate(mapping, seen, probes, steps, seed, progress)
+        spectrum = _decomposed(mapping, flat, view, decomposition, progress)
+        if not isinstance(spectrum, str):
+            return _exact(mapping, view, *spectrum)
+        if method == "exact":
+            raise ValueError(f"cramer_rao: not possible exactly: {spectrum}. Use method='estimate'.")
+    return _estimate(mapping, view, probes, steps, seed, progress)
 
 
 def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Channel]:
@@ -208,110 +208,92 @@ def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[Gradient
 
 
 def _decomposed(
-    mapping: GradientMap, flat: Tensor, seen: _Seen, known: Decomposition | None, progress: Progress | None
+    mapping: GradientMap, flat: Tensor, view: _View, decomposition: Decomposition | None, progress: Progress | None
 ) -> tuple[Decomposition, float] | str:
     """The singular values of the Jacobian of what is seen, and the share that survives; or why there are none."""
-    if seen.along is None and seen.kept is None and known is not None and known.vectors is not None:
-        return known, 1.0
+    if view.along is None and view.mask is None and decomposition is not None and decomposition.vectors is not None:
+        return decomposition, 1.0
     # Masks need the entries themselves. A clipped gradient needs them for all digits, its Gram matrix does not.
-    small = mapping.unknowns <= MAX_SINGULAR_VALUES or not seen.projects
-    if seen.kept is not None or (seen.along is not None and small):
+    small = mapping.unknowns <= MAX_SINGULAR_VALUES or not view.projects
+    if view.mask is not None or (view.along is not None and small):
         reason = too_large(mapping.unknowns, mapping.entries)
         if reason is None:
-            matrix = mapping.jacobian(flat, exact=True, progress=progress)
-            matrix, surviving = seen.columns(matrix)
+            matrix, surviving = view.columns(mapping.jacobian(flat, exact=True, progress=progress))
             return decompose(matrix, vectors=True), surviving
-        if seen.kept is not None or not seen.projects:
+        if view.mask is not None or not view.projects:
             return reason
-    made = make_jacobian(mapping, flat, progress=progress)
-    if isinstance(made, str):
-        return made
-    removed = None if seen.along is None else seen.factor * seen.local.backward(seen.along)
-    return decompose(made.mul_(seen.factor), removed=removed, vectors=True), 1.0
+    jacobian = make_jacobian(mapping, flat, progress=progress)
+    if isinstance(jacobian, str):
+        return jacobian
+    removed = None if view.along is None else view.factor * view.local.backward(view.along)
+    return decompose(jacobian.mul_(view.factor), removed=removed, vectors=True), 1.0
 
 
-def _exact(mapping: GradientMap, seen: _Seen, found: Decomposition, surviving: float) -> Floor:
-    unknowns, rank, sigma = mapping.unknowns, found.rank, seen.sigma
-    assert found.vectors is not None
+def _exact(mapping: GradientMap, view: _View, spectrum: Decomposition, surviving: float) -> Floor:
+    unknowns, rank, sigma = mapping.unknowns, spectrum.rank, view.sigma
+    assert spectrum.vectors is not None
     # Zero for directions without a trace: they are counted by the rank, not added up.
-    variances = torch.where(found.values > found.tolerance, (sigma / found.values).square(), 0.0)
-    visible = math.sqrt(float(variances.sum()) / rank) if rank else None
-    squares = found.vectors.square()
+    variances = torch.where(spectrum.values > spectrum.tolerance, (sigma / spectrum.values).square(), 0.0)
+    total = float(variances.sum())
+    squares = spectrum.vectors.square()
     examples = (squares @ variances).reshape(mapping.shape[0], -1).mean(dim=1).sqrt()
-    if rank == unknowns:
-        rmse, reason = math.sqrt(float(variances.sum()) / unknowns), None
-    else:
+    rmse, reason = math.sqrt(total / unknowns), None
+    if rank < unknowns:
         rmse, reason = math.inf, f"in {unknowns - rank} of {unknowns} directions the inputs leave no trace"
-        lost = squares[:, found.values <= found.tolerance].sum(dim=1).reshape(mapping.shape[0], -1).sum(dim=1)
+        lost = squares[:, spectrum.values <= spectrum.tolerance].sum(dim=1).reshape(mapping.shape[0], -1).sum(dim=1)
         # An example that takes part in such a direction, beyond rounding, has an infinite error.
         examples = torch.where(lost > 1e-9, math.inf, examples)
     return Floor(
-        rmse=rmse,
-        method="exact",
-        **_common(mapping, seen, float(found.values.square().sum()), surviving),
-        visible_rmse=visible,
-        example_rmse=tuple(examples.tolist()),
-        rank=rank,
-        smallest=float(found.values[-1]),
-        condition=found.condition,
-        reason=reason,
-    )
+        rmse=rmse, method="exact", reason=reason,
+        **_common(mapping, view, float(spectrum.values.square().sum()), surviving),
+        visible_rmse=math.sqrt(total / rank) if rank else None, example_rmse=tuple(examples.tolist()),
+        rank=rank, smallest=float(spectrum.values[-1]), condition=spectrum.condition,
+    )  # fmt: skip
 
 
 def _estimate(
-    mapping: GradientMap, seen: _Seen, probes: int, steps: int, seed: int, progress: Progress | None
+    mapping: GradientMap, view: _View, probes: int, steps: int, seed: int, progress: Progress | None
 ) -> Floor:
-    unknowns, sigma = mapping.unknowns, seen.sigma
-    mask = None if seen.kept is None else seen.kept.to(seen.local.value)
+    unknowns, sigma = mapping.unknowns, view.sigma
+    mask = None if view.mask is None else view.mask.to(view.local.value)
 
     def product(direction: Tensor) -> Tensor:
-        change = seen.forward(direction)
-        return seen.backward(change if mask is None else change * mask)
+        change = view.forward(direction)
+        return view.backward(change if mask is None else change * mask)
 
-    directions = signs(unknowns, probes, seed).to(seen.local.value)
-    left = mapping.entries if seen.kept is None else int(seen.kept.sum())
+    directions = signs(unknowns, probes, seed).to(view.local.value)
+    left = mapping.entries if view.mask is None else int(view.mask.sum())
     # With too few entries the floor is infinite, and only the loosened one, of one step, is left to compute.
-    found = inverse_trace(product, directions, steps=steps if left >= unknowns else 1, progress=progress)
-    whole = found.trace
+    estimate = inverse_trace(product, directions, steps=steps if left >= unknowns else 1, progress=progress)
+    whole = estimate.trace
     if mask is not None:
         # The same directions, so that what is left is never more than there was.
-        whole = sum(float(seen.forward(direction).square().sum()) for direction in directions) / probes
-    facts = _common(mapping, seen, found.trace, found.trace / whole if whole else 1.0)
-    if left < unknowns or math.isinf(found.inverse):
-        few = f"{left} entries are seen, which cannot show {unknowns} unknowns"
-        why = few if left < unknowns else "a direction was found in which the inputs leave no trace"
-        return Floor(rmse=math.inf, method="estimate", **facts, probes=probes, reason=why)
+        whole = sum(float(view.forward(direction).square().sum()) for direction in directions) / probes
+    facts = _common(mapping, view, estimate.trace, estimate.trace / whole if whole else 1.0)
+    floor = partial(Floor, method="estimate", probes=probes, **facts)
+    if left < unknowns:
+        return floor(rmse=math.inf, reason=f"{left} entries are seen, which cannot show {unknowns} unknowns")
+    if math.isinf(estimate.inverse):
+        return floor(rmse=math.inf, reason="a direction was found in which the inputs leave no trace")
     if sigma == 0:
         why = "without noise the floor is zero or infinite by the rank, which an estimate does not give"
-        return Floor(rmse=math.nan, method="estimate", **facts, probes=probes, reason=why)
+        return floor(rmse=math.nan, reason=why)
     scale = sigma**2 / unknowns
-    low, high = (math.sqrt(max(0.0, scale * end)) for end in found.interval)
-    rmse = math.sqrt(scale * found.inverse)
-    open_probes = round((1 - found.converged) * probes)
+    low, high = (math.sqrt(max(0.0, scale * end)) for end in estimate.interval)
+    rmse = math.sqrt(scale * estimate.inverse)
+    # The derivative of the square root carries the error of the trace over.
+    error = scale * estimate.standard_error / (2 * rmse)
+    open_probes = round((1 - estimate.converged) * probes)
     early = f"{open_probes} of {probes} probes stopped after {steps} steps, so that this is lower than the true floor"
-    return Floor(
-        rmse=rmse,
-        method="estimate",
-        **facts,
-        # The derivative of the square root carries the error of the trace over.
-        standard_error=scale * found.standard_error / (2 * rmse),
-        interval=(low, high),
-        converged=found.converged,
-        probes=probes,
-        reason=early if open_probes else None,
-    )
+    reason = early if open_probes else None
+    return floor(rmse=rmse, standard_error=error, interval=(low, high), converged=estimate.converged, reason=reason)
 
 
-def _common(mapping: GradientMap, seen: _Seen, trace: float, surviving: float) -> dict[str, Any]:
+def _common(mapping: GradientMap, view: _View, trace: float, surviving: float) -> dict[str, Any]:
     """Fields that both ways share; ``trace`` is that of J J'."""
-    return {
-        "unknowns": mapping.unknowns,
-        "sigma": seen.sigma,
-        "gradient_norm": seen.norm,
-        "clip_factor": seen.factor,
-        "surviving": surviving,
-        "loosened": seen.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf,
-    }
+    loosened = view.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf
+    facts = {"sigma": view.sigma, "gradient_norm": view.norm, "clip_factor": view.factor}
+    return {"unknowns": mapping.unknowns, **facts, "surviving": surviving, "loosened": loosened}
 
 
 def _check(mapping: GradientMap, flat: Tensor, method: str, probes: int, steps: int) -> None:
@@ -320,6 +302,5 @@ def _check(mapping: GradientMap, flat: Tensor, method: str, probes: int, steps: 
         problems.append(f"flat: expected one row of {mapping.unknowns} numbers, got shape {tuple(flat.shape)}")
     elif not bool(torch.isfinite(flat).all()):
         problems.append("flat: expected finite numbers, got NaN or infinite ones")
-    if method not in ("auto", "exact", "estimate"):
-        problems.append(f"method: expected 'auto', 'exact' or 'estimate', got {method!r}")
+    problems += expected("'auto', 'exact' or 'estimate'", lambda word: word in get_args(Method), method=method)
     refuse("cramer_rao", problems + whole(2, probes=probes) + whole(steps=steps))

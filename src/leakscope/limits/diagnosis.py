@@ -13,6 +13,7 @@ right to a factor of two or so.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,10 +41,10 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     if result.diagnosis is not None:
         return result.diagnosis
     inputs, labels, unknowns = result.inputs, result.labels, result.inputs.numel()
-    why = _cannot(observation, result, thorough)
-    if why:
-        return Diagnosis(outcome="undecided", reason=why, unknowns=unknowns)
     entries = sum(value.numel() for value in observation.message.update.values())
+    reason = _obstacle(observation, result, entries, thorough)
+    if reason is not None:
+        return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
     if entries < unknowns:
         reason = f"{entries} observed entries cannot determine {unknowns} unknowns"
         return Diagnosis(outcome="not identifiable", reason=reason, unknowns=unknowns)
@@ -91,54 +92,53 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     # rounding. Squaring the matrix cost half of float64's digits; its own precision may be less.
     lost = max(1e-8, 4 * precision) * float(sizes[-1])
     floor = max(precision * size / (0.3 * math.sqrt(unknowns)), lost)
-    seen = sizes > floor
-    hidden = unknowns - int(seen.sum())
+    visible = sizes > floor
+    hidden = unknowns - int(visible.sum())
     condition = float(sizes[-1] / sizes[0]) if hidden == 0 else math.inf
-    parts = (vectors.T @ right)[seen] / values[seen]
+    parts = (vectors.T @ right)[visible] / values[visible]
     missed = float(parts.square().sum().div(unknowns).sqrt())
     spare = max(1, len(rest) - unknowns)
     # What no change of the inputs explains, to first order.
-    unexplained = max(0.0, float(rest @ rest) - float(parts.square() @ values[seen]))
-    noise = math.sqrt(unexplained * float(values[seen].reciprocal().sum()) / spare / unknowns)
+    unexplained = max(0.0, float(rest @ rest) - float(parts.square() @ values[visible]))
+    noise = math.sqrt(unexplained * float(values[visible].reciprocal().sum()) / spare / unknowns)
     expected = math.hypot(missed, noise)
-    facts = {"unknowns": unknowns, "residual": residual, "hidden": hidden, "condition": condition}
+    facts: dict[str, Any] = {"unknowns": unknowns, "residual": residual, "hidden": hidden, "condition": condition}
     unclear = f"{residual:.0%} of the update stays unexplained: a false minimum, or noise or a defence altered it"
     if hidden and residual > EXPLAINED:
-        return Diagnosis(outcome="undecided", reason=unclear, **facts)  # type: ignore[arg-type]
+        return Diagnosis(outcome="undecided", reason=unclear, **facts)
     if hidden:
         reason = f"in {hidden} of {unknowns} directions the inputs leave no trace in the update beyond its rounding"
-        return Diagnosis(outcome="not identifiable", reason=reason, **facts)  # type: ignore[arg-type]
-    told = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"
+        return Diagnosis(outcome="not identifiable", reason=reason, **facts)
+    words = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"
     if missed > RECOVERED:
-        reason = f"the update determines the inputs, but its nearest explanation lies further on: {told}"
+        reason = f"the update determines the inputs, but its nearest explanation lies further on: {words}"
         outcome: DiagnosisOutcome = "optimiser failed"
     elif residual > EXPLAINED:
         reason, outcome = unclear, "undecided"
     elif noise > RECOVERED:
-        reason = f"what the update has besides the inputs, noise or a defence, hides them: {told}"
+        reason = f"what the update has besides the inputs, noise or a defence, hides them: {words}"
         outcome = "not identifiable"
     else:
-        reason, outcome = f"the inputs explain the update and nothing near them does: {told}", "recovered"
-    return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)  # type: ignore[arg-type]
+        reason, outcome = f"the inputs explain the update and nothing near them does: {words}", "recovered"
+    return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)
 
 
-def _cannot(observation: Observation, result: Reconstruction, thorough: bool) -> str | None:
+def _obstacle(observation: Observation, result: Reconstruction, entries: int, thorough: bool) -> str | None:
     """Why no diagnosis can be made, or None."""
     if observation.has_rounds:
         return "the calculation is for one update of all examples, and there are rounds on some of them"
     if "mixture" in result.flags:
         return "a mixture of examples is no candidate for any of them"
-    inputs, unknowns = result.inputs, result.inputs.numel()
-    entries = sum(value.numel() for value in observation.message.update.values())
-    limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
+    unknowns = result.inputs.numel()
     if observation.message.kind != "gradient":
         return "the message is a weight update, and the Jacobian is that of one gradient"
-    if observation.num_examples != len(inputs):
+    if observation.num_examples != len(result.inputs):
         return "the number of examples is not known"
     if entries < unknowns:
         return None  # the count alone decides
     if result.labels is None:
         return "the attack gives no labels, which the Jacobian needs"
+    limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
     if unknowns > limit or unknowns * entries > work:
         more = "too many" if thorough else "thorough=True allows more"
         return f"the Jacobian of {unknowns} unknowns and {entries} entries was not computed; {more}"

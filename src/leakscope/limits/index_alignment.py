@@ -25,7 +25,7 @@ from leakscope.equations.index_matrix import (
 from leakscope.federation.batches import Sampling
 
 
-def determined_inputs(found: Identifiability, signals: Tensor) -> Tensor:
+def determined_inputs(index: Identifiability, signals: Tensor) -> Tensor:
     """Which samples' layer inputs steps I and II determine: output gradient determined, and not zero.
 
     If the combination w of rounds isolates sample n (S'w = e_n), it turns the weight gradients into h_n v_n'. A row of
@@ -35,8 +35,8 @@ def determined_inputs(found: Identifiability, signals: Tensor) -> Tensor:
     >>> determined_inputs(identify([[0], [1]], samples=2), torch.tensor([[1.0, 2.0], [0.0, 0.0]])).tolist()
     [True, False]
     """
-    check_rows("determined_inputs: signals", signals, found.samples)
-    return found.determined & seen_rows(signals).to(found.determined.device)
+    check_rows("determined_inputs: signals", signals, index.samples)
+    return index.determined & seen_rows(signals).to(index.determined.device)
 
 
 def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
@@ -52,8 +52,8 @@ def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
     check_rows("inputs_given_signals: signals", signals, len(signals))
     wide = torch.nn.functional.normalize(signals.detach().cpu().double(), dim=1)  # norms change no rank
     values, vectors = torch.linalg.eigh((matrix.T @ matrix) * (wide @ wide.T))
-    kept = values > len(values) * torch.finfo(values.dtype).eps * float(values[-1])
-    return (vectors[:, kept].square().sum(1) >= 1 - INSIDE) & seen_rows(signals).cpu()
+    nonzero = values > len(values) * torch.finfo(values.dtype).eps * float(values[-1])
+    return (vectors[:, nonzero].square().sum(1) >= 1 - INSIDE) & seen_rows(signals).cpu()
 
 
 def distinct_columns(indices: Indices, samples: int) -> Tensor:

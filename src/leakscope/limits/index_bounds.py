@@ -97,8 +97,8 @@ def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None
     2 E[ss'] o VV' is then positive definite. For K = N it takes V of rank N. ``modulus`` is the lower bound 2 p of the
     module's docstring, which is positive if and only if the modulus is.
 
-    >>> found = theorem2(3, 2, 2, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
-    >>> found.printed, found.corrected, round(found.modulus, 4)
+    >>> theorem = theorem2(3, 2, 2, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
+    >>> theorem.printed, theorem.corrected, round(theorem.modulus, 4)
     (False, True, 0.6667)
     """
     check_sizes("theorem2", samples, batch, units=units)

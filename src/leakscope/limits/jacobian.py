@@ -51,8 +51,8 @@ def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | No
         matrix = mapping.jacobian(flat, progress=progress)
         draws = torch.Generator().manual_seed(0)
         direction = torch.randn(len(flat), generator=draws, dtype=torch.float64).to(flat)
-        whole, seen = float(mapping.linearise(flat).forward(direction).norm()), float((direction @ matrix).norm())
-        if not math.isclose(whole, seen, rel_tol=1e3 * math.sqrt(torch.finfo(flat.dtype).eps)):
+        whole, ours = float(mapping.linearise(flat).forward(direction).norm()), float((direction @ matrix).norm())
+        if not math.isclose(whole, ours, rel_tol=1e3 * math.sqrt(torch.finfo(flat.dtype).eps)):
             reason = too_large(mapping.unknowns, mapping.entries)
             if reason is not None:
                 return reason
@@ -114,8 +114,8 @@ def jacobian_rank(
     2
     """
     mapping, flat = gradient_map_at(model, input_shape, batch, num_classes, value_range=value_range, seed=seed)
-    found = decompose_at(mapping, flat, exact=exact, progress=progress)
-    return JacobianRank(mapping.unknowns, reason=found) if isinstance(found, str) else found.summary()
+    spectrum = decompose_at(mapping, flat, exact=exact, progress=progress)
+    return JacobianRank(mapping.unknowns, reason=spectrum) if isinstance(spectrum, str) else spectrum.summary()
 
 
 def decompose_at(

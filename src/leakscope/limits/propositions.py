@@ -25,13 +25,19 @@ class Proposition:
     numbers: Mapping[str, Any] = field(default_factory=dict, repr=False)
 
 
-def propositions(found: Structure, input_shape: tuple[int, ...], batch: int) -> tuple[Proposition, ...]:
+def propositions(net: Structure, input_shape: tuple[int, ...], batch: int) -> tuple[Proposition, ...]:
     """Propositions 1 to 3 for a model whose structure was found by running it."""
-    return (
-        _apply("Proposition 1", _first_linear(found, batch)),
-        _apply("Proposition 2", _one_hidden_layer(found, input_shape, batch)),
-        _apply("Proposition 3", _one_convolution(found, input_shape, batch)),
+    one: SingleExample | str
+    two: HiddenUnits | str
+    first, hidden, features = linear_first(net), one_hidden_layer(net), math.prod(input_shape)
+    one = first if isinstance(first, str) else single_example(batch, first.out_features, net.first.has_bias)
+    two = (
+        hidden
+        if isinstance(hidden, str)
+        else _unobserved(net) or hidden_units(batch, features, net.outputs, hidden.out_features)
     )
+    three = _one_convolution(net, input_shape, batch)
+    return _apply("Proposition 1", one), _apply("Proposition 2", two), _apply("Proposition 3", three)
 
 
 def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Proposition:
@@ -40,9 +46,9 @@ def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Pr
     return Proposition(name, True, result.met, result.statement, dataclasses.asdict(result))
 
 
-def linear_first(found: Structure) -> nn.Linear | str:
+def linear_first(net: Structure) -> nn.Linear | str:
     """The first layer where it is linear, reads the input itself and is in the update; else why it is not so."""
-    first = found.linear_first
+    first = net.linear_first
     if isinstance(first, str):
         return first
     assert isinstance(first.module, nn.Linear)
@@ -51,41 +57,27 @@ def linear_first(found: Structure) -> nn.Linear | str:
     return first.module
 
 
-def one_hidden_layer(found: Structure) -> nn.Linear | str:
+def one_hidden_layer(net: Structure) -> nn.Linear | str:
     """The hidden layer of two linear ones; else why the model is something else."""
-    layer, last = linear_first(found), found.layers[-1].module
+    layer, last = linear_first(net), net.layers[-1].module
     if isinstance(layer, str):
         return layer
-    if len(found.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != layer.out_features:
+    if len(net.layers) != 2 or not isinstance(last, nn.Linear) or last.in_features != layer.out_features:
         return "the model is not two linear layers with an activation between them"
     return layer
 
 
-def _first_linear(found: Structure, batch: int) -> SingleExample | str:
-    layer = linear_first(found)
-    if isinstance(layer, str):
-        return layer
-    return single_example(batch, layer.out_features, found.first.has_bias)
-
-
-def _one_hidden_layer(found: Structure, input_shape: tuple[int, ...], batch: int) -> HiddenUnits | str:
-    layer = one_hidden_layer(found)
-    if isinstance(layer, str):
-        return layer
-    return _all_in_update(found) or hidden_units(batch, math.prod(input_shape), found.outputs, layer.out_features)
-
-
-def _one_convolution(found: Structure, input_shape: tuple[int, ...], batch: int) -> Filters | str:
-    first, last = found.first.module, found.layers[-1].module
+def _one_convolution(net: Structure, input_shape: tuple[int, ...], batch: int) -> Filters | str:
+    first, last = net.first.module, net.layers[-1].module
     if not isinstance(first, nn.Conv2d):
-        return f"the first layer {found.first.name!r} is {found.first.kind}, not Conv2d"
-    if len(found.layers) != 2 or not isinstance(last, nn.Linear):
+        return f"the first layer {net.first.name!r} is {net.first.kind}, not Conv2d"
+    if len(net.layers) != 2 or not isinstance(last, nn.Linear):
         return "the model is not one convolution and one linear layer"
-    if not found.first.reads_input:
-        return f"the convolution {found.first.name!r} does not read the input itself"
+    if not net.first.reads_input:
+        return f"the convolution {net.first.name!r} does not read the input itself"
     channels, height, width = input_shape
-    if unseen := _all_in_update(found):
-        return unseen
+    if reason := _unobserved(net):
+        return reason
     if height != width:
         return f"the images are {height}x{width}, not square"
     options = (first.kernel_size, first.stride, first.padding)
@@ -93,15 +85,15 @@ def _one_convolution(found: Structure, input_shape: tuple[int, ...], batch: int)
     if not square or first.groups != 1 or first.dilation != (1, 1):
         return "the convolution is not square, or it is grouped, dilated or padded by name"
     kernel, padding, stride = first.kernel_size[0], int(first.padding[0]), first.stride[0]
-    result = filters(batch, height, kernel, padding, stride, channels, found.outputs, first.out_channels)
+    result = filters(batch, height, kernel, padding, stride, channels, net.outputs, first.out_channels)
     if last.in_features != result.features:
         return "there is a pooling between the convolution and the linear layer"
     return result
 
 
-def _all_in_update(found: Structure) -> str | None:
-    """The counts take every weight and bias for observed; say so where one is not."""
-    for layer in found.layers:
+def _unobserved(net: Structure) -> str | None:
+    """Why a count, which takes every weight and bias for observed, does not hold; None where it does."""
+    for layer in net.layers:
         if not layer.trainable or not layer.has_bias:
             return f"layer {layer.name!r} is frozen or has no bias, and the count takes both gradients for observed"
     return None

@@ -21,7 +21,7 @@ from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, cramer_rao
 from leakscope.limits.jacobian import QUICK_UNKNOWNS, decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
-from leakscope.matching.gradient_map import GradientMap, Progress, affordable_steps
+from leakscope.matching.gradient_map import GradientMap, affordable_steps
 from leakscope.network.activations import Unsupported
 from leakscope.network.layers import Structure, structure
 
@@ -83,10 +83,8 @@ class Limits:
             return "Identifiable: every small change of the inputs shows in the gradient."
         if self.jacobian.full is False:
             lost = self.jacobian.unknowns - (self.jacobian.rank or 0)
-            return (
-                f"Not identifiable: in {lost} of {self.unknowns} directions the inputs can change without a trace "
-                "in the gradient."
-            )
+            directions = f"{lost} of {self.unknowns} directions"
+            return f"Not identifiable: in {directions} the inputs can change without a trace in the gradient."
         return "Not excluded: there are enough observed entries, which is necessary but not sufficient."
 
     @property
@@ -100,16 +98,12 @@ class Limits:
         facts["jacobian"]["full"] = self.jacobian.full
         for layer, entry in zip(self.layers, facts["layers"], strict=True):
             entry["deficiency"] = layer.deficiency
-        facts["security"] = self.security
         if self.floor is not None:
             facts["floor"]["psnr"] = self.floor.psnr
             # JSON has no infinity: what is null for that reason is told from what was not computed.
             facts["floor"]["infinite"] = math.isinf(self.floor.rmse)
-        facts["identifiable"] = self.identifiable
-        facts["conclusion"] = self.conclusion
-        plain = plain_values(facts)
-        assert isinstance(plain, dict)
-        return plain
+        facts |= {name: getattr(self, name) for name in ("security", "identifiable", "conclusion")}
+        return {name: plain_values(value) for name, value in facts.items()}
 
 
 def limits(
@@ -139,85 +133,63 @@ def limits(
     A batch is determined only up to the order of its examples, and priors on the inputs may fill in what the gradient
     does not show.
 
-    >>> found = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
-    >>> found.gradient_entries, found.unknowns, found.closed_form, found.jacobian.rank
+    >>> facts = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
+    >>> facts.gradient_entries, facts.unknowns, facts.closed_form, facts.jacobian.rank
     (15, 4, True, 4)
     """
     shape = _checked(model, input_shape, batch, num_classes)
-    found = structure(model, shape)
-    if len(found.output_shape) != 1:
-        raise ValueError(f"model: expected one row of logits for each example, got outputs {found.output_shape}")
-    if num_classes is not None and num_classes != found.outputs:
+    net = structure(model, shape)
+    if len(net.output_shape) != 1:
+        raise ValueError(f"model: expected one row of logits for each example, got outputs {net.output_shape}")
+    if num_classes is not None and num_classes != net.outputs:
         raise ValueError(
-            f"num_classes: the model has {found.outputs} outputs, got {num_classes}. Pass that number or leave it out."
+            f"num_classes: the model has {net.outputs} outputs, got {num_classes}. Pass that number or leave it out."
         )
-    refuse("limits", example_problems(inputs, labels, (batch, *shape), found.outputs))
-    features = math.prod(shape)
-    unknowns = batch * features
-    with_labels = unknowns + batch * found.outputs
-    layer = linear_first(found)
-    if isinstance(layer, str):
-        closed, span, sentence = False, False, f"no closed form: {layer}"
-    else:
-        closed = batch == 1 and found.first.has_bias
-        span = batch <= layer.out_features
-        sentence = _first_linear_sentence(batch, layer.out_features, found.first.has_bias)
+    refuse("limits", example_problems(inputs, labels, (batch, *shape), net.outputs))
+    unknowns = batch * math.prod(shape)
+    with_labels = unknowns + batch * net.outputs
+    linear = linear_first(net)
     mapping, flat = gradient_map_at(
-        model, shape, batch, found.outputs, value_range=value_range, seed=seed, inputs=inputs, labels=labels
+        model, shape, batch, net.outputs, value_range=value_range, seed=seed, inputs=inputs, labels=labels
     )
-    known = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=_named(progress, "Jacobian"))
+    jacobian_progress, floor_progress = (progress and partial(progress, name) for name in ("Jacobian", "floor"))
+    spectrum = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=jacobian_progress)
     floor: Floor | str = "needs a channel: noise, and where wanted clipping, pruning or dropout (--noise, --clip, ...)"
     if channel is not None:
-        told = _named(progress, "floor")
-        floor = _floor(mapping, flat, channel, known, exact, probes=probes, seed=seed, progress=told)
-    layers, layers_reason = _layers(model, shape, value_range, seed)
-    orders = _orders(found, features, batch, channel, floor)
-    return Limits(
-        input_shape=shape,
-        batch=batch,
-        num_classes=found.outputs,
-        first_layer=found.first.name or "model",
-        first_layer_kind=found.first.kind,
-        first_layer_size=found.first.size,
-        gradient_entries=found.entries,
-        unknowns=unknowns,
-        unknowns_with_labels=with_labels,
-        count_met=found.entries >= unknowns,
-        count_met_with_labels=found.entries >= with_labels,
-        closed_form=closed,
-        span_readable=span,
-        first_linear=sentence,
-        propositions=propositions(found, shape, batch),
-        jacobian=JacobianRank(unknowns, reason=known) if isinstance(known, str) else known.summary(),
-        seed=seed,
-        point="a random batch in the box" if inputs is None else "the batch that was given",
-        layers=layers,
-        layers_reason=layers_reason,
-        channel=channel,
-        floor=None if isinstance(floor, str) else floor,
-        floor_reason=floor if isinstance(floor, str) else None,
-        orders=() if isinstance(orders, str) else orders,
-        orders_reason=orders if isinstance(orders, str) else None,
-    )
-
-
-def _layers(
-    model: nn.Module, shape: tuple[int, ...], value_range: ValueRange | None, seed: int
-) -> tuple[tuple[LayerSystem, ...], str | None]:
+        options: dict[str, Any] = {"probes": probes, "seed": seed, "progress": floor_progress}
+        floor = _floor(mapping, flat, channel, spectrum, exact, **options)
+    layers: tuple[LayerSystem, ...] | str
     try:
-        return layer_systems(model, shape, value_range=value_range, seed=seed), None
+        layers = layer_systems(model, shape, value_range=value_range, seed=seed)
     except Unsupported as error:
-        return (), str(error)
+        layers = str(error)
+    orders = _orders(net, math.prod(shape), batch, channel, floor)
+    return Limits(
+        input_shape=shape, batch=batch, num_classes=net.outputs,
+        first_layer=net.first.name or "model", first_layer_kind=net.first.kind, first_layer_size=net.first.size,
+        gradient_entries=net.entries, unknowns=unknowns, unknowns_with_labels=with_labels,
+        count_met=net.entries >= unknowns, count_met_with_labels=net.entries >= with_labels,
+        closed_form=not isinstance(linear, str) and batch == 1 and net.first.has_bias,
+        span_readable=not isinstance(linear, str) and batch <= linear.out_features,
+        first_linear=_first_linear_sentence(linear, batch, net.first.has_bias),
+        propositions=propositions(net, shape, batch),
+        jacobian=JacobianRank(unknowns, reason=spectrum) if isinstance(spectrum, str) else spectrum.summary(),
+        seed=seed, point="a random batch in the box" if inputs is None else "the batch that was given",
+        layers=() if isinstance(layers, str) else layers, layers_reason=layers if isinstance(layers, str) else None,
+        channel=channel,
+        floor=None if isinstance(floor, str) else floor, floor_reason=floor if isinstance(floor, str) else None,
+        orders=() if isinstance(orders, str) else orders, orders_reason=orders if isinstance(orders, str) else None,
+    )  # fmt: skip
 
 
 def _floor(
-    mapping: GradientMap, flat: Tensor, channel: Channel, known: Decomposition | str, exact: bool, **options: Any
+    mapping: GradientMap, flat: Tensor, channel: Channel, spectrum: Decomposition | str, exact: bool, **options: Any
 ) -> Floor | str:
     """The floor, or why there is none."""
     # Where the rank was computed the floor can be exact too, and where it was not even asked for, it is estimated.
     method: Method = "auto" if exact or mapping.unknowns <= QUICK_UNKNOWNS else "estimate"
     steps = STEPS if exact else affordable_steps(mapping)
-    at_hand = None if isinstance(known, str) else known
+    at_hand = None if isinstance(spectrum, str) else spectrum
     try:
         return cramer_rao(mapping, flat, channel, method=method, steps=steps, decomposition=at_hand, **options)
     except RuntimeError as error:
@@ -225,10 +197,10 @@ def _floor(
 
 
 def _orders(
-    found: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
+    net: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
 ) -> tuple[Order, ...] | str:
     """The published orders for a model with one hidden layer, or why they say nothing of this one."""
-    first = one_hidden_layer(found)
+    first = one_hidden_layer(net)
     if isinstance(first, str):
         return f"left out because {first}"
     facts: dict[str, float | None] = {}
@@ -243,15 +215,14 @@ def _orders(
     return order_bounds(batch=batch, features=features, width=first.out_features, **facts)
 
 
-def _named(progress: Callable[[str, int, int], None] | None, name: str) -> Progress | None:
-    return None if progress is None else partial(progress, name)
-
-
-def _first_linear_sentence(batch: int, units: int, bias: bool) -> str:
+def _first_linear_sentence(linear: nn.Linear | str, batch: int, bias: bool) -> str:
+    if isinstance(linear, str):
+        return f"no closed form: {linear}"
     if batch == 1 and bias:
         return "one example is recovered exactly in closed form, if any unit's bias gradient is not zero"
     if batch == 1:
         return "one example is recovered up to its norm; the layer has no bias"
+    units = linear.out_features
     if batch <= units:
         return f"the span of the batch is readable, as long as the batch ({batch}) is at most the units ({units})"
     return f"only {units} dimensions of the span of the {batch} examples are readable, one a unit"

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from leakscope.contracts.inputs import ValueRange
 from leakscope.equations.constraints import generic_rank, stage_system
 from leakscope.equations.linear_system import LinearSystem
-from leakscope.network.chain import Chain, read_chain
+from leakscope.network.chain import Chain, Stage, read_chain
 
 #: Ranks are computed where the smaller of rows and unknowns is at most this; 6000 take about ten seconds.
 MAX_UNKNOWNS = 6000
@@ -89,10 +89,8 @@ def layer_systems(
     outputs = math.prod(chain.stages[-1].output_shape)
     if num_classes is not None and num_classes != outputs:
         raise ValueError(f"num_classes: expected the model's {outputs} outputs, got {num_classes}")
-    return tuple(
-        _layer(chain, number, system, max_unknowns)
-        for number, system in enumerate(_systems(chain, input_shape, value_range or ValueRange(), seed))
-    )
+    systems = _systems(chain, input_shape, value_range or ValueRange(), seed)
+    return tuple(_layer(*pair, max_unknowns) for pair in zip(chain.stages, systems, strict=True))
 
 
 def security_metric(layers: Sequence[LayerSystem]) -> float:
@@ -122,28 +120,19 @@ def _systems(chain: Chain, input_shape: tuple[int, ...], box: ValueRange, seed: 
     logits = x if x.shape[1] > 1 else torch.cat([x, torch.zeros_like(x)], dim=1)
     loss = nn.functional.cross_entropy(logits, torch.zeros(1, dtype=torch.long))
     parameters = chain.parameters()
-    found = torch.autograd.grad(loss, [*received, *parameters.values()])
-    signals, gradients = found[: len(received)], found[len(received) :]
-    update = dict(zip(parameters, gradients, strict=True))
-    return [
-        stage_system(stage, outputs, signal, update)
-        for stage, outputs, signal in zip(chain.stages, received, signals, strict=True)
-    ]
+    gradients = torch.autograd.grad(loss, [*received, *parameters.values()])
+    update = dict(zip(parameters, gradients[len(received) :], strict=True))
+    places = zip(chain.stages, received, gradients[: len(received)], strict=True)
+    return [stage_system(stage, outputs, signal, update) for stage, outputs, signal in places]
 
 
-def _layer(chain: Chain, number: int, system: LinearSystem, max_unknowns: int) -> LayerSystem:
-    stage = chain.stages[number]
-    side = min(system.rows, system.unknowns)
+def _layer(stage: Stage, system: LinearSystem, max_unknowns: int) -> LayerSystem:
     spectrum = system.spectrum_up_to(max_unknowns)
-    found: dict[str, Any] = {"reason": f"{side} rows or unknowns; the rank is computed up to {max_unknowns}"}
-    if spectrum is not None:
-        found = {name: getattr(spectrum, name) for name in ("rank", "smallest", "condition", "method")}
-    return LayerSystem(
-        name=stage.name,
-        convolutional=stage.convolutional,
-        rows=system.rows,
-        unknowns=system.unknowns,
-        unseen=system.unseen,
-        predicted_rank=generic_rank(stage),
-        **found,
-    )
+    facts: dict[str, Any] = {name: getattr(system, name) for name in ("rows", "unknowns", "unseen")}
+    if spectrum is None:
+        side = min(system.rows, system.unknowns)
+        facts["reason"] = f"{side} rows or unknowns; the rank is computed up to {max_unknowns}"
+    else:
+        facts |= {name: getattr(spectrum, name) for name in ("rank", "smallest", "condition", "method")}
+    predicted = generic_rank(stage)
+    return LayerSystem(name=stage.name, convolutional=stage.convolutional, predicted_rank=predicted, **facts)

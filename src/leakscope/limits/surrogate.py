@@ -77,18 +77,22 @@ def cosine_profile(
     ``gradient_at(beta)`` is called at ``points`` even places, and then around the best of them, whose maximum is
     refined to 1e-3 in beta by Brent's bounded search. A valley between two places of the grid can be missed.
 
-    >>> found = cosine_profile({"w": torch.tensor([2.0, 0.0])}, lambda beta: {"w": torch.tensor([1.0, beta - 0.33])})
-    >>> round(found.best_beta, 3), round(found.best_cosine, 6), round(found.cosines[0], 3)
+    >>> profile = cosine_profile({"w": torch.tensor([2.0, 0.0])}, lambda beta: {"w": torch.tensor([1.0, beta - 0.33])})
+    >>> round(profile.best_beta, 3), round(profile.best_cosine, 6), round(profile.cosines[0], 3)
     (0.33, 1.0, 0.95)
     """
     refuse("cosine_profile", whole(2, points=points))
+    shapes = {name: value.shape for name, value in update.items()}
     update_norm = math.sqrt(_dot(update, update))
     if not (math.isfinite(update_norm) and update_norm > 0):
         raise ValueError(f"update: expected a direction, that is a finite norm above 0, got {update_norm:g}")
 
     def cosine(beta: float) -> float:
         gradient = gradient_at(beta)
-        _check_fit(update, gradient)
+        got = {name: value.shape for name, value in gradient.items()}
+        if got != shapes:
+            odd = ", ".join(sorted(name for name in {*shapes, *got} if shapes.get(name) != got.get(name)))
+            raise ValueError(f"gradient_at: expected the names and shapes of the update, got others for {odd}")
         norm = math.sqrt(_dot(gradient, gradient))
         if not (math.isfinite(norm) and norm > 0):
             return math.nan
@@ -96,10 +100,10 @@ def cosine_profile(
 
     betas = tuple(place / (points - 1) for place in range(points))
     cosines = tuple(cosine(beta) for beta in betas)
-    known = [place for place in range(points) if not math.isnan(cosines[place])]
-    if not known:
+    finite = [place for place in range(points) if not math.isnan(cosines[place])]
+    if not finite:
         return CosineProfile(betas=betas, cosines=cosines, best_beta=math.nan, best_cosine=math.nan)
-    best = max(known, key=lambda place: cosines[place])
+    best = max(finite, key=lambda place: cosines[place])
     bracket = (betas[max(0, best - 1)], betas[min(points - 1, best + 1)])
 
     def loss(beta: float) -> float:
@@ -107,11 +111,10 @@ def cosine_profile(
         return 2.0 if math.isnan(value) else -value  # worse than any cosine
 
     # Finer than promised: near a minimum, where the gradient turns quickly, a thousandth of beta costs cosine.
-    found = minimize_scalar(loss, bounds=bracket, method="bounded", options={"xatol": BETA_TOLERANCE / 10})
-    best_beta, best_cosine = betas[best], cosines[best]
+    minimum = minimize_scalar(loss, bounds=bracket, method="bounded", options={"xatol": BETA_TOLERANCE / 10})
     # The search never looks at the ends of the bracket, so a maximum at w_0 or w_T is one of the grid.
-    if -float(found.fun) > best_cosine:
-        best_beta, best_cosine = float(found.x), -float(found.fun)
+    candidates = (cosines[best], betas[best]), (-float(minimum.fun), float(minimum.x))
+    best_cosine, best_beta = max(candidates, key=lambda pair: pair[0])
     return CosineProfile(betas=betas, cosines=cosines, best_beta=best_beta, best_cosine=best_cosine)
 
 
@@ -177,14 +180,3 @@ def drift_bound(
 
 def _dot(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
     return sum(float((value.double() * other[name].double()).sum()) for name, value in one.items())
-
-
-def _check_fit(update: Mapping[str, Tensor], gradient: Mapping[str, Tensor]) -> None:
-    wanted = {name: tuple(value.shape) for name, value in update.items()}
-    got = {name: tuple(value.shape) for name, value in gradient.items()}
-    if wanted != got:
-        odd = sorted({*wanted.items()} ^ {*got.items()})
-        raise ValueError(
-            "gradient_at: expected the names and shapes of the update, got others for "
-            + ", ".join(dict.fromkeys(name for name, _ in odd))
-        )

@@ -56,28 +56,26 @@ def inverse_trace(
 
     ``directions`` are the probes, two at least, one a row (see :func:`signs`); each takes ``steps`` products at most.
 
-    >>> found = inverse_trace(lambda v: 4 * v, signs(6, 3, seed=0), steps=10)
-    >>> found.inverse, found.standard_error, found.trace, found.converged
+    >>> result = inverse_trace(lambda v: 4 * v, signs(6, 3, seed=0), steps=10)
+    >>> result.inverse, result.standard_error, result.trace, result.converged
     (1.5, 0.0, 24.0, 1.0)
     """
     count = len(directions)
-    values, traces, settled = [], [], 0
-    for number, direction in enumerate(directions):
 
-        def tell(step: int, number: int = number) -> None:
+    def probe(number: int) -> tuple[float, float, bool]:
+        def tell(step: int) -> None:
             if progress is not None:
                 progress(number * steps + step, count * steps)
 
-        value, trace, done = _quadratic_form(product, direction, steps, tell)
-        values.append(value)
-        traces.append(trace)
-        settled += done
-    found = torch.tensor(values, dtype=torch.float64)
-    mean = float(found.mean())
-    error = float(found.std()) / math.sqrt(count) if math.isfinite(mean) else math.inf
+        return _quadratic_form(product, directions[number], steps, tell)
+
+    values, traces, settled = zip(*map(probe, range(count)), strict=True)
+    inverses = torch.tensor(values, dtype=torch.float64)
+    mean = float(inverses.mean())
+    error = float(inverses.std()) / math.sqrt(count) if math.isfinite(mean) else math.inf
     reach = float(student.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
     interval = (mean - reach if math.isfinite(mean) else mean, mean + reach)
-    return InverseTrace(mean, error, interval, sum(traces) / count, settled / count)
+    return InverseTrace(mean, error, interval, sum(traces) / count, sum(settled) / count)
 
 
 def _quadratic_form(

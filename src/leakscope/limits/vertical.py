@@ -103,12 +103,12 @@ class VerticalLimits:
                 f"Partly identifiable: {self.index.reason}, but some samples leave no output gradient with a worker; "
                 f"at least {least} of {self.samples} follow by linear least squares for every worker."
             )
-        found = min(max(worker.determined, worker.separable or 0) for worker in self.workers)
-        if found > least:
+        together = min(max(worker.determined, worker.separable or 0) for worker in self.workers)
+        if together > least:
             return (
                 f"Identifiable in principle: {self.index.reason}, so that steps I and II alone determine {least}; but "
                 f"fewer rounds than samples are no safety, as the gradients of all rounds together determine "
-                f"{'all' if found == self.samples else found} for every worker."
+                f"{'all' if together == self.samples else together} for every worker."
             )
         word = "Partly identifiable" if least else "Not identifiable"
         return (
@@ -118,19 +118,15 @@ class VerticalLimits:
 
     def as_dict(self) -> dict[str, Any]:
         """Everything as JSON can hold it; an infinite number becomes None."""
-        facts: dict[str, Any] = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "index"
-        }
+        facts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del facts["index"]  # at the end, without its tensor
         facts |= {name: dataclasses.asdict(facts[name]) for name in ("needed", "theorem")}
-        facts["workers"] = [
-            {**dataclasses.asdict(worker), "enough_inputs": worker.enough_inputs} for worker in self.workers
-        ]
+        facts["workers"] = [{**dataclasses.asdict(one), "enough_inputs": one.enough_inputs} for one in self.workers]
         names = ("rank", "smallest", "condition", "determined", "absent", "identifiable", "reason")
         facts["index"] = {name: getattr(self.index, name) for name in names}
         facts["index"]["determined"] = int(self.index.determined.sum())
-        plain = plain_values({**facts, "identifiable": self.identifiable, "conclusion": self.conclusion})
-        assert isinstance(plain, dict)
-        return plain
+        facts |= {"identifiable": self.identifiable, "conclusion": self.conclusion}
+        return {name: plain_values(value) for name, value in facts.items()}
 
 
 def vertical_limits(
@@ -162,13 +158,12 @@ def vertical_limits(
     problems += expected("'uniform' or 'epochs'", lambda word: word in get_args(Sampling), sampling=sampling)
     refuse("vertical_limits", problems + example_problems(inputs, labels, (samples, *model.input_shape), outputs))
     needed = rounds_needed(samples, batch, sampling)
-    given = indices is not None
+    own_batches, own_samples = indices is not None, inputs is not None
     if indices is None:
         count = rounds or default_rounds(samples, batch, sampling)
         drawn = draw_batches(samples, batch, count, sampling, torch.Generator().manual_seed(seed))
         indices = [numbers.tolist() for numbers in drawn]
-    found = identify(indices, samples)
-    point = "random samples in [0, 1]" if inputs is None else "the samples that were given"
+    index = identify(indices, samples)
     if inputs is None or labels is None:
         generator = torch.Generator().manual_seed(seed)
         inputs = torch.rand((samples, *model.input_shape), generator=generator, dtype=torch.float64)
@@ -176,52 +171,35 @@ def vertical_limits(
     at_layers = layer_signals(model, inputs, labels, batch, progress)
     workers = []
     for dense, (signals, reads) in zip(first_dense(model), at_layers, strict=True):
-        workers.append(_worker(dense, batch, found, indices, signals, reads))
+        workers.append(_worker(dense, batch, index, indices, signals, reads))
         if progress is not None:
             progress("workers", len(workers), len(at_layers))
     return VerticalLimits(
-        samples=samples,
-        batch=batch,
-        rounds=found.rounds,
-        sampling=sampling,
-        given=given,
-        seed=seed,
-        point=point,
-        index=found,
-        together=samples - int(distinct_columns(indices, samples).sum()),
-        needed=needed,
-        theorem=theorem1(samples, batch),
-        workers=tuple(workers),
-    )
+        samples=samples, batch=batch, rounds=index.rounds, sampling=sampling, given=own_batches, seed=seed,
+        point="the samples that were given" if own_samples else "random samples in [0, 1]",
+        index=index, together=samples - int(distinct_columns(indices, samples).sum()),
+        needed=needed, theorem=theorem1(samples, batch), workers=tuple(workers),
+    )  # fmt: skip
 
 
 def _worker(
-    dense: FirstDense, batch: int, found: Identifiability, indices: Indices, signals: Tensor, reads: Tensor
+    dense: FirstDense, batch: int, index: Identifiability, indices: Indices, signals: Tensor, reads: Tensor
 ) -> WorkerLimits:
-    determined = int(determined_inputs(found, signals).sum())
     apart = None
-    if not found.identifiable:
+    if not index.identifiable:
         # The gradient of a bias is that of a weight whose input is always 1.
         with_bias = torch.cat([reads, torch.ones_like(reads[:, :1])], dim=1) if dense.bias else reads
         apart = int(separable(indices, signals, with_bias).sum())
     rank = rank_of(reads)
     return WorkerLimits(
-        worker=dense.worker,
-        share=dense.share.name,
-        features=len(dense.share.places),
-        layer=dense.name,
-        inputs=dense.inputs,
-        units=dense.units,
-        bias=dense.bias,
+        worker=dense.worker, share=dense.share.name, features=len(dense.share.places),
+        layer=dense.name, inputs=dense.inputs, units=dense.units, bias=dense.bias,
         invisible=tuple(torch.nonzero(~seen_rows(signals)).flatten().tolist()),
-        signal_rank=rank_of(signals).rank or 0,
-        input_rank=rank.rank or 0,
+        signal_rank=rank_of(signals).rank or 0, input_rank=rank.rank or 0,
         input_condition=math.inf if rank.condition is None else rank.condition,
-        determined=determined,
-        separable=apart,
-        theorem=theorem2(found.samples, batch, dense.units, signals),
-        bounds=recovery_bounds(batch, signals, reads),
-    )
+        determined=int(determined_inputs(index, signals).sum()), separable=apart,
+        theorem=theorem2(index.samples, batch, dense.units, signals), bounds=recovery_bounds(batch, signals, reads),
+    )  # fmt: skip
 
 
 def layer_signals(
@@ -239,27 +217,26 @@ def layer_signals(
     net = copy.deepcopy(model).double().eval().requires_grad_(False)
     layers = [dense.module(net) for dense in first_dense(net)]
     device = layers[0].weight.device
-    found: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in layers]
+    pairs: list[tuple[list[Tensor], list[Tensor]]] = [([], []) for _ in layers]
     for start in range(0, len(inputs), _AT_ONCE):
         part = slice(start, start + _AT_ONCE)
-        with cut_at(layers) as seen:
+        with cut_at(layers) as cuts:
             answer = net(inputs[part].to(device=device, dtype=torch.float64))
         loss = Classification().loss(answer, labels[part].to(device), "sum") / batch
-        outputs = [seen[layer][1] for layer in layers]
+        outputs = [cuts[layer][1] for layer in layers]
         gradients = torch.autograd.grad(loss, outputs, allow_unused=True)
-        for (signals, reads), layer, output, gradient in zip(found, layers, outputs, gradients, strict=True):
+        for (signals, reads), layer, output, gradient in zip(pairs, layers, outputs, gradients, strict=True):
             signals.append((torch.zeros_like(output) if gradient is None else gradient).detach().cpu())
-            reads.append(seen[layer][0].detach().cpu())
+            reads.append(cuts[layer][0].detach().cpu())
         if progress is not None:
             progress("samples", min(start + _AT_ONCE, len(inputs)), len(inputs))
-    return [(torch.cat(signals), torch.cat(reads)) for signals, reads in found]
+    return [(torch.cat(signals), torch.cat(reads)) for signals, reads in pairs]
 
 
 def _outputs(model: VerticalModel) -> int:
     if not isinstance(model, VerticalModel):
-        raise TypeError(
-            f"model: expected a leakscope.VerticalModel, got {type(model).__name__}; for others there is limits()"
-        )
+        got = type(model).__name__
+        raise TypeError(f"model: expected a leakscope.VerticalModel, got {got}; for others there is limits()")
     like = first_dense(model)[0].module(model).weight
     with torch.no_grad():
         return int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])

@@ -28,4 +28,4 @@ from leakscope.matching.priors import (
 )
 from leakscope.matching.problem import Problem
 from leakscope.matching.simulations import SegmentGradient, Simulation, SingleGradient, UnrolledSteps, steps_in_order
-from leakscope.matching.victim import Known, Victim
+from leakscope.matching.victim import Victim, VictimTensors

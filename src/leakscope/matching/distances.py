@@ -25,7 +25,7 @@ TINY = 1e-24
 
 class Distance(Protocol):
     #: Whether only the direction of the updates counts, not their length.
-    scale_free: bool
+    scale_free: bool = False
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
 
@@ -48,32 +48,26 @@ def depth_weights(names: Iterable[str], weights: Weights) -> list[float]:
     >>> [round(w, 3) for w in depth_weights(["a.weight", "a.bias", "b.weight"], "layers")]
     [1.0, 1.0, 0.368]
     """
-    listed = list(names)
-    count = len(listed)
+    owners = [name.rpartition(".")[0] for name in names]
+    count = len(owners)
     if weights == "layers":
-        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in listed))
-        return [math.exp(-layers.index(name.rpartition(".")[0])) for name in listed]
-    if weights == "equal":
-        raw = [1.0] * count
-    elif weights == "linear":
-        raw = [float(count - i) for i in range(count)]
-    elif weights == "exponential":
-        raw = [math.exp(-i) for i in range(count)]
-    else:
+        layers = list(dict.fromkeys(owners))
+        return [math.exp(-layers.index(owner)) for owner in owners]
+    rules = {"equal": lambda i: 1.0, "linear": lambda i: float(count - i), "exponential": lambda i: math.exp(-i)}
+    if weights not in rules:
         raise ValueError(f"weights: expected 'equal', 'linear', 'exponential' or 'layers', got {weights!r}")
+    raw = [rules[weights](i) for i in range(count)]
     mean = sum(raw) / count
     return [value / mean for value in raw]
 
 
 @dataclass(frozen=True, kw_only=True)
-class SquaredL2:
+class SquaredL2(Distance):
     """Sum of squared differences over all entries (DLG), times ``scale``.
 
     >>> float(SquaredL2()({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}))
     25.0
     """
-
-    scale_free = False
 
     weights: Weights = "equal"
     scale: float = 1.0
@@ -87,28 +81,24 @@ class SquaredL2:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelativeSquaredL2:
+class RelativeSquaredL2(Distance):
     """Sum of squared differences over the observed update's own squared length: same minimum, a scale of one.
 
     >>> float(RelativeSquaredL2()({"w": torch.tensor([3.0, 4.0])}, {"w": torch.zeros(2)}))
     1.0
     """
 
-    scale_free = False
-
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         return SquaredL2()(observed, candidate) / (_norm(observed) ** 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class L1:
+class L1(Distance):
     """Sum of absolute differences, relative to the observed update's own.
 
     >>> float(L1()({"w": torch.tensor([1.0, -1.0])}, {"w": torch.tensor([0.0, -1.0])}))
     0.5
     """
-
-    scale_free = False
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         difference = _total((candidate[name] - value).abs().sum() for name, value in observed.items())
@@ -116,7 +106,7 @@ class L1:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine:
+class Cosine(Distance):
     """One minus the cosine of the angle between the updates (Inverting Gradients).
 
     ``per="model"`` takes all tensors as one vector; ``per="tensor"`` averages over tensors with ``weights``.
@@ -139,15 +129,12 @@ class Cosine:
             dot = _total((candidate[name] * value).sum() for name, value in observed.items())
             return 1 - dot / (_norm(observed) * _norm(candidate))
         scale = depth_weights(observed, self.weights)
-        terms = [
-            w * (1 - (candidate[name] * value).sum() / (_norm({"": value}) * _norm({"": candidate[name]})))
-            for w, (name, value) in zip(scale, observed.items(), strict=True)
-        ]
-        return _total(terms) / len(terms)
+        pairs = [({"": value}, {"": candidate[name]}) for name, value in observed.items()]
+        return _total(w * Cosine()(*pair) for w, pair in zip(scale, pairs, strict=True)) / len(pairs)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DirectionL1:
+class DirectionL1(Distance):
     """L1 distance between the updates after scaling each to unit length, relative to the observed one.
 
     Blind to scale as the cosine is, so clipping and learning rates do not change it, but not quadratic near the
@@ -167,7 +154,7 @@ class DirectionL1:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaussianKernel:
+class GaussianKernel(Distance):
     """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG).
 
     With s_l = Var(g_l) alone the exponential underflows at the start and no gradient is left; s_l is therefore
@@ -177,8 +164,6 @@ class GaussianKernel:
     >>> round(float(far), 4)
     0.6321
     """
-
-    scale_free = False
 
     guard: float = 1.0
     decreasing: bool = True
@@ -191,8 +176,7 @@ class GaussianKernel:
         terms = []
         for depth, (name, value) in enumerate(observed.items()):
             square = ((candidate[name] - value) ** 2).mean()
-            width = value.var(unbiased=False).clamp_min(1e-12)
-            width = torch.maximum(width, self.guard * square.detach())
+            width = torch.maximum(value.var(unbiased=False).clamp_min(1e-12), self.guard * square.detach())
             quality = 1 / (depth + 1) if self.decreasing else 1.0
             terms.append(quality * (1 - torch.exp(-square / width)))
         return _total(terms)

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
-from leakscope.matching.victim import Tensors, Victim
+from leakscope.matching.victim import Tensors, Victim, VictimTensors
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
 CHUNK = 64
@@ -32,6 +32,8 @@ _WORK = 3e7
 MAX_PRODUCTS = 300
 
 Progress = Callable[[int, int], None]
+#: From a tensor of the update to a flat row of its coordinates.
+Coordinates = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,20 +78,23 @@ class GradientMap:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return tuple(self.victim.known.weights)
+        return tuple(self.victim.tensors.weights)
 
     @property
     def entries(self) -> int:
-        return sum(value.numel() for value in self.victim.known.weights.values())
+        return sum(value.numel() for value in self.victim.tensors.weights.values())
 
     def narrow(self) -> GradientMap:
         """The same map in float32, several times faster where digits do not matter."""
         victim = self.victim
-        known = type(victim.known)(
-            *({name: _as_float32(value) for name, value in group.items()} for group in victim.known)
+        tensors = VictimTensors(
+            *(
+                {name: value.float() if value.is_floating_point() else value for name, value in part.items()}
+                for part in victim.tensors
+            )
         )
         signal = None if self.output_gradient is None else self.output_gradient.float()
-        return dataclasses.replace(self, victim=dataclasses.replace(victim, known=known), output_gradient=signal)
+        return dataclasses.replace(self, victim=dataclasses.replace(victim, tensors=tensors), output_gradient=signal)
 
     def pictures(self, flat: Tensor) -> Tensor:
         """Inputs of the model from a flat row."""
@@ -101,19 +106,17 @@ class GradientMap:
 
     def update(self, flat: Tensor) -> Tensors:
         """The update by name."""
-        victim, known = self.victim, self.victim.known
-        made, _ = victim.gradient(known.weights, known.fixed, self.pictures(flat), self.targets, self.output_gradient)
-        found = victim.seen(made, known)
-        return self._scaled(found)
+        victim, tensors = self.victim, self.victim.tensors
+        gradient, _ = victim.gradient(tensors, self.pictures(flat), self.targets, self.output_gradient)
+        return self._scaled(victim.sent_update(gradient, tensors))
 
     def joined(self, update: Mapping[str, Tensor]) -> Tensor:
         """An update that was seen as one row, in the units of this map."""
         return _joined(self._scaled(dict(update)))
 
     def _scaled(self, update: Tensors) -> Tensors:
-        if self.scales is None:
-            return update
-        return {name: value / self.scales[name] for name, value in update.items()}
+        scales = self.scales
+        return update if scales is None else {name: value / scales[name] for name, value in update.items()}
 
     def __call__(self, flat: Tensor) -> Tensor:
         """The update as one row."""
@@ -126,9 +129,7 @@ class GradientMap:
             value, pull = vjp(self, flat)[:2]
             # The transpose of a transpose: two passes backward are faster on small convolutions than one forward.
             push = vjp(lambda weights: pull(weights)[0], torch.zeros_like(value))[1]
-        return Linearisation(
-            value.detach(), lambda direction: push(direction)[0].detach(), lambda w: pull(w)[0].detach()
-        )
+        return Linearisation(value.detach(), lambda v: push(v)[0].detach(), lambda w: pull(w)[0].detach())
 
     def jacobian(
         self, flat: Tensor, *, exact: bool = False, columns: int | None = None, progress: Progress | None = None
@@ -139,13 +140,11 @@ class GradientMap:
         ``columns`` are added up at random into that many: J J' is kept on average only, and the rank as long as there
         are some times more columns than unknowns.
         """
-        coordinates: list[_Coordinates] = [_Everything()] * len(self.names)
-        if not exact:
-            coordinates = self._tangents(flat)
+        coordinates = [torch.flatten] * len(self.names) if exact else self._tangents(flat)
 
         def observed(point: Tensor) -> Tensor:
             values = self.update(point).values()
-            return torch.cat([place(value).flatten() for place, value in zip(coordinates, values, strict=True)])
+            return torch.cat([place(value) for place, value in zip(coordinates, values, strict=True)])
 
         def column(direction: Tensor) -> Tensor:
             return jvp(observed, (flat,), (direction,))[1]
@@ -171,7 +170,7 @@ class GradientMap:
         pairs = zip(self._tangents(flat), self.update(flat).values(), strict=True)
         return sum(place(value).numel() for place, value in pairs)
 
-    def _tangents(self, flat: Tensor) -> list[_Coordinates]:
+    def _tangents(self, flat: Tensor) -> list[Coordinates]:
         # Examples that are zero or alike have a lower rank than their neighbours, whose changes leave its space.
         draws = torch.Generator().manual_seed(0)
         near = flat + 1e-2 * torch.randn(flat.shape, generator=draws).to(flat)
@@ -182,10 +181,6 @@ class GradientMap:
 def affordable_steps(mapping: GradientMap) -> int:
     """Products with the Jacobian that take a minute or two in all; by size and not by the clock, so that it repeats."""
     return int(min(MAX_PRODUCTS, max(2, _WORK / (mapping.entries * mapping.shape[0]))))
-
-
-def _as_float32(value: Tensor) -> Tensor:
-    return value.float() if value.is_floating_point() else value
 
 
 def _joined(update: Tensors) -> Tensor:
@@ -205,37 +200,25 @@ class _Sketch:
         return block.new_zeros(len(block), self.columns).index_add_(1, self._place, block * self._sign)
 
 
-class _Everything:
-    """A tensor as it is."""
+def _coordinates(value: Tensor, near: Tensor) -> Coordinates:
+    """Tangent coordinates where they are fewer than half of the entries and the rank is that of a neighbour too.
 
-    def __call__(self, value: Tensor) -> Tensor:
-        return value
-
-
-class _Tangent:
-    """Orthonormal coordinates of the tangent space of the matrices of one rank: U'G, and (I - UU')G V."""
-
-    def __init__(self, left: Tensor, right: Tensor) -> None:
-        self._left, self._right = left, right
-
-    def __call__(self, value: Tensor) -> Tensor:
-        rows = self._left.T @ value
-        rest = value @ self._right - self._left @ (rows @ self._right)
-        return torch.cat([rows.flatten(), rest.flatten()])
-
-
-_Coordinates = _Everything | _Tangent
-
-
-def _coordinates(value: Tensor, near: Tensor) -> _Coordinates:
-    """Tangent coordinates where they are fewer than half of the entries and the rank is that of a neighbour too."""
+    Those of the matrices of one rank are U'G and (I - UU')G V, orthonormal; all entries elsewhere.
+    """
     if value.dim() != 2 or min(value.shape) < 4:
-        return _Everything()
+        return torch.flatten
     left, sizes, right = torch.linalg.svd(value, full_matrices=False)
     rank = _rank(sizes, max(value.shape))
     if 2 * rank * sum(value.shape) > value.numel() or rank != _rank(torch.linalg.svdvals(near), max(value.shape)):
-        return _Everything()
-    return _Tangent(left[:, :rank], right[:rank].T)
+        return torch.flatten
+    left, right = left[:, :rank], right[:rank].T
+
+    def tangent(matrix: Tensor) -> Tensor:
+        rows = left.T @ matrix
+        rest = matrix @ right - left @ (rows @ right)
+        return torch.cat([rows.flatten(), rest.flatten()])
+
+    return tangent
 
 
 def _rank(sizes: Tensor, side: int) -> int:

@@ -58,8 +58,7 @@ class Roughness:
         picture = flat.reshape(-1, *self.shape)
         total = torch.zeros_like(picture)
         for axis in range(3, picture.dim()):
-            length = picture.shape[axis]
-            step = picture.diff(dim=axis)
+            length, step = picture.shape[axis], picture.diff(dim=axis)
             total.narrow(axis, 1, length - 1).add_(step)
             total.narrow(axis, 0, length - 1).sub_(step)
         return self.weight**2 * total.reshape(flat.shape)
@@ -92,8 +91,7 @@ class Preconditioner:
     """An approximate inverse of J'J + lambda I (and a prior's share) from a float32 Jacobian at one point."""
 
     def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
-        columns = max(CRUDE_SKETCH * mapping.unknowns, SMALL)
-        matrix = mapping.narrow().jacobian(at.float(), columns=columns)
+        matrix = mapping.narrow().jacobian(at.float(), columns=max(CRUDE_SKETCH * mapping.unknowns, SMALL))
         # Tiny gradients must not underflow when they are squared.
         self._scale = float(matrix.abs().max())
         usable = 0 < self._scale < math.inf
@@ -104,16 +102,15 @@ class Preconditioner:
         mean = float(gram.diagonal().mean())
         self.mean_diagonal = mean * self._scale**2 if usable else 0.0
         gram.diagonal().add_(max(damping / self._scale**2 if usable else 0.0, FLOAT32_FLOOR * mean))
-        factor, failed = torch.linalg.cholesky_ex(gram)
-        tries = 0
-        while int(failed) and tries < 10:
+        factor, failure = torch.linalg.cholesky_ex(gram)
+        for attempt in range(1, 11):
+            if not int(failure):
+                break
             # Half of the digits may not be enough to see that it is positive; then all of them, and more damping.
-            tries += 1
             gram = gram.double()
-            gram.diagonal().add_(FLOAT32_FLOOR * mean * 4**tries)
-            factor, failed = torch.linalg.cholesky_ex(gram)
-        usable = usable and not int(failed)
-        self._inverse = torch.cholesky_inverse(factor.float()) if usable else None
+            gram.diagonal().add_(FLOAT32_FLOOR * mean * 4**attempt)
+            factor, failure = torch.linalg.cholesky_ex(gram)
+        self._inverse = torch.cholesky_inverse(factor.float()) if usable and not int(failure) else None
 
     def __call__(self, vector: Tensor) -> Tensor:
         if self._inverse is None:
@@ -231,11 +228,10 @@ class LevenbergMarquardt:
             if trial_value < value:
                 x, residual, value = x + newton.step, trial, trial_value
                 mu = max(mu / 10, 1e-14)
-                at_rest = value <= enough or length < REST
                 products = mapping.linearise(x)
             else:
                 mu *= 10
-                at_rest = length < REST
+            at_rest = value <= enough or length < REST
             small = mapping.unknowns <= self.dense and mapping.unknowns * mapping.entries <= MAX_WORK
             if not newton.met and not at_rest and small:
                 # The step is taken as far as it goes; from the new point on, the Jacobian helps.

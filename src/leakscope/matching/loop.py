@@ -17,7 +17,7 @@ from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
 from leakscope.matching.priors import Prior
 from leakscope.matching.problem import Problem
-from leakscope.matching.search import SearchResult, Watch, search
+from leakscope.matching.search import SearchResult, search
 from leakscope.matching.simulations import Simulation, SingleGradient
 from leakscope.matching.victim import Tensors, Victim
 
@@ -112,6 +112,11 @@ class Matcher:
         problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
         compiled = self._compiles(victim, problem.shape, like)
+
+        def watch(done: int, _values: Tensor, best: Tensor) -> None:
+            if progress is not None:
+                progress(done, self.iterations, float(best.min()))
+
         result = search(
             problem.evaluator(self.restarts, compiled),
             start,
@@ -120,14 +125,8 @@ class Matcher:
             iterations=self.iterations,
             tolerance=self.tolerance,
             patience=self.patience,
-            watch=None if progress is None else self._tell(progress),
+            watch=watch,
         )
-        return self._match(problem, result, compiled)
-
-    def _tell(self, progress: Progress) -> Watch:
-        return lambda done, values, best: progress(done, self.iterations, float(best.min()))
-
-    def _match(self, problem: Problem, result: SearchResult, compiled: bool) -> Match:
         objectives, distances = result.judged.unbind(1)
         winner = int(torch.argmin(torch.where(torch.isfinite(objectives), objectives, math.inf)))
         picture, logits, numbers = problem.unpack(result.points[winner])
@@ -139,12 +138,7 @@ class Matcher:
             distance=float(distances[winner]),
             curves=_thin(result.curves),
             flags=_flags(problem, result, winner, self.iterations),
-            info={
-                "steps": len(result.curves),
-                "restarts": self.restarts,
-                "compiled": compiled,
-                "best_restart": winner,
-            },
+            info={"steps": len(result.curves), "restarts": self.restarts, "compiled": compiled, "best_restart": winner},
         )
 
     def _compiles(self, victim: Victim, shape: tuple[int, ...], like: Tensor) -> bool:

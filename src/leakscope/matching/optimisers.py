@@ -34,17 +34,15 @@ def schedule_factor(schedule: Schedule, step: int, total: int) -> float:
 
 
 class Run(Protocol):
-    """The state of an optimiser at work."""
+    """The state of an optimiser at work; ``finished`` are the rows that cannot be improved any further."""
+
+    finished: Tensor
 
     def ask(self) -> Tensor:
         """The points (restarts, n) to evaluate next."""
 
     def tell(self, values: Tensor, gradients: Tensor, usable: Tensor) -> None:
         """Their objectives, gradients, and which rows are finite and still in the race."""
-
-    @property
-    def finished(self) -> Tensor:
-        """Rows that cannot be improved any further."""
 
 
 class Optimiser(Protocol):
@@ -87,13 +85,10 @@ class Adam:
 
 class _AdamRun:
     def __init__(self, settings: Adam, start: Tensor, iterations: int, project: Project) -> None:
-        self.settings = settings
-        self.points = start.clone()
-        self.iterations = iterations
-        self.project = project
-        self.step = 0
-        self.mean = torch.zeros_like(start)
-        self.square = torch.zeros_like(start)
+        self.settings, self.iterations, self.project = settings, iterations, project
+        self.points, self.step = start.clone(), 0
+        self.mean, self.square = torch.zeros_like(start), torch.zeros_like(start)
+        self.finished = torch.zeros(len(start), dtype=torch.bool, device=start.device)
 
     def ask(self) -> Tensor:
         return self.points
@@ -114,12 +109,7 @@ class _AdamRun:
         # A tiny epsilon: gradients of a matched update are small, and the usual 1e-8 would stop the run early.
         length = (self.square / (1 - second**self.step)).sqrt().add_(1e-16)
         move = factor * (self.mean / (1 - first**self.step)) / length
-        moved = self.project(self.points - move)
-        self.points = torch.where(usable[:, None], moved, self.points)
-
-    @property
-    def finished(self) -> Tensor:
-        return torch.zeros(len(self.points), dtype=torch.bool, device=self.points.device)
+        self.points = torch.where(usable[:, None], self.project(self.points - move), self.points)
 
 
 class RowAdam:
@@ -172,27 +162,18 @@ class _LBFGSRun:
     """Rows share no state; each keeps its last ``history`` moves and turns (changes of gradient) in a ring."""
 
     def __init__(self, settings: LBFGS, start: Tensor, project: Project) -> None:
-        rows, size = start.shape
-        depth = settings.history
-        self.settings = settings
-        self.project = project
-        self.points = start.clone()
-        self.trial = start.clone()
+        (rows, size), depth = start.shape, settings.history
+        self.settings, self.project = settings, project
+        self.points, self.trial = start.clone(), start.clone()
         self.values = start.new_full((rows,), math.inf)
-        self.gradients = torch.zeros_like(start)
-        self.direction = torch.zeros_like(start)
+        self.gradients, self.direction = torch.zeros_like(start), torch.zeros_like(start)
         self.length = start.new_ones(rows)
-        self.moves = start.new_zeros(rows, depth, size)
-        self.turns = start.new_zeros(rows, depth, size)
+        self.moves, self.turns = start.new_zeros(rows, depth, size), start.new_zeros(rows, depth, size)
         # Inner products of the ring's entries, kept up to date so that a direction costs four matrix-vector products.
         self.move_turn = torch.zeros(rows, depth, depth, dtype=torch.float64, device=start.device)
         self.turn_turn = torch.zeros_like(self.move_turn)
         self.used = torch.zeros(rows, dtype=torch.long, device=start.device)
-        self.stalled = torch.zeros(rows, dtype=torch.bool, device=start.device)
-
-    @property
-    def finished(self) -> Tensor:
-        return self.stalled
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=start.device)
 
     def ask(self) -> Tensor:
         return self.trial
@@ -203,7 +184,7 @@ class _LBFGSRun:
         enough = values <= self.values + 1e-4 * self.length * slope
         if self.settings.line_search == "none":
             enough = torch.ones_like(enough)
-        accepted = usable & (fresh | enough) & ~self.stalled
+        accepted = usable & (fresh | enough) & ~self.finished
         self._remember(accepted & ~fresh, self.trial - self.points, gradients - self.gradients)
         keep = accepted[:, None]
         self.points = torch.where(keep, self.trial, self.points)
@@ -231,9 +212,7 @@ class _LBFGSRun:
         self.turns[which, slot] = turn[which]
         self.move_turn[which, slot] = _products(self.turns[which], move[which])
         self.move_turn[which, :, slot] = _products(self.moves[which], turn[which])
-        across = _products(self.turns[which], turn[which])
-        self.turn_turn[which, slot] = across
-        self.turn_turn[which, :, slot] = across
+        self.turn_turn[which, slot] = self.turn_turn[which, :, slot] = _products(self.turns[which], turn[which])
         self.used[which] += 1
 
     def _new_direction(self) -> Tensor:
@@ -248,8 +227,10 @@ class _LBFGSRun:
         age = torch.arange(depth, 0, -1, device=self.used.device)  # oldest first
         slots = (self.used[:, None] - age) % self.settings.history
         valid = (self.used[:, None] >= age).double()
-        cross = _pick(self.move_turn, slots) * valid[:, :, None] * valid[:, None, :]
-        square = _pick(self.turn_turn, slots) * valid[:, :, None] * valid[:, None, :]
+        # Rows and columns of the inner products (rows, depth, depth) in the order of time.
+        place = (torch.arange(len(slots), device=slots.device)[:, None, None], slots[:, :, None], slots[:, None, :])
+        both = valid[:, :, None] * valid[:, None, :]
+        cross, square = self.move_turn[place] * both, self.turn_turn[place] * both
         own = torch.diagonal(cross, dim1=1, dim2=2)
         upper = torch.triu(cross) + torch.diag_embed(1 - valid)
         scale = own[:, -1] / square[:, -1, -1].clamp_min(1e-300)
@@ -269,7 +250,7 @@ class _LBFGSRun:
 
     def _restart_exhausted(self, rows: Tensor) -> None:
         """Where no step along the direction helps: forget the history, and give up if there was none."""
-        self.stalled = self.stalled | (rows & (self.used == 0))
+        self.finished = self.finished | (rows & (self.used == 0))
         again = rows & (self.used > 0)
         self.used = torch.where(again, torch.zeros_like(self.used), self.used)
         self.direction = torch.where(again[:, None], -self.gradients, self.direction)
@@ -279,10 +260,3 @@ class _LBFGSRun:
 def _products(ring: Tensor, vector: Tensor) -> Tensor:
     """Inner products of a ring (rows, depth, n) with one vector a row, in double precision."""
     return (ring @ vector[:, :, None])[:, :, 0].double()
-
-
-def _pick(matrix: Tensor, slots: Tensor) -> Tensor:
-    """Rows and columns of (rows, depth, depth) in the order of ``slots`` (rows, k)."""
-    size = slots.shape[1]
-    by_row = matrix.gather(1, slots[:, :, None].expand(-1, -1, matrix.shape[2]))
-    return by_row.gather(2, slots[:, None, :].expand(-1, size, -1))

@@ -70,24 +70,20 @@ def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tenso
             return torch.stack([step.sum() for step in steps]).sum() / picture.shape[0]
         means = torch.stack([step.mean() for step in steps])
         return means.sum() if variant == "l1mean_sum" else means.mean()
+    borders = [(axis, torch.zeros_like(picture.narrow(axis, 0, 1))) for axis in axes]
     if variant == "conv":
-        steps = []
-        for axis in axes:
-            border = torch.zeros_like(picture.narrow(axis, 0, 1))
-            steps.append((torch.cat([picture.narrow(axis, 1, picture.shape[axis] - 1), border], axis) - picture).abs())
-        return torch.stack(steps).sum(0).mean() / 2
+        ahead = [
+            torch.cat([picture.narrow(axis, 1, picture.shape[axis] - 1), border], axis) for axis, border in borders
+        ]
+        return torch.stack([(step - picture).abs() for step in ahead]).sum(0).mean() / 2
     if variant == "sq_roll":
         squares = torch.stack([(picture - picture.roll(1, axis)) ** 2 for axis in axes]).sum(0) + 1e-7
         return squares.sum() / picture.shape[0]
     if variant == "joint":
-        together = torch.stack([_ahead(picture, axis).square().sum(1) for axis in axes]).sum(0)
+        steps = [torch.cat([picture.diff(dim=axis), border], axis) for axis, border in borders]
+        together = torch.stack([step.square().sum(1) for step in steps]).sum(0)
         return (torch.sqrt(together + 1e-8) - 1e-4).mean()
     raise ValueError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {variant!r}")
-
-
-def _ahead(picture: Tensor, axis: int) -> Tensor:
-    """The difference to the next pixel along ``axis``; zero at the end."""
-    return torch.cat([picture.diff(dim=axis), torch.zeros_like(picture.narrow(axis, 0, 1))], axis)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,10 +181,8 @@ class EpochAgreement:
 
     def __post_init__(self) -> None:
         if self.statistic not in ("mean", "max") or self.norm not in ("l1", "l2"):
-            raise ValueError(
-                f"EpochAgreement: expected statistic 'mean' or 'max' and norm 'l1' or 'l2', got "
-                f"{self.statistic!r} and {self.norm!r}"
-            )
+            got = f"{self.statistic!r} and {self.norm!r}"
+            raise ValueError(f"EpochAgreement: expected statistic 'mean' or 'max' and norm 'l1' or 'l2', got {got}")
         if self.copies < 1 or self.features < 0 or self.weight < 0:
             raise ValueError(f"EpochAgreement: expected copies >= 1, features >= 0 and weight >= 0, got {self}")
 

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.priors import Scene
-from leakscope.matching.search import Evaluate
+from leakscope.matching.search import Evaluate, Evaluation
 from leakscope.matching.simulations import Unknown
 from leakscope.matching.victim import Tensors, Victim
 
@@ -96,16 +96,16 @@ class Problem:
         # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a step;
         # it changes slowly, as its unknown does.
         inputs_only = self._step((0,), restarts, compiled)
-        kept = torch.empty(0)
+        number_gradients = torch.empty(0)
 
-        def evaluate(rows: Tensor, iteration: int) -> tuple[Tensor, Tensor, Tensor]:
-            nonlocal kept
-            if iteration % every == 0 or len(kept) != len(rows):
+        def evaluate(rows: Tensor, iteration: int) -> Evaluation:
+            nonlocal number_gradients
+            if iteration % every == 0 or len(number_gradients) != len(rows):
                 answer = self._call(whole, rows, iteration, restarts)
-                kept = answer[2][:, -len(self.unknowns) :]
+                number_gradients = answer[2][:, -len(self.unknowns) :]
                 return answer
             value, judged, gradient = self._call(inputs_only, rows, iteration, restarts)
-            return value, judged, torch.cat([gradient, kept], dim=1)
+            return value, judged, torch.cat([gradient, number_gradients], dim=1)
 
         return evaluate
 
@@ -117,7 +117,9 @@ class Problem:
         # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
         (picture, logits), numbers = self._example(main), self._numbers(others)
         targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
-        candidate, recorded = matcher.simulation(self.victim, facts["known"], self.to_model(picture), targets, numbers)
+        candidate, recorded = matcher.simulation(
+            self.victim, facts["tensors"], self.to_model(picture), targets, numbers
+        )
         distance = matcher.distance(facts["observed"], candidate)
         space = self.inputs if matcher.canvas.space == "model" else None
         scene = Scene(facts["iteration"], recorded, facts["batchnorm"], space)
@@ -134,12 +136,10 @@ class Problem:
         step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, 0, None))
         return torch.compile(step, dynamic=False) if compiled else step
 
-    def _call(
-        self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _call(self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int) -> Evaluation:
         like = next(iter(self.observed.values()))
         facts = {
-            "known": self.victim.known,
+            "tensors": self.victim.tensors,
             "observed": self.observed,
             "targets": self.targets,
             "batchnorm": dict(self.victim.batchnorm_targets),

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from leakscope.matching.optimisers import Optimiser, Project
 
-#: From points (rows, n) and the number of the step: objectives (rows,), judged values (rows, k), gradients (rows, n).
-#: The optimiser descends the objective; the first judged value says which point is best, the others go along with it.
-Evaluate = Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]
+#: Objectives (rows,), judged values (rows, k), gradients (rows, n). The optimiser descends the objective; the first
+#: judged value says which point is best, the others go along with it.
+Evaluation = tuple[Tensor, Tensor, Tensor]
+#: From points (rows, n) and the number of the step.
+Evaluate = Callable[[Tensor, int], Evaluation]
 #: Told after each step: how many are done, the first judged values there, and the best so far; both (rows,).
 Watch = Callable[[int, Tensor, Tensor], None]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -11,7 +10,7 @@ from torch import Tensor
 from torch.func import vjp
 
 from leakscope.contracts.observation import UpdateKind
-from leakscope.matching.victim import Known, Tensors, Victim
+from leakscope.matching.victim import Answer, Tensors, Victim, VictimTensors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +42,7 @@ class Simulation(Protocol):
     def unknowns(self) -> tuple[Unknown, ...]:
         """What is searched besides the inputs."""
 
-    def __call__(
-        self, victim: Victim, known: Known, x: Tensor, targets: Tensor, numbers: Mapping[str, Tensor]
-    ) -> tuple[Tensors, Tensors]:
+    def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         """The candidate's update, and the inputs of the BatchNorm layers."""
 
 
@@ -57,11 +54,9 @@ class SingleGradient:
     compiles: ClassVar[bool] = True
     unknowns: ClassVar[tuple[Unknown, ...]] = ()
 
-    def __call__(
-        self, victim: Victim, known: Known, x: Tensor, targets: Tensor, numbers: Mapping[str, Tensor]
-    ) -> tuple[Tensors, Tensors]:
-        update, recorded = victim.gradient(known.weights, known.fixed, x, targets)
-        return victim.seen(update, known), recorded
+    def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
+        update, recorded = victim.gradient(tensors, x, targets)
+        return victim.sent_update(update, tensors), recorded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,13 +84,11 @@ class SegmentGradient:
             return ()
         return (Unknown(name="beta", start=self.beta, step=self.step, low=0.0, high=1.0, every=self.every),)
 
-    def __call__(
-        self, victim: Victim, known: Known, x: Tensor, targets: Tensor, numbers: Mapping[str, Tensor]
-    ) -> tuple[Tensors, Tensors]:
+    def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         beta = numbers.get("beta", self.beta)
-        surrogate = {name: value - beta * known.movement[name] for name, value in known.weights.items()}
-        update, recorded = victim.gradient(surrogate, known.fixed, x, targets)
-        return victim.seen(update, known), recorded
+        surrogate = {name: value - beta * tensors.movement[name] for name, value in tensors.weights.items()}
+        update, recorded = victim.gradient(tensors._replace(weights=surrogate), x, targets)
+        return victim.sent_update(update, tensors), recorded
 
 
 @dataclass(frozen=True)
@@ -114,15 +107,13 @@ class UnrolledSteps:
     compiles: ClassVar[bool] = False
     unknowns: ClassVar[tuple[Unknown, ...]] = ()
 
-    def __call__(
-        self, victim: Victim, known: Known, x: Tensor, targets: Tensor, numbers: Mapping[str, Tensor]
-    ) -> tuple[Tensors, Tensors]:
+    def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         recorded: Tensors = {}
         if victim.batchnorm_targets:
             # Of all examples at the first weights, as the statistics that they are compared with.
-            recorded = victim.loss(known.weights, known.fixed, x, targets)[1]
-        steps = _Steps(self, victim, tuple(known.weights))
-        flat = tuple(known.weights.values())
+            recorded = victim.loss(tensors, x, targets)[1]
+        steps = _Steps(self, victim, tuple(tensors.weights))
+        flat = tuple(tensors.weights.values())
         if self.checkpoint:
             moved = _Checkpointed.apply(steps, x, targets, *flat)[: len(flat)]
         else:
@@ -130,7 +121,7 @@ class UnrolledSteps:
             for rows in self.order:
                 after = steps.descend(after, *steps.batch(rows, x, targets))
             moved = tuple(a - b for a, b in zip(flat, after, strict=True))
-        return victim.seen(dict(zip(steps.names, moved, strict=True)), known), recorded
+        return victim.sent_update(dict(zip(steps.names, moved, strict=True)), tensors), recorded
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,8 +138,8 @@ class _Steps:
 
     def gradient(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
         # The victim's own fixed tensors: an autograd function may only be given others as arguments.
-        fixed = self.victim.known.fixed
-        gradient, _ = self.victim.gradient(dict(zip(self.names, weights, strict=True)), fixed, x, targets)
+        tensors = self.victim.tensors._replace(weights=dict(zip(self.names, weights, strict=True)))
+        gradient, _ = self.victim.gradient(tensors, x, targets)
         return tuple(gradient[name] for name in self.names)
 
     def descend(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:

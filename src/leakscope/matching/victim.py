@@ -17,9 +17,11 @@ from leakscope.contracts.task import Reduction, Task, outputs_of
 from leakscope.network.recorder import tap
 
 Tensors = dict[str, Tensor]
+#: An update, and the inputs of the recorded layers.
+Answer = tuple[Tensors, Tensors]
 
 
-class Known(NamedTuple):
+class VictimTensors(NamedTuple):
     """The tensors of a victim. Passed to every call, so that a compiled step takes them as inputs.
 
     ``weights`` are those the update speaks of, ``fixed`` all others (frozen parameters and buffers), ``movement`` how
@@ -38,7 +40,7 @@ class Victim:
     """The model as pure functions of its weights; made from an observation, never changing it."""
 
     model: nn.Module = field(repr=False)
-    known: Known = field(repr=False)
+    tensors: VictimTensors = field(repr=False)
     buffers: frozenset[str] = field(repr=False)
     reduction: Reduction
     task: Task
@@ -72,11 +74,11 @@ class Victim:
         buffers = frozenset(name for name, _ in model.named_buffers())
         movement = dict(message.update) if message.kind == "weight_delta" else {}
         channel = Channel() if observation.channel is None else observation.channel
-        known = Known(weights, fixed, movement, channel.survivors(message.update))
-        return cls(model, known, buffers, observation.reduction, observation.task, channel, targets, tape)
+        tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update))
+        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, tape)
 
     def loss(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
+        self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
         """The client's loss and the recorded layers' inputs; ``targets`` as the client has them, or soft ones.
 
@@ -84,9 +86,9 @@ class Victim:
         """
         self._tape.clear()
         # Copies of what a forward pass may change in place: counters and other buffers, and the input.
-        fresh = {name: value.clone() if name in self.buffers else value for name, value in fixed.items()}
+        fresh = {name: value.clone() if name in self.buffers else value for name, value in tensors.fixed.items()}
         x, targets = self.channel.mix(x, targets)
-        outputs = outputs_of(functional_call(self.model, {**weights, **fresh}, (x.clone(),)))
+        outputs = outputs_of(functional_call(self.model, {**tensors.weights, **fresh}, (x.clone(),)))
         recorded = dict(self._tape)
         self._tape.clear()
         if output_gradient is not None:
@@ -94,29 +96,28 @@ class Victim:
         return self.task.loss(outputs, targets, self.reduction), recorded
 
     def gradient(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
-    ) -> tuple[Tensors, Tensors]:
+        self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
+    ) -> Answer:
         """The gradient a client steps along for this batch, and the recorded layers' inputs.
 
         Where the adversary knows that each example's gradient is clipped, it is here too.
         """
-        if self.channel.clips_examples and len(x) > 1:
-            return self._clipped_gradient(weights, fixed, x, targets)
-        gradient, recorded = grad(self.loss, has_aux=True)(weights, fixed, x, targets, output_gradient)
-        return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
 
-    def seen(self, update: Tensors, known: Known) -> Tensors:
-        """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
-        return self.channel.stand_in(update, known.survivors)
+        def loss(weights: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
+            return self.loss(tensors._replace(weights=weights), x, targets, output_gradient)
 
-    def _clipped_gradient(
-        self, weights: Tensors, fixed: Tensors, x: Tensor, targets: Tensor
-    ) -> tuple[Tensors, Tensors]:
-        def one(picture: Tensor, target: Tensor) -> Tensors:
-            single = grad(lambda point: self.loss(point, fixed, picture[None], target[None])[0])(weights)
-            return self.channel.clip_update(single)
+        def clipped(picture: Tensor, target: Tensor) -> Tensors:
+            return self.channel.clip_update(derivative(tensors.weights, picture[None], target[None])[0])
 
-        each = vmap(one)(x, targets)
-        recorded = self.loss(weights, fixed, x, targets)[1] if self.batchnorm_targets else {}
+        derivative = grad(loss, has_aux=True)
+        if not self.channel.clips_examples or len(x) < 2:
+            gradient, recorded = derivative(tensors.weights, x, targets)
+            return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
+        each = vmap(clipped)(x, targets)
+        recorded = self.loss(tensors, x, targets)[1] if self.batchnorm_targets else {}
         mean = self.reduction == "mean"
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
+
+    def sent_update(self, update: Tensors, tensors: VictimTensors) -> Tensors:
+        """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
+        return self.channel.stand_in(update, tensors.survivors)

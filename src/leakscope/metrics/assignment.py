@@ -42,16 +42,11 @@ def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", metho
     number = len(originals)
     order = np.full(number, -1, dtype=np.int64)
     if method == "none":
-        kept = min(number, len(reconstructions))
-        order[:kept] = np.arange(kept)
+        order[: len(reconstructions)] = np.arange(min(number, len(reconstructions)))
     elif number and len(reconstructions):
         costs = cost_matrix(originals, reconstructions, cost).cpu().numpy()
-        if method == "best":
-            order = costs.argmin(axis=1)
-        elif method == "greedy":
-            order = _greedy(costs)
-        else:
-            order = hungarian(costs)
+        solvers = {"best": lambda table: table.argmin(axis=1), "greedy": _greedy, "hungarian": hungarian}
+        order = solvers[method](costs)
     return torch.from_numpy(order).to(originals.device)
 
 
@@ -69,8 +64,7 @@ def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") 
         if cost == "psnr":
             costs = 10 * torch.log10(costs.clamp(min=1e-20))
     elif cost == "cosine":
-        unit_a = torch.nn.functional.normalize(a.flatten(1), dim=1)
-        unit_b = torch.nn.functional.normalize(b.flatten(1), dim=1)
+        unit_a, unit_b = (torch.nn.functional.normalize(x.flatten(1), dim=1) for x in (a, b))
         costs = 1 - (unit_a @ unit_b.T).abs()
     elif cost == "ssim":
         if a.dim() < 3:
@@ -101,6 +95,5 @@ def _greedy(costs: np.ndarray) -> np.ndarray:
     for _ in range(min(costs.shape)):
         row, column = np.unravel_index(left.argmin(), left.shape)
         order[row] = column
-        left[row, :] = np.inf
-        left[:, column] = np.inf
+        left[row, :] = left[:, column] = np.inf
     return order

@@ -22,8 +22,7 @@ def interval(
 
     >>> interval([20.0])
     (20.0, 20.0)
-    >>> low, high = interval([1.0, 2.0, 3.0, 4.0, float("nan")])
-    >>> low, high
+    >>> interval([1.0, 2.0, 3.0, 4.0, float("nan")])
     (1.5, 3.5)
     """
     if statistic not in ("mean", "median"):

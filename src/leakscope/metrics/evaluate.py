@@ -128,10 +128,8 @@ def _checked(
 ) -> tuple[Tensor, Tensor]:
     problems = []
     if originals.dim() < 2 or originals.shape[1:] != guesses.shape[1:]:
-        problems.append(
-            f"originals (N, *shape) and reconstructions (M, *shape) have shapes {tuple(originals.shape)} and "
-            f"{tuple(guesses.shape)}"
-        )
+        shapes = f"{tuple(originals.shape)} and {tuple(guesses.shape)}"
+        problems.append(f"originals (N, *shape) and reconstructions (M, *shape) have shapes {shapes}")
     if not bool(torch.isfinite(originals).all()):
         problems.append("originals hold NaN or infinite values")
     if len(labels) != len(originals):
@@ -168,7 +166,6 @@ def _measures(a: Tensor, b: Tensor, lpips: Lpips | None, reasons: dict[str, str]
 
 def _identified(originals: Tensor, matched: Tensor, pool: Tensor | None) -> Tensor | None:
     candidates = originals if pool is None else torch.cat([originals, pool.to(originals).clamp(0, 1)])
-    different = (candidates.flatten(1) != originals[:1].flatten(1)).any() if len(originals) else False
-    if not bool(different):
+    if not len(originals) or not bool((candidates != originals[:1]).any()):
         return None
     return identified(torch.arange(len(originals), device=originals.device), matched, candidates)

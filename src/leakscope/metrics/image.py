@@ -75,7 +75,7 @@ def ssim(original: Tensor, reconstruction: Tensor, data_range: float = 1.0) -> T
     >>> round(ssim(x, x).item(), 6), round(ssim(x, 1 - x).item(), 3)
     (1.0, -0.826)
     """
-    _same_shape(original, reconstruction)
+    check_same_shape(original, reconstruction)
     a, b = original.detach().double(), reconstruction.detach().double()
     if a.dim() < 3:
         return torch.full((len(a),), torch.nan, dtype=torch.float64, device=a.device)
@@ -101,11 +101,11 @@ def _blur(x: Tensor) -> Tensor:
 
 
 def _error(original: Tensor, reconstruction: Tensor) -> Tensor:
-    _same_shape(original, reconstruction)
+    check_same_shape(original, reconstruction)
     return (original.detach().double() - reconstruction.detach().double()).flatten(1)
 
 
-def _same_shape(original: Tensor, reconstruction: Tensor) -> None:
+def check_same_shape(original: Tensor, reconstruction: Tensor) -> None:
     if original.shape != reconstruction.shape or original.dim() < 2:
         raise ValueError(
             "expected an original and a reconstruction of the same shape (batch, ...), got "

@@ -15,8 +15,8 @@ def label_accuracy(true: Tensor, guess: Tensor) -> float:
     if true.dim() != 1 or guess.dim() != 1 or len(true) == 0:
         raise ValueError(f"expected labels of shape (B,) with B > 0, got {tuple(true.shape)} and {tuple(guess.shape)}")
     classes, counts = true.cpu().unique(return_counts=True)
-    found = (guess.cpu().unsqueeze(1) == classes).sum(dim=0)
-    return float(torch.minimum(found, counts).sum()) / len(true)
+    guesses = (guess.cpu().unsqueeze(1) == classes).sum(dim=0)
+    return float(torch.minimum(guesses, counts).sum()) / len(true)
 
 
 def label_correct(true: Tensor, guess: Tensor) -> Tensor:

@@ -45,7 +45,6 @@ class Measure:
 
     @property
     def title(self) -> str:
-        """Its label with the unit."""
         return f"{self.label}, {self.unit}" if self.unit else self.label
 
     def applies(self, inputs: InputSpace, task: Task) -> bool:

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from leakscope.metrics.image import check_same_shape
+
 FILE_NAME = "lpips_alex_v0.1.npz"
 NO_WEIGHTS = f"no LPIPS weights: set LEAKSCOPE_DATA to a folder with {FILE_NAME}, or pass its path"
 SMALLEST = 32
@@ -52,11 +54,7 @@ class Lpips:
 
     def __call__(self, original: Tensor, reconstruction: Tensor) -> Tensor:
         """The distance of each pair (B,), NaN where there is a :meth:`reason`; one channel becomes three."""
-        if original.shape != reconstruction.shape or original.dim() < 2:
-            raise ValueError(
-                "expected an original and a reconstruction of the same shape (batch, ...), got "
-                f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
-            )
+        check_same_shape(original, reconstruction)
         if self.reason(tuple(original.shape[1:])) is not None:
             return torch.full((len(original),), torch.nan, dtype=torch.float64, device=original.device)
         with torch.no_grad():
@@ -75,8 +73,7 @@ class Lpips:
     def stages(self, pictures: Tensor) -> list[Tensor]:
         """The outputs of the five stages for pictures in unit space."""
         x = pictures.detach().float().expand(-1, 3, -1, -1) * 2 - 1
-        shift = torch.tensor(_SHIFT, device=x.device).reshape(1, 3, 1, 1)
-        scale = torch.tensor(_SCALE, device=x.device).reshape(1, 3, 1, 1)
+        shift, scale = (torch.tensor(triple, device=x.device).reshape(1, 3, 1, 1) for triple in (_SHIFT, _SCALE))
         x = (x - shift) / scale
         outputs = []
         for stage, (stride, padding) in enumerate(_STRIDE_PADDING):
@@ -91,8 +88,7 @@ class Lpips:
 def find_lpips() -> Path | None:
     """The weights in the folder that LEAKSCOPE_DATA names, or None."""
     folder = os.environ.get("LEAKSCOPE_DATA")
-    path = Path(folder, FILE_NAME) if folder else None
-    return path if path is not None and path.is_file() else None
+    return Path(folder, FILE_NAME) if folder and Path(folder, FILE_NAME).is_file() else None
 
 
 def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
@@ -102,17 +98,17 @@ def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
     Traceback (most recent call last):
     ValueError: nowhere.npz: no such file. LPIPS weights are a file lpips_alex_v0.1.npz.
     """
-    chosen = find_lpips() if path is None else Path(path)
-    if chosen is None:
+    source = find_lpips() if path is None else Path(path)
+    if source is None:
         raise ValueError(NO_WEIGHTS)
-    if not chosen.is_file():
-        raise ValueError(f"{chosen}: no such file. LPIPS weights are a file {FILE_NAME}.")
+    if not source.is_file():
+        raise ValueError(f"{source}: no such file. LPIPS weights are a file {FILE_NAME}.")
     names = [f"conv{k}_{part}" for k in range(5) for part in "wb"] + [f"lin{k}" for k in range(5)]
     try:
-        with np.load(chosen, allow_pickle=False) as arrays:
+        with np.load(source, allow_pickle=False) as arrays:
             weights = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in names}
     except (KeyError, OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{chosen}: not a file of LPIPS weights ({error})") from error
+        raise ValueError(f"{source}: not a file of LPIPS weights ({error})") from error
     return Lpips(weights)
 
 

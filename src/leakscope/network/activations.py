@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-INVERTIBLE = ("identity", "leaky-relu", "tanh", "sigmoid", "softplus")
-
 
 class Unsupported(ValueError):
     """The model is not a chain of stages that can be solved one by one; its reason names what stands in the way."""
@@ -44,15 +42,7 @@ class Activation:
         return self.name in ("identity", "leaky-relu")
 
     def __call__(self, z: Tensor) -> Tensor:
-        if self.name == "leaky-relu":
-            return nn.functional.leaky_relu(z, self.slope)
-        if self.name == "tanh":
-            return torch.tanh(z)
-        if self.name == "sigmoid":
-            return torch.sigmoid(z)
-        if self.name == "softplus":
-            return nn.functional.softplus(z, self.slope)
-        return z
+        return _FORMULAS[self.name][0](z, self.slope)
 
     def inverse(self, y: Tensor, clip: float = 1 - 1e-15) -> Tensor:
         """The z with f(z) = y; outputs that no z has are moved into the range first.
@@ -60,69 +50,62 @@ class Activation:
         ``clip`` is the largest size that an output of tanh may have; the range of the sigmoid is cut alike, and the
         softplus is kept above 1 - clip.
         """
-        if self.name == "leaky-relu":
-            return torch.where(y < 0, y / self.slope, y)
-        if self.name == "tanh":
-            return torch.atanh(y.clamp(-clip, clip))
-        if self.name == "sigmoid":
-            return torch.logit(y.clamp((1 - clip) / 2, (1 + clip) / 2))
-        if self.name == "softplus":
-            scaled = (self.slope * y).clamp(min=1 - clip)
-            # log(e^y - 1) without an overflow for large y
-            return (scaled + torch.log(-torch.expm1(-scaled))) / self.slope
-        return y
+        return _FORMULAS[self.name][1](y, self.slope, clip)
 
     def derivative(self, z: Tensor) -> Tensor:
-        if self.name == "leaky-relu":
-            return torch.where(z > 0, torch.ones_like(z), self.slope)  # two plain numbers would be float32
-        if self.name == "tanh":
-            return 1 - torch.tanh(z).square()
-        if self.name == "sigmoid":
-            return torch.sigmoid(z) * torch.sigmoid(-z)
-        if self.name == "softplus":
-            return torch.sigmoid(self.slope * z)
-        return torch.ones_like(z)
+        return _FORMULAS[self.name][2](z, self.slope)
 
 
-_FUNCTIONS: Mapping[Any, str] = MappingProxyType(
+def _softplus_inverse(y: Tensor, beta: float, clip: float) -> Tensor:
+    scaled = (beta * y).clamp(min=1 - clip)
+    # log(e^y - 1) without an overflow for large y
+    return (scaled + torch.log(-torch.expm1(-scaled))) / beta
+
+
+#: Value of z, inverse of y, derivative at z; s is the slope.
+_FORMULAS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = MappingProxyType(
     {
-        torch.tanh: "tanh",
-        torch.sigmoid: "sigmoid",
-        nn.functional.tanh: "tanh",
-        nn.functional.sigmoid: "sigmoid",
-        nn.functional.leaky_relu: "leaky-relu",
-        nn.functional.softplus: "softplus",
+        "identity": (lambda z, s: z, lambda y, s, clip: y, lambda z, s: torch.ones_like(z)),
+        "leaky-relu": (
+            nn.functional.leaky_relu,
+            lambda y, s, clip: torch.where(y < 0, y / s, y),
+            lambda z, s: torch.where(z > 0, torch.ones_like(z), s),  # two plain numbers would be float32
+        ),
+        "tanh": (
+            lambda z, s: torch.tanh(z),
+            lambda y, s, clip: torch.atanh(y.clamp(-clip, clip)),
+            lambda z, s: 1 - torch.tanh(z).square(),
+        ),
+        "sigmoid": (
+            lambda z, s: torch.sigmoid(z),
+            lambda y, s, clip: torch.logit(y.clamp((1 - clip) / 2, (1 + clip) / 2)),
+            lambda z, s: torch.sigmoid(z) * torch.sigmoid(-z),
+        ),
+        "softplus": (nn.functional.softplus, _softplus_inverse, lambda z, s: torch.sigmoid(s * z)),
     }
 )
+INVERTIBLE = tuple(_FORMULAS)
+#: How a model may call them: as a layer, and as a function or method of a tensor.
+_NAMES: Mapping[Any, str] = MappingProxyType(
+    {nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.LeakyReLU: "leaky-relu", nn.Softplus: "softplus"}
+    | {torch.tanh: "tanh", nn.functional.tanh: "tanh", "tanh": "tanh"}
+    | {torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", "sigmoid": "sigmoid"}
+    | {nn.functional.leaky_relu: "leaky-relu", nn.functional.softplus: "softplus"}
+)
+#: The argument that is the slope, and its default.
+_SLOPES = MappingProxyType({"leaky-relu": ("negative_slope", 0.01), "softplus": ("beta", 1.0)})
 
 
 def activation_of(node: fx.Node, module: nn.Module | None) -> Activation | None:
     """The activation that a traced node computes, or None where it cannot be inverted."""
+    name = _NAMES.get(node.target if module is None else type(module))
+    if name is None or name not in _SLOPES:
+        return None if name is None else Activation(name)
+    argument, default = _SLOPES[name]
     if module is not None:
-        return _of_module(module)
-    name = node.target if node.op == "call_method" else _FUNCTIONS.get(node.target)
-    make: dict[str, Callable[[], Activation]] = {
-        "tanh": lambda: Activation("tanh"),
-        "sigmoid": lambda: Activation("sigmoid"),
-        "leaky-relu": lambda: _leaky(_argument(node, "negative_slope", 0.01)),
-        "softplus": lambda: Activation("softplus", float(_argument(node, "beta", 1.0))),
-    }
-    return make[name]() if name in make else None
-
-
-def _of_module(module: nn.Module) -> Activation | None:
-    if type(module) is nn.LeakyReLU:
-        return _leaky(module.negative_slope)
-    if type(module) is nn.Softplus:
-        return Activation("softplus", float(module.beta))
-    return {nn.Tanh: Activation("tanh"), nn.Sigmoid: Activation("sigmoid")}.get(type(module))
-
-
-def _leaky(slope: Any) -> Activation:
-    if not float(slope) > 0:
+        slope = getattr(module, argument)
+    else:
+        slope = node.args[1] if len(node.args) > 1 else node.kwargs.get(argument, default)
+    if name == "leaky-relu" and not float(slope) > 0:
         raise Unsupported(f"a LeakyReLU of slope {slope} below zero cannot be inverted")
-    return Activation("leaky-relu", float(slope))
-
-
-def _argument(node: fx.Node, name: str, default: float) -> Any:
-    return node.args[1] if len(node.args) > 1 else node.kwargs.get(name, default)
+    return Activation(name, float(slope))

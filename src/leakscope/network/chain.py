@@ -13,7 +13,7 @@ import copy
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -154,8 +154,8 @@ class Chain:
         """The trainable weights of stage ``start`` and all after it, by their name in the model."""
         operations = [operation for stage in self.stages[start:] for operation in stage.operations]
         names = [name for o in operations for name in (o.weight_name, o.bias_name) if name is not None]
-        known = dict(self.model.named_parameters())
-        return {name: known[name] for name in names if known[name].requires_grad}
+        parameters = dict(self.model.named_parameters())
+        return {name: parameters[name] for name in names if parameters[name].requires_grad}
 
 
 def read_chain(
@@ -188,16 +188,14 @@ def read_chain(
     _check_weights(stages)
     chain = Chain(model=twin, stages=tuple(stages))
     with torch.no_grad():
-        found = chain.run(sample)
-    if not (isinstance(expected, Tensor) and torch.allclose(found, expected.flatten(1), rtol=1e-9, atol=1e-12)):
+        outputs = chain.run(sample)
+    if not (isinstance(expected, Tensor) and torch.allclose(outputs, expected.flatten(1), rtol=1e-9, atol=1e-12)):
         raise Unsupported("the model computes something else than its layers in a row (hooks?)")
     return chain
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Reader:
-    """Makes stages of traced nodes."""
-
     graph: fx.GraphModule
     model: nn.Module
     batch_norm: bool
@@ -207,15 +205,13 @@ class _Reader:
         pending: list[Operation] = []
         for step in path:
             if isinstance(step, Sum):
-                stages += [*_closed(pending), self._block(step)]
-                pending = []
+                stages, pending = [*stages, *_closed(pending), self._block(step)], []
                 continue
             piece = self._piece(step)
             if isinstance(piece, Operation):
                 pending.append(piece)
             elif piece is not None and pending:
-                stages.append(Stage(operations=tuple(pending), activation=piece))
-                pending = []
+                stages, pending = [*stages, Stage(operations=tuple(pending), activation=piece)], []
             elif piece is not None:
                 # Behind a sum, an activation belongs to the block.
                 if not (stages and isinstance(stages[-1], ResidualStage) and stages[-1].activation.name == "identity"):
@@ -230,20 +226,16 @@ class _Reader:
             ((self.stages(path), path) for path in joined.paths), key=lambda pair: _activations(pair[0])
         )
         if _activations(shortcut):
-            found = [n for path in joined.paths for n in path if isinstance(self._piece(n), Activation)]
-            kept = ", ".join(label(n, self.graph) for n in found)
-            raise Unsupported(f"both paths that {name} joins have activations ({kept})")
+            nodes = tuple(n for path in joined.paths for n in path if isinstance(self._piece(n), Activation))
+            words = ", ".join(label(n, self.graph) for n in nodes)
+            raise Unsupported(f"both paths that {name} joins have activations ({words})")
         if _activations(body) != 1 or len(body) != 2:
-            kept = ", ".join(label(n, self.graph) for n in nodes) or "nothing"
-            raise Unsupported(f"{name} joins a path that is not linear layers, one activation, linear layers ({kept})")
-        inner, outer = body
-        return ResidualStage(
-            operations=tuple(operation for stage in (*body, *shortcut) for operation in stage.operations),
-            activation=Activation("identity"),
-            inner=inner,
-            outer=outer,
-            shortcut=shortcut[0] if shortcut else None,
-        )
+            words = ", ".join(label(n, self.graph) for n in nodes) or "nothing"
+            raise Unsupported(f"{name} joins a path that is not linear layers, one activation, linear layers ({words})")
+        (inner, outer), linear = body, shortcut[0] if shortcut else None
+        operations = tuple(operation for stage in (*body, *shortcut) for operation in stage.operations)
+        identity = Activation("identity")
+        return ResidualStage(operations=operations, activation=identity, inner=inner, outer=outer, shortcut=linear)
 
     def _piece(self, node: fx.Node) -> Operation | Activation | None:
         """What a node does to the values of an example; None where they stay as they are."""
@@ -252,38 +244,35 @@ class _Reader:
             if math.prod(shape_before(node)) != math.prod(shape_of(node)):
                 raise Unsupported(f"{label(node, self.graph)} mixes the examples of a batch")
             return None
-        if type(module) in _LINEAR:
+        if isinstance(module, BATCH_NORMS) and (not self.batch_norm or module.running_mean is None):
+            words = "is no linear layer unless it uses running statistics (eval mode)"
+            raise Unsupported(f"layer {label(node, self.graph)} {words}")
+        if type(module) in _LINEAR or isinstance(module, BATCH_NORMS):
             return self._operation(node, module)
-        if isinstance(module, BATCH_NORMS):
-            if not self.batch_norm or module.running_mean is None:
-                words = "is no linear layer unless it uses running statistics (eval mode)"
-                raise Unsupported(f"layer {label(node, self.graph)} {words}")
-            return self._operation(node, module)
-        found = activation_of(node, module)
-        if found is None:
+        activation = activation_of(node, module)
+        if activation is None:
             raise Unsupported(
                 f"layer {label(node, self.graph)} is neither a convolution, a linear layer or an "
                 f"average pooling nor an activation that can be inverted ({', '.join(INVERTIBLE)})"
             )
-        return found
+        return activation
 
     def _operation(self, node: fx.Node, module: Any) -> Operation:
         shown, before = f"layer {label(node, self.graph)}", shape_before(node)
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        parameters: dict[str, str | None] = {"weight": None, "bias": None}
-        if not isinstance(module, POOLINGS):
-            for part in parameters:
-                value = getattr(module, part)
-                if value is not None and id(value) not in names:
-                    raise Unsupported(f"the {part} of {shown} is computed from other parameters")
-                parameters[part] = None if value is None else names[id(value)]
+        parameters: dict[str, str] = {}
+        for part in () if isinstance(module, POOLINGS) else ("weight", "bias"):
+            value = getattr(module, part)
+            if value is not None and id(value) not in names:
+                raise Unsupported(f"the {part} of {shown} is computed from other parameters")
+            if value is not None:
+                parameters[f"{part}_name"] = names[id(value)]
         if isinstance(module, nn.Linear) and len(before) != 1:
             raise Unsupported(f"{shown} is applied to a map of shape {before}, not to a flat vector")
         if isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
             raise Unsupported(f"{shown} has a divisor of its own")
         name = str(node.target if node.op == "call_module" else node.name)
-        named = {f"{part}_name": found for part, found in parameters.items()}
-        return Operation(name=name, module=module, input_shape=before, output_shape=shape_of(node), **named)
+        return Operation(name=name, module=module, input_shape=before, output_shape=shape_of(node), **parameters)
 
 
 def _closed(operations: list[Operation]) -> list[Stage]:
@@ -317,9 +306,8 @@ def _module_of(node: fx.Node, model: nn.Module) -> nn.Module | None:
     """The layer of a node; a pooling called as a function is turned into one."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
-    pooling: tuple[Callable[..., nn.Module], tuple[str, ...]] | None = _POOLING_FUNCTIONS.get(node.target)
-    if pooling is None:
+    if node.target not in _POOLING_FUNCTIONS:
         return None
-    cls, names = pooling
+    cls, names = _POOLING_FUNCTIONS[node.target]
     options = dict(zip(names, node.args[1:], strict=False)) | {k: v for k, v in node.kwargs.items() if k in names}
     return cls(**options)

@@ -31,16 +31,15 @@ def kinks(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[str, ...]:
     with torch.enable_grad():
         x = torch.full((1, *input_shape), 0.5, device=like.device, dtype=like.dtype, requires_grad=True)
         output = outputs_of(probe(x))
-    found: set[str] = set()
-    seen: set[Any] = set()
+    kinds: set[str] = set()
+    visited: set[Any] = set()
     waiting = [output.grad_fn]
     while waiting:
         node = waiting.pop()
-        if node is None or node in seen:
+        if node is None or node in visited:
             continue
-        seen.add(node)
-        match = _KINKS.match(node.name())
-        if match:
-            found.add(match.group(1))
+        visited.add(node)
+        if match := _KINKS.match(node.name()):
+            kinds.add(match.group(1))
         waiting += [following for following, _ in node.next_functions]
-    return tuple(sorted(found))
+    return tuple(sorted(kinds))

@@ -81,8 +81,8 @@ class Structure:
 def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
     """Run a copy of ``model`` on one marked input of ``input_shape``; the caller's model is left as it is.
 
-    >>> found = structure(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (2, 3))
-    >>> found.first.kind, found.first.size, found.first.reads_input, found.outputs, found.entries
+    >>> net = structure(nn.Sequential(nn.Flatten(), nn.Linear(6, 3)), (2, 3))
+    >>> net.first.kind, net.first.size, net.first.reads_input, net.outputs, net.entries
     ('Linear', '6 -> 3', True, 3, 21)
     """
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -94,8 +94,11 @@ def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
     record = probe(wide, marked)
     if not record.calls:
         raise ValueError("the model runs no layer with parameters")
-    layers = tuple(Layer(call.name, call.module, _reads(call, marked), _trained(call.module)) for call in record.calls)
-    return Structure(layers, tuple(record.outputs.shape[1:]), entries)
+    layers = []
+    for call in record.calls:
+        trainable = all(parameter.requires_grad for parameter in call.module.parameters(recurse=False))
+        layers.append(Layer(call.name, call.module, _reads(call, marked), trainable))
+    return Structure(tuple(layers), tuple(record.outputs.shape[1:]), entries)
 
 
 @dataclass(frozen=True)
@@ -164,7 +167,6 @@ class FirstDense:
     bias: bool
 
     def module(self, model: nn.Module) -> nn.Linear:
-        """The layer itself."""
         layer = model.get_submodule(self.name)
         assert isinstance(layer, nn.Linear)
         return layer
@@ -172,7 +174,7 @@ class FirstDense:
 
 def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
     """The first dense layer that each worker runs; ValueError where there is none, or it reads no row a sample."""
-    found = []
+    layers = []
     for number, (worker, share) in enumerate(zip(model.workers, model.shares, strict=True)):
         like = probe_input(worker, share.shape)
         with torch.random.fork_rng(devices=[]):
@@ -183,18 +185,13 @@ def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
         uses = len(record.of(first.name))
         if first.output.dim() != 2 or uses > 1:
             got = f"used {uses} times" if uses > 1 else f"with outputs {tuple(first.output.shape)}"
-            raise ValueError(
-                f"worker {share.name!r}: expected a first dense layer to read each sample once, got one {got}"
-            )
+            words = "expected a first dense layer to read each sample once"
+            raise ValueError(f"worker {share.name!r}: {words}, got one {got}")
         layer = first.module
         assert isinstance(layer, nn.Linear)
         path = f"workers.{number}.{first.name}".removesuffix(".")
-        found.append(FirstDense(number, share, path, layer.in_features, layer.out_features, layer.bias is not None))
-    return tuple(found)
-
-
-def _trained(module: nn.Module) -> bool:
-    return all(parameter.requires_grad for parameter in module.parameters(recurse=False))
+        layers.append(FirstDense(number, share, path, layer.in_features, layer.out_features, layer.bias is not None))
+    return tuple(layers)
 
 
 def _reads(call: Call, marked: Tensor) -> bool:

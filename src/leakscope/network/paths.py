@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +42,9 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
     last: fx.Node | None = None
     for node in graph.graph.nodes:
         if node.op == "output":
-            last = _returned(node)
+            (last,) = node.args
+            if not isinstance(last, fx.Node) or not _is_tensor(last):
+                raise Unsupported("the model returns something else than its last layer")
             continue
         if not _is_tensor(node):
             continue  # a size, or arithmetic with sizes
@@ -63,7 +65,12 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
         else:
             raise Unsupported(f"{label(node, graph)} does not read the layer before it alone")
     path = [sums.get(node, node) for node in _back_to(None, last, previous)]
-    _refuse_leftovers(previous, path, graph)
+    used: set[fx.Node] = set()
+    for step in path:
+        used.update((step.node, *step.paths[0], *step.paths[1]) if isinstance(step, Sum) else (step,))
+    for node in previous:
+        if node not in used:
+            raise Unsupported(f"{label(node, graph)} is not on the way to the output")
     return path[1:]
 
 
@@ -105,27 +112,11 @@ def _join(
 
 def _back_to(start: fx.Node | None, node: fx.Node | None, previous: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
     """The nodes after ``start`` up to ``node``, in order; from the input on without a start."""
-    found: list[fx.Node] = []
+    nodes: list[fx.Node] = []
     while node is not start and node is not None:
-        found.append(node)
+        nodes.append(node)
         node = previous[node]
-    return found[::-1]
-
-
-def _refuse_leftovers(nodes: Iterable[fx.Node], path: list[fx.Node | Sum], graph: fx.GraphModule) -> None:
-    used: set[fx.Node] = set()
-    for step in path:
-        used.update((step.node, *step.paths[0], *step.paths[1]) if isinstance(step, Sum) else (step,))
-    for node in nodes:
-        if node not in used:
-            raise Unsupported(f"{label(node, graph)} is not on the way to the output")
-
-
-def _returned(output: fx.Node) -> fx.Node:
-    (value,) = output.args
-    if not isinstance(value, fx.Node) or not _is_tensor(value):
-        raise Unsupported("the model returns something else than its last layer")
-    return value
+    return nodes[::-1]
 
 
 def _is_tensor(node: fx.Node) -> bool:

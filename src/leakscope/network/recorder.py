@@ -10,6 +10,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +19,8 @@ from torch import Tensor, nn
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import outputs_of
 
-#: Whether a layer of this name is wanted.
-Chosen = Callable[[str, nn.Module], bool]
+#: Which layers to record, by name and module.
+Choice = Callable[[str, nn.Module], bool]
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,13 +35,12 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """The chosen layers in the order in which they ran, a layer that ran twice twice, and the model's outputs."""
+    """The layers of a choice in the order in which they ran, a layer that ran twice twice, and the model's outputs."""
 
     calls: tuple[Call, ...] = field(repr=False)
     outputs: Tensor = field(repr=False)
 
     def of(self, name: str) -> tuple[Call, ...]:
-        """Every execution of the layer called ``name``."""
         return tuple(call for call in self.calls if call.name == name)
 
 
@@ -54,8 +54,8 @@ def is_layer(_name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (own and not inner)
 
 
-def record_layers(model: nn.Module, x: Tensor, chosen: Chosen = is_layer, *, evaluate: bool = False) -> Record:
-    """Run a copy of ``model`` on ``x`` without gradients and record the ``chosen`` layers.
+def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, evaluate: bool = False) -> Record:
+    """Run a copy of ``model`` on ``x`` without gradients and record the layers of ``choice``.
 
     The copy is in the model's own mode, or with ``evaluate`` in evaluation mode.
 
@@ -66,25 +66,22 @@ def record_layers(model: nn.Module, x: Tensor, chosen: Chosen = is_layer, *, eva
     twin = copy.deepcopy(model)
     calls: list[Call] = []
 
-    def recorder(name: str, original: nn.Module) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-            first = next((value for value in inputs if isinstance(value, Tensor)), torch.empty(0))
-            calls.append(Call(name, original, first, output))
-
-        return hook
+    def record(name: str, original: nn.Module, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        first = next((value for value in inputs if isinstance(value, Tensor)), torch.empty(0))
+        calls.append(Call(name, original, first, output))
 
     for (name, module), original in zip(twin.named_modules(), model.modules(), strict=True):
-        if chosen(name, module):
-            module.register_forward_hook(recorder(name, original))
+        if choice(name, module):
+            module.register_forward_hook(partial(record, name, original))
     with torch.no_grad():
         outputs = outputs_of((twin.eval() if evaluate else twin)(x.clone()))
     return Record(tuple(calls), outputs)
 
 
-def probe(model: nn.Module, x: Tensor, chosen: Chosen = is_layer) -> Record:
+def probe(model: nn.Module, x: Tensor, choice: Choice = is_layer) -> Record:
     """:func:`record_layers` in evaluation mode; a shape that does not fit becomes a ValueError that names it."""
     try:
-        return record_layers(model, x, chosen, evaluate=True)
+        return record_layers(model, x, choice, evaluate=True)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise ValueError(
             f"the model cannot read an input of shape {tuple(x.shape[1:])}: {error}. "
@@ -107,23 +104,16 @@ def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     """
     tape: dict[str, Tensor] = {}
 
-    def recorder(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-            tape[name] = inputs[0]
-
-        return hook
+    def record(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        tape[name] = inputs[0]
 
     for name in names:
-        model.get_submodule(name).register_forward_pre_hook(recorder(name))
+        model.get_submodule(name).register_forward_pre_hook(partial(record, name))
     return tape
 
 
 class _Reached(Exception):
-    """The layer was reached, with this input; nothing behind it need run."""
-
-    def __init__(self, inputs: Tensor) -> None:
-        super().__init__()
-        self.inputs = inputs
+    """The layer was reached, with its input as the argument; nothing behind it need run."""
 
 
 def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
@@ -136,7 +126,8 @@ def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
     try:
         model(x)
     except _Reached as reached:
-        return reached.inputs
+        inputs: Tensor = reached.args[0]
+        return inputs
     finally:
         handle.remove()
     raise ValueError("inputs_of: expected a layer that the model runs, got one that it does not")

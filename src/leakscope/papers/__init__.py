@@ -53,14 +53,6 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
             for note, (first, *others) in settings.items()
         ]
         raise ValueError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
-    return Reproduction(
-        table.name,
-        table.title,
-        table.source,
-        scale,
-        seed,
-        rows,
-        seconds=time.perf_counter() - started,
-        pictures=findings.pictures,
-        curves=findings.curves,
-    )
+    seconds = time.perf_counter() - started
+    identity = (table.name, table.title, table.source, scale, seed)
+    return Reproduction(*identity, rows, seconds, findings.pictures, findings.curves)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 from torch import Tensor
@@ -23,9 +24,7 @@ SHORT = 50
 class Row:
     """One published number beside ours; ``measured`` and ``interval`` are None where it was not run or not finite.
 
-    ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none;
-    ours stands alone there.
-
+    ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none.
     ``interval`` is the 95 % bootstrap interval of the measured mean over ``count`` examples.
     """
 
@@ -95,29 +94,15 @@ class Reproduction:
 
     def as_dict(self) -> dict[str, Any]:
         """The whole as JSON can hold it: no pixels, and of each curve some points, null where not finite."""
-        rows = [asdict(row) for row in self.rows]
-        return {
-            "name": self.name,
-            "title": self.title,
-            "paper": self.paper,
-            "scale": self.scale,
-            "seed": self.seed,
-            "rows": [{**row, "interval": None if row["interval"] is None else list(row["interval"])} for row in rows],
-            "seconds": self.seconds,
-            "pictures": [
-                {"title": grid.title, "captions": list(grid.captions), "private": grid.private}
-                for grid in self.pictures
-            ],
-            "curves": [
-                {
-                    "title": curves.title,
-                    "x_label": curves.x_label,
-                    "y_label": curves.y_label,
-                    "lines": {name: short(values) for name, values in curves.lines.items()},
-                }
-                for curves in self.curves
-            ],
-        }
+        facts = {name: getattr(self, name) for name in ("name", "title", "paper", "scale", "seed")}
+        rows = [asdict(row) | {"interval": row.interval and list(row.interval)} for row in self.rows]
+        pictures = [{"title": p.title, "captions": list(p.captions), "private": p.private} for p in self.pictures]
+        curves = [
+            {"title": c.title, "x_label": c.x_label, "y_label": c.y_label}
+            | {"lines": {name: short(values) for name, values in c.lines.items()}}
+            for c in self.curves
+        ]
+        return {**facts, "rows": rows, "seconds": self.seconds, "pictures": pictures, "curves": curves}
 
 
 def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None]]:
@@ -135,12 +120,14 @@ def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None
 class PaperTable(Entry):
     """A published table that can be reproduced. ``scales`` says in words what each scale runs.
 
-    ``target(scale, seed, progress)`` returns the rows, or findings where there are pictures or curves too; ``source``
-    is the paper.
+    ``target(scale, seed, progress)`` returns the rows, or findings where there are pictures or curves too.
     """
 
     title: str
     scales: Mapping[str, str]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))
 
 
 def examples_or_reason(name: str, **options: Any) -> Examples | str:
@@ -193,3 +180,51 @@ def sampling_tolerance(published: float, count: int) -> float:
 def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
     """The row of a published number that could not be measured here."""
     return Row(setting, measure, published, None, None, 0, "not run", f"not run: {reason}")
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row before it is measured; that of a ``share`` in percent has a :func:`sampling_tolerance`."""
+
+    setting: str
+    measure: str
+    published: float | None
+    note: str = ""
+    tolerance: float = 0.0
+    share: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Rows that the same trials fill: ``lines`` by the name under which a trial gives its value, or why there are none.
+
+    ``main`` is the name whose mean so far is shown while it runs.
+    """
+
+    lines: Mapping[str, Line]
+    trials: Iterable[Mapping[str, float]] | str
+    main: str
+
+
+def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None) -> list[Row]:
+    """The rows of each group; ``progress`` is told of every trial out of ``total``."""
+    rows: list[Row] = []
+    done = 0
+    for group in groups:
+        lines, trials = group.lines, group.trials
+        if isinstance(trials, str):
+            rows += [not_run(line.setting, line.measure, line.published, trials) for line in lines.values()]
+            continue
+        values: dict[str, list[float]] = {}
+        for trial in trials:
+            for name, value in trial.items():
+                values.setdefault(name, []).append(value)
+            done += 1
+            if progress is not None:
+                progress(done, total, sum(values[group.main]) / len(values[group.main]))
+        for name, numbers in values.items():
+            line, tolerance = lines[name], lines[name].tolerance
+            if line.share and line.published is not None:
+                tolerance = sampling_tolerance(line.published, len(numbers))
+            rows.append(measured_row(line.setting, line.measure, line.published, numbers, line.note, tolerance))
+    return rows

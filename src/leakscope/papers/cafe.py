@@ -21,6 +21,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,15 +35,7 @@ from leakscope.federation import Vertical
 from leakscope.federation.batches import default_rounds
 from leakscope.metrics import psnr
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    Findings,
-    PaperTable,
-    PictureGrid,
-    Progress,
-    examples_or_reason,
-    measured_row,
-    not_run,
-)
+from leakscope.papers.base import Findings, PaperTable, PictureGrid, Progress, examples_or_reason, measured_row, not_run
 
 PAPER = "Jin, Chen, Hsu, Yu, Chen, CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021"
 PSNR = "PSNR (dB)"
@@ -78,8 +71,9 @@ SHOWN = 8
 class Scene:
     """What is observed: K of N samples a round, and the network.
 
-    ``whole``: every round is kept whole, for the single loop sees no others, and fewer than there are samples leave
-    step I open. Otherwise only as many as the direct method needs, for a round of the full network has 12 MB.
+    ``batchnorm``: the network has such layers, and the server is told their statistics on each batch. ``whole``: every
+    round is kept whole, for the single loop sees no others, and fewer than there are samples leave step I open.
+    Otherwise only as many as the direct method needs, for a round of the full network has 12 MB.
     """
 
     samples: int
@@ -95,29 +89,17 @@ class Scene:
         return Vertical(batch_size=self.batch, rounds=rounds, whole_rounds=None if self.whole else cover)
 
     def network(self, examples: Examples, seed: int) -> nn.Module:
-        net = build_model(
-            "cafe-cnn",
-            input_shape=examples.shape,
-            num_classes=examples.num_classes,
-            seed=seed,
-            filters=self.filters,
-            hidden=self.hidden,
-            batchnorm=self.batchnorm,
-        )
+        options: dict[str, Any] = {"filters": self.filters, "hidden": self.hidden, "batchnorm": self.batchnorm}
+        shape, classes = examples.shape, examples.num_classes
+        net = build_model("cafe-cnn", input_shape=shape, num_classes=classes, seed=seed, **options)
         return glorot(net, draws(seed, "weights"))
 
     def observe(self, examples: Examples, seed: int) -> Observation:
-        """``batchnorm``: the network has such layers, and the server is told their statistics on each batch."""
         knowledge = dataclasses.replace(Knowledge.vertical_server, batchnorm_statistics=self.batchnorm)
+        net, generator = self.network(examples, seed), draws(seed, "client")
+        box, classes = examples.value_range, examples.num_classes
         return self.protocol().observe(
-            self.network(examples, seed),
-            examples.x,
-            examples.y,
-            None,
-            knowledge,
-            draws(seed, "client"),
-            value_range=examples.value_range,
-            num_classes=examples.num_classes,
+            net, examples.x, examples.y, None, knowledge, generator, value_range=box, num_classes=classes
         )
 
 
@@ -193,23 +175,11 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
             words.insert(0, f"run with K={batch} of {scene.samples}, {filters} filters")
         for epoch, ours in zip(TABLE_10[published], size.epochs, strict=True) if looped else ():
             attack = CAFE.preset("cifar10", iterations=ours * (scene.samples // batch))
-            cut = [] if ours == epoch else [f"search cut to epoch {ours}"]
-            yield Trial(
-                f"{named}, epoch {epoch}, single loop",
-                TABLE_10[published][epoch],
-                "; ".join((*cut, *words)),
-                scene,
-                attack,
-                shown=epoch == 350,
-            )
-        yield Trial(
-            f"{named}, direct",
-            TABLE_10[published][350],
-            "; ".join(("beside epoch 350 of the single loop", *words)),
-            scene,
-            CAFE(iterations=size.direct),
-            shown=looped,
-        )
+            note = "; ".join(words if ours == epoch else (f"search cut to epoch {ours}", *words))
+            setting, value = f"{named}, epoch {epoch}, single loop", TABLE_10[published][epoch]
+            yield Trial(setting, value, note, scene, attack, shown=epoch == 350)
+        note = "; ".join(("beside epoch 350 of the single loop", *words))
+        yield Trial(f"{named}, direct", TABLE_10[published][350], note, scene, CAFE(iterations=size.direct), looped)
     samples, batch, steps = size.rivals
     scene = dataclasses.replace(size.scene, samples=samples, batch=batch, whole=True, batchnorm=True)
     named = f"comparison, K={batch} of {samples}"
@@ -217,24 +187,16 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
     yield Trial(f"{named}, direct", None, note, scene, CAFE(iterations=size.direct))
     for rival in RIVALS:
         more = "; given the statistics of each batch" if rival == "batchnorm" else ""
-        yield Trial(
-            f"{named}, {rival}",
-            None,
-            f"{steps} steps of gradient matching; {note}{more}",
-            scene,
-            CAFE.preset(rival, iterations=steps),
-        )
+        remark = f"{steps} steps of gradient matching; {note}{more}"
+        yield Trial(f"{named}, {rival}", None, remark, scene, CAFE.preset(rival, iterations=steps))
 
 
 def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Findings:
     """One row a trial, the control, and numbers of an earlier version of the paper as context."""
-    findings = _attacked(
-        tuple(trials_10(RECONSTRUCTIONS[scale])), examples_or_reason("cifar10", split="test"), seed, progress
-    )
-    context = [
-        not_run(name, PSNR, value, "context only: another algorithm under the same name")
-        for name, value in CONTEXT.items()
-    ]
+    trials, examples = tuple(trials_10(RECONSTRUCTIONS[scale])), examples_or_reason("cifar10", split="test")
+    findings = _attacked(trials, examples, seed, progress)
+    reason = "context only: another algorithm under the same name"
+    context = [not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
@@ -292,28 +254,21 @@ def _attacked(
         if trial.shown:
             captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
             run = f"K={trial.scene.batch} of {trial.scene.samples}"
-            grids.append(
-                PictureGrid(
-                    title=trial.setting if run in trial.setting else f"{trial.setting}, run with {run}",
-                    originals=truth[:SHOWN],
-                    recovered=recovered[:SHOWN],
-                    captions=captions,
-                    private=private or examples.private,
-                )
-            )
+            title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
+            hidden, first, ours = private or examples.private, truth[:SHOWN], recovered[:SHOWN]
+            grids.append(PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden))
         if progress is not None:
             progress(number, len(trials), sum(values) / len(values))
     some = examples.subset(order[: trials[0].scene.samples])
-    rows.append(
-        measured_row(control, PSNR, None, _without(some.value_range.to_unit(some.x)), "what any attack must beat")
-    )
+    values = _without(some.value_range.to_unit(some.x))
+    rows.append(measured_row(control, PSNR, None, values, "what any attack must beat"))
     return Findings(rows, pictures=tuple(grids))
 
 
 def _without(x: Tensor) -> list[float]:
     """PSNR of the mean of all others as the guess of each."""
     others = (x.sum(0, keepdim=True) - x) / (len(x) - 1)
-    return [float(value) for value in psnr(x, others)]
+    return psnr(x, others).tolist()
 
 
 def draws(seed: int, what: str) -> torch.Generator:
@@ -323,31 +278,23 @@ def draws(seed: int, what: str) -> torch.Generator:
 
 TABLES = (
     PaperTable(
-        name="cafe/table10",
+        "cafe/table10", run_table_10,
+        "CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning", PAPER,
         title="PSNR by batch size and epoch, CIFAR-10 in place of Linnaeus 5",
-        summary="CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning",
-        source=PAPER,
-        scales=MappingProxyType(
-            {
-                "smoke": "16 samples, half as many filters, searches of a few steps",
-                "small": "40 samples, half as many filters, the single loop for one batch size",
-                "paper": "800 samples, every batch size; many hours and 13 GB of memory",
-            }
-        ),
-        target=run_table_10,
+        scales={
+            "smoke": "16 samples, half as many filters, searches of a few steps",
+            "small": "40 samples, half as many filters, the single loop for one batch size",
+            "paper": "800 samples, every batch size; many hours and 13 GB of memory",
+        },
     ),
     PaperTable(
-        name="cafe/faces",
+        "cafe/faces", run_faces,
+        "mean PSNR and pictures of faces, by the direct method and the published single loop", PAPER,
         title="Faces of Yale from rounds of vertical learning (figure 8)",
-        summary="mean PSNR and pictures of faces, by the direct method and the published single loop",
-        source=PAPER,
-        scales=MappingProxyType(
-            {
-                "smoke": "12 faces in batches of 3, half as many filters",
-                "small": "40 faces in batches of 10, direct method",
-                "paper": "160 faces in batches of 40, both methods, hours",
-            }
-        ),
-        target=run_faces,
+        scales={
+            "smoke": "12 faces in batches of 3, half as many filters",
+            "small": "40 faces in batches of 10, direct method",
+            "paper": "160 faces in batches of 40, both methods, hours",
+        },
     ),
-)
+)  # fmt: skip

@@ -16,16 +16,7 @@ from types import MappingProxyType
 from leakscope.contracts.defense import Defense
 from leakscope.defenses import DPSGD, FakeGradients
 from leakscope.federation import Vertical
-from leakscope.papers.base import (
-    Curves,
-    Findings,
-    PaperTable,
-    Progress,
-    Row,
-    examples_or_reason,
-    measured_row,
-    not_run,
-)
+from leakscope.papers.base import Curves, Findings, PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
 from leakscope.papers.cafe import PAPER, SAMPLES, Scene, draws
 
 LOSS = "training loss"
@@ -37,7 +28,7 @@ TABLE_11: Mapping[str, float] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Training:
-    """Table 11 at one scale."""
+    """Table 11 at one scale; the mean loss of the ``last`` rounds counts."""
 
     scene: Scene
     rounds: int
@@ -45,7 +36,6 @@ class Training:
 
     @property
     def last(self) -> int:
-        """The rounds whose mean loss counts."""
         return min(self.rounds, max(5, self.rounds // 20))
 
 
@@ -120,16 +110,11 @@ def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, 
 
 
 TABLE = PaperTable(
-    name="cafe/table11",
+    "cafe/table11", run, "what the defences cost: the loss of vertical training on CIFAR-10 after many rounds", PAPER,
     title="Training loss with fake gradients and with DP-SGD",
-    summary="what the defences cost: the loss of vertical training on CIFAR-10 after many rounds",
-    source=PAPER,
-    scales=MappingProxyType(
-        {
-            "smoke": "25 rounds, 8 samples, a small net",
-            "small": "600 rounds, 40 samples, a small net",
-            "paper": "8000 rounds, 800 samples, about a day",
-        }
-    ),
-    target=run,
-)
+    scales={
+        "smoke": "25 rounds, 8 samples, a small net",
+        "small": "600 rounds, 40 samples, a small net",
+        "paper": "8000 rounds, 800 samples, about a day",
+    },
+)  # fmt: skip

@@ -14,8 +14,10 @@ compared. Labels are not known: the paper's attack searches them, Gauss-Newton r
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -30,7 +32,16 @@ from leakscope.federation import FedSGD
 from leakscope.limits import hidden_units_bound
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run, verdict
+from leakscope.papers.base import (
+    Group,
+    Line,
+    PaperTable,
+    Progress,
+    Row,
+    examples_or_reason,
+    measured_row,
+    measured_rows,
+)
 
 PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
@@ -69,40 +80,31 @@ SCALES = MappingProxyType(
 def run_counting(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """All bounds; a bound matches if it rounds to the one given."""
     rows = []
-    for number, (batch, published) in enumerate(BOUNDS.items(), start=1):
+    for batch, published in BOUNDS.items():
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
-        rows.append(
-            Row(
-                setting=f"batch {batch}, {FEATURES} inputs, {CLASSES} classes",
-                measure="least hidden units",
-                published=published,
-                measured=bound,
-                interval=(bound, bound),
-                count=1,
-                verdict=verdict(published, bound, (bound, bound), tolerance=0.0005),
-                note=f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb",
-            )
-        )
+        setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
+        note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
+        rows.append(measured_row(setting, "least hidden units", published, [bound], note, tolerance=0.0005))
         if progress is not None:
-            progress(number, len(BOUNDS), bound)
+            progress(len(rows), len(BOUNDS), bound)
     return rows
 
 
 def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a number of filters and method."""
-    size = SCALES[scale]
-    settings = []
+    size, measure = SCALES[scale], "L1 distance of an image"
+    settings: list[tuple[Line, dict[str, Any]]] = []
     for filters in size.filters:
         # A smaller image has a smaller sum, so that the published one is none of its.
         published = DISTANCES[filters] if size.side == 32 else None
         options = {"num_classes": 100, "filters": filters}
         name = f"{filters} {'filter' if filters == 1 else 'filters'}"
-        settings.append(_Setting(name, options, published, "lower is better for the attacker"))
+        settings.append((Line(name, measure, published, "lower is better for the attacker"), options))
 
     def distance(x: Tensor, guess: Tensor) -> float:
         return float((guess - x).abs().sum())
 
-    table = _Table("cifar100", "one-layer-cnn", 1, "L1 distance of an image", distance, tuple(settings))
+    table = _Table("cifar100", "one-layer-cnn", 1, distance, settings)
     return _measured(table, size, seed, progress)
 
 
@@ -110,77 +112,60 @@ def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[R
     """One row a number of hidden units and method; the paper has curves only."""
     size = SCALES[scale]
     bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
-    settings = []
+    settings: list[tuple[Line, dict[str, Any]]] = []
     for units in size.units:
         note = f"{'enough' if units >= bound else 'too few'} by proposition 2, which asks for {bound:.3f}"
         options = {"num_classes": CLASSES, "hidden": (units,), "activation": "sigmoid"}
-        settings.append(_Setting(f"{units} hidden units", options, None, note))
+        settings.append((Line(f"{units} hidden units", "PSNR of a batch of 4 (dB)", None, note), options))
 
     def quality(x: Tensor, guess: Tensor) -> float:
         # A cap, lest one exact image stand for a whole batch.
         return float(psnr(x, guess[assign(x, guess)]).clamp(max=100.0).mean())
 
-    table = _Table("mnist", "mlp", BATCH, "PSNR of a batch of 4 (dB)", quality, tuple(settings))
+    table = _Table("mnist", "mlp", BATCH, quality, settings)
     return _measured(table, size, seed, progress)
 
 
 @dataclass(frozen=True)
-class _Setting:
-    name: str
-    options: dict[str, Any]
-    published: float | None
-    note: str
-
-
-@dataclass(frozen=True)
 class _Table:
-    """What both measured tables have in common: data, model, batch, and how a batch is judged."""
+    """What both measured tables have in common; a setting is a row without its method, and options of the model."""
 
     data: str
     model: str
     batch: int
-    measure: str
     judge: Callable[[Tensor, Tensor], float]
-    settings: tuple[_Setting, ...]
+    settings: list[tuple[Line, dict[str, Any]]]
 
 
 def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) -> list[Row]:
-    """Every setting with every method."""
     examples = examples_or_reason(table.data, split="test")
-    rows: list[Row] = []
-    for setting in table.settings:
-        for method in METHODS:
-            name = f"{setting.name}, {method}"
-            if isinstance(examples, str):
-                rows.append(not_run(name, table.measure, setting.published, examples))
-                continue
-            values = []
-            for index in _chosen(examples, size.trials, table.batch, seed):
-                x = _resized(examples.subset(index), size.side)
-                net = build_model(table.model, input_shape=x.shape[1:], seed=seed, **setting.options)
-                values.append(table.judge(x, _attacked(net, x, examples.y[index], method, size, seed)))
-            rows.append(measured_row(name, table.measure, setting.published, values, setting.note))
-            if progress is not None:
-                progress(len(rows), len(table.settings) * len(METHODS), values[-1])
-    return rows
 
+    def trials(options: dict[str, Any], method: str, examples: Examples) -> Iterator[dict[str, float]]:
+        for index in _batches(examples, size.trials, table.batch, seed):
+            x = _resized(examples.subset(index), size.side)
+            net = build_model(table.model, input_shape=x.shape[1:], seed=seed, **options)
+            attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
+            # In double precision, for distances here go below single.
+            guess = attack(FedSGD().observe(net.double(), x, examples.y[index]), seed=seed).inputs.clamp(0, 1)
+            yield {method: table.judge(x, guess)}
 
-def _attacked(net: nn.Module, x: Tensor, y: Tensor, method: str, size: Scale, seed: int) -> Tensor:
-    """What an attack returns for one batch, in [0, 1]; in double precision, for distances here go below single."""
-    attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
-    observation = FedSGD().observe(net.double(), x, y)
-    return attack(observation, seed=seed).inputs.clamp(0, 1)
+    def groups() -> Iterator[Group]:
+        for (line, options), method in itertools.product(table.settings, METHODS):
+            whole = dataclasses.replace(line, setting=f"{line.setting}, {method}")
+            values = examples if isinstance(examples, str) else trials(options, method, examples)
+            yield Group({method: whole}, values, main=method)
+
+    return measured_rows(groups(), len(table.settings) * len(METHODS) * size.trials, progress)
 
 
 def _resized(part: Examples, side: int) -> Tensor:
     """Images of this side: padded where they are smaller, averaged where they are larger."""
     x = part.value_range.to_unit(part.x).double()
     margin = (32 - x.shape[-1]) // 2
-    x = nn.functional.pad(x, (margin, margin, margin, margin))
-    return nn.functional.avg_pool2d(x, 32 // side)
+    return nn.functional.avg_pool2d(nn.functional.pad(x, (margin,) * 4), 32 // side)
 
 
-def _chosen(examples: Examples, trials: int, batch: int, seed: int) -> list[list[int]]:
+def _batches(examples: Examples, trials: int, batch: int, seed: int) -> list[list[int]]:
     """Batches of different labels, without an image twice."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     batches: list[list[int]] = []
@@ -194,30 +179,20 @@ def _chosen(examples: Examples, trials: int, batch: int, seed: int) -> list[list
     return batches
 
 
-_EXACT = "all five bounds, exact, at once"
 TABLES = (
     PaperTable(
-        name="gradients/counting",
-        title="Least hidden units by batch size",
-        summary="proposition 2: how many hidden units give a batch away, by counting equations",
-        source=PAPER,
-        scales=MappingProxyType({"smoke": _EXACT, "small": _EXACT, "paper": _EXACT}),
-        target=run_counting,
+        "gradients/counting", run_counting,
+        "proposition 2: how many hidden units give a batch away, by counting equations", PAPER,
+        title="Least hidden units by batch size", scales=dict.fromkeys(SCALES, "all five bounds, exact, at once"),
     ),
     PaperTable(
-        name="gradients/filters",
-        title="L1 distance of one image by the number of filters",
-        summary="proposition 3: a one-layer CNN gives an image away from twelve filters on",
-        source=PAPER,
-        scales=MappingProxyType({name: size.words("image") for name, size in SCALES.items()}),
-        target=run_filters,
+        "gradients/filters", run_filters, "proposition 3: a one-layer CNN gives an image away from twelve filters on",
+        PAPER, title="L1 distance of one image by the number of filters",
+        scales={name: size.words("image") for name, size in SCALES.items()},
     ),
     PaperTable(
-        name="gradients/units",
+        "gradients/units", run_units, "proposition 2 in practice: about one hidden unit an example", PAPER,
         title="A batch of four by the number of hidden units",
-        summary="proposition 2 in practice: about one hidden unit an example",
-        source=PAPER,
-        scales=MappingProxyType({name: size.words("batch") for name, size in SCALES.items()}),
-        target=run_units,
+        scales={name: size.words("batch") for name, size in SCALES.items()},
     ),
-)
+)  # fmt: skip

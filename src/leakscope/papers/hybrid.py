@@ -13,7 +13,7 @@ published numbers of pre-trained ones belong to is not certain either, nor which
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +29,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedAvg, FederatedTraining, FedSGD, cached_training
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
+from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, examples_or_reason, measured_rows
 
 MEASURE = "MSE, lower is better for the attacker"
 #: Pixels minus 0.5.
@@ -70,9 +70,8 @@ class Scale:
     published: bool
 
     def words(self) -> str:
-        return f"{self.images} image{'s' if self.images > 1 else ''} a network" + (
-            ", published settings and defaults" if self.published else ", defaults"
-        )
+        settings = "published settings and defaults" if self.published else "defaults"
+        return f"{self.images} image{'s' if self.images > 1 else ''} a network, {settings}"
 
 
 SCALES = MappingProxyType({"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)})
@@ -106,31 +105,28 @@ def attacks(scale: str) -> dict[str, Attack]:
 
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a network and method; without the data every row says so."""
-    table = attacks(scale)
+    table, count = attacks(scale), SCALES[scale].images
     examples = examples_or_reason("cifar10", split="test")
-    if isinstance(examples, str):
-        return [
-            not_run(f"{cell}, {name}", MEASURE, _published(cell, name), examples) for cell in CELLS for name in table
-        ]
-    count = SCALES[scale].images
-    total, done = count * len(CELLS), 0
-    rows: list[Row] = []
-    for cell in CELLS:
+
+    def trials(cell: Cell, examples: Examples) -> Iterator[dict[str, float]]:
         trained = pretrained(cell.model, scale, seed) if cell.pretrained else None
-        errors: dict[str, list[float]] = {name: [] for name in table}
         for number, index in enumerate(_order(examples, cell, seed)[:count]):
             # Weights of different trials and different seeds are all different.
             trial = seed * 1_000_003 + number
-            model = trained or _network(cell.model, trial)
-            for name, attack in table.items():
-                errors[name].append(error(attack, model, examples.subset([index]), trial))
-            done += 1
-            if progress is not None:
-                progress(done, total, errors["Hybrid, defaults"][-1])
-        for name, values in errors.items():
-            published = _published(cell, name)
-            rows.append(measured_row(f"{cell}, {name}", MEASURE, published, values, _note(cell, scale), ROUNDING))
-    return rows
+            model, example = trained or _network(cell.model, trial), examples.subset([index])
+            yield {name: error(attack, model, example, trial) for name, attack in table.items()}
+
+    def groups() -> Iterator[Group]:
+        for cell in CELLS:
+            # The defaults stand beside the published settings' number.
+            published = {name: cell.published[name.removesuffix(", defaults")] for name in table}
+            lines = {
+                name: Line(f"{cell}, {name}", MEASURE, value, _note(cell, scale), ROUNDING)
+                for name, value in published.items()
+            }
+            yield Group(lines, examples if isinstance(examples, str) else trials(cell, examples), "Hybrid, defaults")
+
+    return measured_rows(groups(), count * len(CELLS), progress)
 
 
 def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> float:
@@ -146,7 +142,7 @@ def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> flo
 def pretrained(name: str, scale: str, seed: int) -> nn.Module:
     """The network after training on two classes of the training split."""
     examples = load_data("cifar10", split="train", limit=SMOKE_IMAGES if scale == "smoke" else None)
-    some = examples.subset(_of_classes(examples))
+    some = examples.subset([index for index, label in enumerate(examples.y.tolist()) if label in CLASSES])
     training = SMOKE_TRAINING if scale == "smoke" else TRAINING
     return cached_training(training, _network(name, seed), [(BOX.from_unit(some.x), some.y)], seed=seed, at=[2]).last
 
@@ -158,38 +154,24 @@ def _network(name: str, seed: int) -> nn.Module:
 def _order(examples: Examples, cell: Cell, seed: int) -> list[int]:
     """The images in the order of trials; a pre-trained network is attacked on the classes that it knows."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
-    if not cell.pretrained:
-        return order
-    known = set(_of_classes(examples))
-    return [index for index in order if index in known]
-
-
-def _of_classes(examples: Examples) -> list[int]:
-    return [index for index, label in enumerate(examples.y.tolist()) if label in CLASSES]
-
-
-def _published(cell: Cell, name: str) -> float | None:
-    """The defaults stand beside the published settings' number."""
-    return cell.published[name.removesuffix(", defaults")]
+    return [index for index in order if not cell.pretrained or int(examples.y[index]) in CLASSES]
 
 
 def _note(cell: Cell, scale: str) -> str:
-    words = [f"{SCALES[scale].images} images, the paper has 2"]
-    if cell.pretrained:
-        words.append("our own training on two classes")
-    if cell.note:
-        words.append(cell.note)
-    if scale == "smoke":
-        words.append("search cut short")
-    return "; ".join(words)
+    training = "our own training on two classes" if cell.pretrained else ""
+    words = (
+        f"{SCALES[scale].images} images, the paper has 2",
+        training,
+        cell.note,
+        "search cut short" if scale == "smoke" else "",
+    )
+    return "; ".join(filter(None, words))
 
 
 TABLE = PaperTable(
-    name="hybrid/table3",
+    "hybrid/table3", run, "mean squared error by network, with initial and pre-trained weights",
+    "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching, "
+    "BMVC 2022",
     title="One image from small tanh networks: R-GAP and Hybrid",
-    summary="mean squared error by network, with initial and pre-trained weights",
-    source="Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient "
-    "Matching, BMVC 2022",
-    scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
-    target=run,
-)
+    scales={name: size.words() for name, size in SCALES.items()},
+)  # fmt: skip

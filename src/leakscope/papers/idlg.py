@@ -11,6 +11,7 @@ drawn without repetition from the test split.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -22,15 +23,7 @@ from leakscope.federation import FedSGD
 from leakscope.labels import idlg_label
 from leakscope.models import build_model
 from leakscope.network.layers import find_head
-from leakscope.papers.base import (
-    PaperTable,
-    Progress,
-    Row,
-    examples_or_reason,
-    measured_row,
-    not_run,
-    sampling_tolerance,
-)
+from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, examples_or_reason, measured_rows
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -58,43 +51,31 @@ SCALES = MappingProxyType({"smoke": Scale(3, 30), "small": Scale(20, 300), "pape
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """One row a data set and method; a data set that is not there gives rows that say so."""
     size = SCALES[scale]
-    readable: dict[str, Examples | str] = {}
-    for title, name, _ in PUBLISHED:
-        readable[title] = "no data" if name is None else examples_or_reason(name, split="test")
-    total = size.images * sum(isinstance(examples, Examples) for examples in readable.values())
-    rows: list[Row] = []
-    done = 0
-    for title, _, published in PUBLISHED:
-        examples = readable[title]
-        if isinstance(examples, str):
-            rows += [not_run(f"{title}, {method}", MEASURE, value, examples) for method, value in published.items()]
-            continue
-        hits: dict[str, list[float]] = {"DLG": [], "iDLG": []}
+    readable = {
+        title: "no data" if name is None else examples_or_reason(name, split="test") for title, name, _ in PUBLISHED
+    }
+
+    def trials(examples: Examples) -> Iterator[dict[str, float]]:
         order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed))
         for number, index in enumerate(order[: size.images].tolist()):
             # Weights and start are drawn anew for each trial; trials of different seeds share none.
-            right = trial(examples.subset([index]), size.iterations, seed=seed * 1_000_003 + number)
-            for method, hit in right.items():
-                hits[method].append(100.0 * hit)
-            done += 1
-            if progress is not None:
-                progress(done, total, sum(hits["DLG"]) / len(hits["DLG"]))
-        rows += [
-            measured_row(
-                f"{title}, {method}",
-                MEASURE,
-                value,
-                hits[method],
-                _note(method, size),
-                sampling_tolerance(value, len(hits[method])),
-            )
-            for method, value in published.items()
-        ]
-    return rows
+            yield trial(examples.subset([index]), size.iterations, seed=seed * 1_000_003 + number)
+
+    def groups() -> Iterator[Group]:
+        for title, _, published in PUBLISHED:
+            examples = readable[title]
+            lines = {
+                method: Line(f"{title}, {method}", MEASURE, value, _note(method, size), share=True)
+                for method, value in published.items()
+            }
+            yield Group(lines, examples if isinstance(examples, str) else trials(examples), main="DLG")
+
+    total = size.images * sum(isinstance(examples, Examples) for examples in readable.values())
+    return measured_rows(groups(), total, progress)
 
 
-def trial(example: Examples, iterations: int, seed: int) -> dict[str, bool]:
-    """Whether each method finds the label of one image from one gradient of freshly drawn weights."""
+def trial(example: Examples, iterations: int, seed: int) -> dict[str, float]:
+    """100 for each method that finds the label of one image from one gradient of freshly drawn weights, else 0."""
     model = build_model("dlg-lenet", input_shape=example.shape, num_classes=example.num_classes, seed=seed)
     observation = FedSGD().observe(
         model, example.x, example.y, value_range=example.value_range, num_classes=example.num_classes
@@ -103,7 +84,7 @@ def trial(example: Examples, iterations: int, seed: int) -> dict[str, bool]:
     guess = DLG.preset("paper", iterations=iterations)(observation, seed=seed).labels
     head = find_head(observation.model, observation.input_shape, observation.num_classes)
     rule = idlg_label(observation.message.update[head.weight_name])
-    return {"DLG": guess is not None and int(guess[0]) == label, "iDLG": rule == label}
+    return {"DLG": 100.0 * (guess is not None and int(guess[0]) == label), "iDLG": 100.0 * (rule == label)}
 
 
 def _note(method: str, size: Scale) -> str:
@@ -115,10 +96,8 @@ def _note(method: str, size: Scale) -> str:
 
 
 TABLE = PaperTable(
-    name="idlg/labels",
+    "idlg/labels", run, "how often the label of one image is found, by joint search and by the sign rule",
+    "Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
     title="Label accuracy of DLG and iDLG",
-    summary="how often the label of one image is found, by joint search and by the sign rule",
-    source="Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
-    scales=MappingProxyType({name: size.words() for name, size in SCALES.items()}),
-    target=run,
-)
+    scales={name: size.words() for name, size in SCALES.items()},
+)  # fmt: skip

@@ -15,6 +15,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -35,7 +36,17 @@ from leakscope.data import Examples, split_by_group
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
-from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
+from leakscope.papers.base import (
+    Group,
+    Line,
+    PaperTable,
+    Progress,
+    Row,
+    examples_or_reason,
+    measured_row,
+    measured_rows,
+    not_run,
+)
 
 PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 BOXES: Mapping[str, ValueRange] = MappingProxyType(
@@ -100,11 +111,11 @@ def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iter
     if examples.group is not None:
         whole = [rows for rows in split_by_group(examples, limit=WRITER_IMAGES) if len(rows) >= setting.examples]
         order = torch.randperm(len(whole), generator=generator).tolist()
-        chosen = [whole[i][: setting.examples] for i in order[:count]]
+        parts = [whole[i][: setting.examples] for i in order[:count]]
     else:
-        chosen = list(torch.randperm(len(examples), generator=generator).split(setting.examples))[:count]
+        parts = list(torch.randperm(len(examples), generator=generator).split(setting.examples))[:count]
     box = BOXES[setting.data]
-    for number, rows in enumerate(chosen):
+    for number, rows in enumerate(parts):
         some = examples.subset(rows)
         yield Client(box.from_unit(some.x), some.y, box, seed * 1_000_003 + number)
 
@@ -117,22 +128,12 @@ def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
 
 def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
     """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
-    observation = observe(setting, client, model)
-    trajectory = describe_update(
-        Subject(
-            protocol=setting.protocol,
-            defense=None,
-            task=Classification(),
-            observation=observation,
-            x=client.x,
-            y=client.y,
-            draws=client.generator,
-        )
-    )
+    private: dict[str, Any] = {"x": client.x, "y": client.y, "draws": client.generator}
+    facts: dict[str, Any] = {"protocol": setting.protocol, "defense": None, "task": Classification()}
+    trajectory = describe_update(Subject(observation=observe(setting, client, model), **facts, **private))
     if trajectory.get("max_cosine") is None:
-        raise ValueError(
-            f"{setting}: no diagnosis: {trajectory.get('reason', 'the gradient vanishes along the segment')}"
-        )
+        reason = trajectory.get("reason", "the gradient vanishes along the segment")
+        raise ValueError(f"{setting}: no diagnosis: {reason}")
     return trajectory
 
 
@@ -171,24 +172,18 @@ class Cell:
 
 
 PSNR, COSINE, SHARE, OBJECTIVE = "PSNR (dB)", "largest cosine", "smallest share in two directions", "1 - cosine"
-_LARGE = (0, 1, 100)
+_LARGE, _PAPER = (0, 1, 100), (0, 0, 100)
 TABLE_1 = (
     Cell(Setting(epochs=10, examples=50, batch_size=50), {COSINE: 0.997, SHARE: 0.996}, (1, 10, 100), spread=0.002),
     Cell(Setting(epochs=20, examples=50, batch_size=10), {COSINE: None, SHARE: None}, (0, 10, 100)),
 )
 TABLE_2 = (
     Cell(Setting(), {"IG": 27.8, "DLFA": 24.9, "SME": 30.3, "SME, defaults": 30.3}, spread=0.3),
-    Cell(Setting(examples=50), {"IG": None, "DLFA": 21.7, "SME": None, "SME, defaults": None}, (0, 0, 100)),
+    Cell(Setting(examples=50), {"IG": None, "DLFA": 21.7, "SME": None, "SME, defaults": None}, _PAPER),
     Cell(Setting(epochs=20, examples=50), {"IG": 17.0, "SME": 21.5, "SME, defaults": 21.5}, _LARGE),
     Cell(Setting(data="cifar100"), {"IG": 26.0, "DLFA": 26.7, "SME": 28.5, "SME, defaults": 28.5}),
-    Cell(
-        Setting(data="cifar100", examples=50),
-        {"IG": None, "DLFA": 20.3, "SME": None, "SME, defaults": None},
-        (0, 0, 100),
-    ),
-    Cell(
-        Setting(data="cifar100", epochs=20, examples=50), {"IG": 14.8, "SME": 21.7, "SME, defaults": 21.7}, (0, 0, 100)
-    ),
+    Cell(Setting(data="cifar100", examples=50), {"IG": None, "DLFA": 20.3, "SME": None, "SME, defaults": None}, _PAPER),
+    Cell(Setting(data="cifar100", epochs=20, examples=50), {"IG": 14.8, "SME": 21.7, "SME, defaults": 21.7}, _PAPER),
 )
 _SIMILARITY = {"IG": 0.044, "SME": 0.019}
 """The first row of table 2 also gives the objective the search ended with."""
@@ -206,10 +201,9 @@ TABLE_3 = MappingProxyType({"femnist": 0.29, "cifar100": 1.6})
 
 
 def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
+    def measure(cell: Cell, client: Client) -> dict[str, float]:
         trajectory = diagnosis(cell.setting, client, cell.setting.network(client.number))
-        yield COSINE, trajectory["max_cosine"]
-        yield SHARE, trajectory["share_min"]
+        return {COSINE: trajectory["max_cosine"], SHARE: trajectory["share_min"]}
 
     return _run(TABLE_1, scale, seed, progress, measure, lambda cell, name: (str(cell), name))
 
@@ -219,13 +213,15 @@ def run_reconstruction(
 ) -> list[Row]:
     """PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
 
-    def measure(cell: Cell, client: Client) -> Iterator[tuple[str, float]]:
+    def measure(cell: Cell, client: Client) -> dict[str, float]:
         observation = observe(cell.setting, client, cell.setting.network(client.number))
+        values = {}
         for name, attack in attacks(cell.setting, scale, tuple(cell.published)).items():
             result = attack(observation, seed=client.number)
-            yield name, client.psnr(result.inputs)
+            values[name] = client.psnr(result.inputs)
             if similarity and cell is cells[0] and name in _SIMILARITY:
-                yield f"{name} {OBJECTIVE}", float(result.info["distance"])
+                values[f"{name} {OBJECTIVE}"] = float(result.info["distance"])
+        return values
 
     def words(cell: Cell, name: str) -> tuple[str, str]:
         return f"{cell}, {name.removesuffix(OBJECTIVE).strip()}", OBJECTIVE if OBJECTIVE in name else PSNR
@@ -257,11 +253,10 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
             each = (time.perf_counter() - started) / attack.iterations
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
+            title = f"{setting}, {name}"
             note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
-            rows.append(
-                measured_row(f"{setting}, {name}", "hours for 100 attacks", published, [each * whole / 36], note)
-            )
-            rows.append(measured_row(f"{setting}, {name}", "peak memory (MB)", None, [memory.megabytes() or 0.0]))
+            rows.append(measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
+            rows.append(measured_row(title, "peak memory (MB)", None, [memory.megabytes() or 0.0]))
         if progress is not None:
             progress(number + 1, len(settings), rows[-2].measured or 0.0)
     return rows
@@ -282,21 +277,20 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
     )
     model = setting.network(seed)
     trained = cached_training(training, model, [(c.x, c.y) for c in everyone], seed=seed, at=rounds)
-    rows: list[Row] = []
-    total, done = len(rounds) * count, 0
-    for number in rounds:
-        values: dict[str, list[float]] = {COSINE: [], "IG": [], "SME": [], "SME, defaults": []}
-        for client in clients(setting, count, seed, examples):
-            values[COSINE].append(diagnosis(setting, client, trained.models[number])["max_cosine"])
-            observation = observe(setting, client, trained.models[number])
-            for name, attack in attacks(setting, scale, ("IG", "SME", "SME, defaults")).items():
-                values[name].append(client.psnr(attack(observation, seed=client.number).inputs))
-            done += 1
-            if progress is not None:
-                progress(done, total, values[COSINE][-1])
-        rows.append(measured_row(f"round {number}", COSINE, TABLE_6.get(number), values.pop(COSINE), str(setting)))
-        rows += [measured_row(f"round {number}, {name}", PSNR, None, psnrs) for name, psnrs in values.items()]
-    return rows
+
+    def measure(model: nn.Module, client: Client) -> dict[str, float]:
+        table = attacks(setting, scale, ("IG", "SME", "SME, defaults"))
+        observation = observe(setting, client, model)
+        psnrs = {name: client.psnr(attack(observation, seed=client.number).inputs) for name, attack in table.items()}
+        return {COSINE: diagnosis(setting, client, model)["max_cosine"], **psnrs}
+
+    def group(number: int) -> Group:
+        lines = {name: Line(f"round {number}, {name}", PSNR, None) for name in ("IG", "SME", "SME, defaults")}
+        lines[COSINE] = Line(f"round {number}", COSINE, TABLE_6.get(number), str(setting))
+        people = clients(setting, count, seed, examples)
+        return Group(lines, map(partial(measure, trained.models[number]), people), main=COSINE)
+
+    return measured_rows(map(group, rounds), len(rounds) * count, progress)
 
 
 def _run(
@@ -304,78 +298,58 @@ def _run(
     scale: str,
     seed: int,
     progress: Progress | None,
-    measure: Callable[[Cell, Client], Iterator[tuple[str, float]]],
+    measure: Callable[[Cell, Client], dict[str, float]],
     words: Callable[[Cell, str], tuple[str, str]],
     extra: Mapping[str, float] = MappingProxyType({}),
 ) -> list[Row]:
     """``measure`` every client of every cell; one row a cell and name. ``extra``: more published numbers of cell 1."""
-    chosen = [cell for cell in cells if cell.count(scale)]
-    total, done = sum(cell.count(scale) for cell in chosen), 0
-    rows: list[Row] = []
-    for cell in chosen:
+
+    def group(cell: Cell) -> Group:
         examples = examples_or_reason(cell.setting.data, split="train")
+        people = [] if isinstance(examples, str) else list(clients(cell.setting, cell.count(scale), seed, examples))
+        note = f"{len(people)} of {cell.clients[-1]} clients{', search cut short' if scale == 'smoke' else ''}"
         published = {**cell.published, **(extra if cell is cells[0] else {})}
-        if isinstance(examples, str):
-            rows += [not_run(*words(cell, name), value, examples) for name, value in published.items()]
-            continue
-        values: dict[str, list[float]] = {}
-        for client in clients(cell.setting, cell.count(scale), seed, examples):
-            for name, value in measure(cell, client):
-                values.setdefault(name, []).append(value)
-            done += 1
-            if progress is not None:
-                progress(done, total, next(iter(values.values()))[-1])
-        cut = ", search cut short" if scale == "smoke" else ""
-        for name, measured in values.items():
-            note = f"{len(measured)} of {cell.clients[-1]} clients{cut}"
-            within = 0.0 if name in extra else cell.spread
-            rows.append(measured_row(*words(cell, name), published.get(name), measured, note, within))
-    return rows
+        lines = {
+            name: Line(*words(cell, name), value, note, 0.0 if name in extra else cell.spread)
+            for name, value in published.items()
+        }
+        trials = examples if isinstance(examples, str) else map(partial(measure, cell), people)
+        return Group(lines, trials, main=next(iter(lines)))
+
+    runnable = [cell for cell in cells if cell.count(scale)]
+    return measured_rows(map(group, runnable), sum(cell.count(scale) for cell in runnable), progress)
 
 
-def _scales(small: str, paper: str) -> Mapping[str, str]:
-    return MappingProxyType({"smoke": f"one client, {SMOKE_STEPS} steps of search", "small": small, "paper": paper})
-
-
+_CUT = f"one client, {SMOKE_STEPS} steps of search"
 TABLES = (
     PaperTable(
-        name="sme/table1",
+        "sme/table1", run_table_1,
+        "largest cosine on the segment, smallest share of a local gradient in two directions", PAPER,
         title="How near one gradient comes to a weight update",
-        summary="largest cosine on the segment, smallest share of a local gradient in two directions",
-        source=PAPER,
-        scales=_scales("10 clients a setting", "100 clients a setting"),
-        target=run_table_1,
+        scales={"smoke": _CUT, "small": "10 clients a setting", "paper": "100 clients a setting"},
     ),
     PaperTable(
-        name="sme/table2",
+        "sme/table2", lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
+        "PSNR by epochs and number of images, FEMNIST and CIFAR-100", PAPER,
         title="Reconstruction from weight updates: IG, DLFA, SME",
-        summary="PSNR by epochs and number of images, FEMNIST and CIFAR-100",
-        source=PAPER,
-        scales=_scales("1 to 3 clients a setting, not CIFAR-100 with N=50", "100 clients a setting"),
-        target=lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
+        scales={"smoke": _CUT, "small": "1 to 3 clients a setting, not CIFAR-100 with N=50",
+                "paper": "100 clients a setting"},
     ),
     PaperTable(
-        name="sme/table3",
-        title="Cost of 100 attacks",
-        summary="hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps",
-        source=PAPER,
-        scales=MappingProxyType({"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"}),
-        target=run_table_3,
+        "sme/table3", run_table_3,
+        "hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps", PAPER,
+        title="Cost of 100 attacks", scales={"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"},
     ),
     PaperTable(
-        name="sme/table6",
+        "sme/table6", run_table_6,
+        "largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds", PAPER,
         title="Attacks in later rounds of training",
-        summary="largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds",
-        source=PAPER,
-        scales=_scales("2 clients, 20 rounds of 10 of 100 writers", "100 clients"),
-        target=run_table_6,
+        scales={"smoke": _CUT, "small": "2 clients, 20 rounds of 10 of 100 writers", "paper": "100 clients"},
     ),
     PaperTable(
-        name="sme/table7",
+        "sme/table7", lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
+        "PSNR of IG and SME by architecture on FEMNIST", PAPER,
         title="Other networks: MLP, LeNet, ResNet8, ViT",
-        summary="PSNR of IG and SME by architecture on FEMNIST",
-        source=PAPER,
-        scales=_scales("3 clients a network", "100 clients a network"),
-        target=lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
+        scales={"smoke": _CUT, "small": "3 clients a network", "paper": "100 clients a network"},
     ),
-)
+)  # fmt: skip
