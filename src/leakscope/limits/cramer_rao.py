@@ -244,11 +244,16 @@ def _exact(mapping: GradientMap, view: _View, spectrum: Decomposition, surviving
         # An example that takes part in such a direction, beyond rounding, has an infinite error.
         examples = torch.where(lost > 1e-9, math.inf, examples)
     return Floor(
-        rmse=rmse, method="exact", reason=reason,
+        rmse=rmse,
+        method="exact",
+        reason=reason,
         **_common(mapping, view, float(spectrum.values.square().sum()), surviving),
-        visible_rmse=math.sqrt(total / rank) if rank else None, example_rmse=tuple(examples.tolist()),
-        rank=rank, smallest=float(spectrum.values[-1]), condition=spectrum.condition,
-    )  # fmt: skip
+        visible_rmse=math.sqrt(total / rank) if rank else None,
+        example_rmse=tuple(examples.tolist()),
+        rank=rank,
+        smallest=float(spectrum.values[-1]),
+        condition=spectrum.condition,
+    )
 
 
 def _estimate(

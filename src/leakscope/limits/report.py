@@ -165,21 +165,32 @@ def limits(
         layers = str(error)
     orders = _orders(net, math.prod(shape), batch, channel, floor)
     return Limits(
-        input_shape=shape, batch=batch, num_classes=net.outputs,
-        first_layer=net.first.name or "model", first_layer_kind=net.first.kind, first_layer_size=net.first.size,
-        gradient_entries=net.entries, unknowns=unknowns, unknowns_with_labels=with_labels,
-        count_met=net.entries >= unknowns, count_met_with_labels=net.entries >= with_labels,
+        input_shape=shape,
+        batch=batch,
+        num_classes=net.outputs,
+        first_layer=net.first.name or "model",
+        first_layer_kind=net.first.kind,
+        first_layer_size=net.first.size,
+        gradient_entries=net.entries,
+        unknowns=unknowns,
+        unknowns_with_labels=with_labels,
+        count_met=net.entries >= unknowns,
+        count_met_with_labels=net.entries >= with_labels,
         closed_form=not isinstance(linear, str) and batch == 1 and net.first.has_bias,
         span_readable=not isinstance(linear, str) and batch <= linear.out_features,
         first_linear=_first_linear_sentence(linear, batch, net.first.has_bias),
         propositions=propositions(net, shape, batch),
         jacobian=JacobianRank(unknowns, reason=spectrum) if isinstance(spectrum, str) else spectrum.summary(),
-        seed=seed, point="a random batch in the box" if inputs is None else "the batch that was given",
-        layers=() if isinstance(layers, str) else layers, layers_reason=layers if isinstance(layers, str) else None,
+        seed=seed,
+        point="a random batch in the box" if inputs is None else "the batch that was given",
+        layers=() if isinstance(layers, str) else layers,
+        layers_reason=layers if isinstance(layers, str) else None,
         channel=channel,
-        floor=None if isinstance(floor, str) else floor, floor_reason=floor if isinstance(floor, str) else None,
-        orders=() if isinstance(orders, str) else orders, orders_reason=orders if isinstance(orders, str) else None,
-    )  # fmt: skip
+        floor=None if isinstance(floor, str) else floor,
+        floor_reason=floor if isinstance(floor, str) else None,
+        orders=() if isinstance(orders, str) else orders,
+        orders_reason=orders if isinstance(orders, str) else None,
+    )
 
 
 def _floor(

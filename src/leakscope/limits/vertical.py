@@ -175,11 +175,19 @@ def vertical_limits(
         if progress is not None:
             progress("workers", len(workers), len(at_layers))
     return VerticalLimits(
-        samples=samples, batch=batch, rounds=index.rounds, sampling=sampling, given=own_batches, seed=seed,
+        samples=samples,
+        batch=batch,
+        rounds=index.rounds,
+        sampling=sampling,
+        given=own_batches,
+        seed=seed,
         point="the samples that were given" if own_samples else "random samples in [0, 1]",
-        index=index, together=samples - int(distinct_columns(indices, samples).sum()),
-        needed=needed, theorem=theorem1(samples, batch), workers=tuple(workers),
-    )  # fmt: skip
+        index=index,
+        together=samples - int(distinct_columns(indices, samples).sum()),
+        needed=needed,
+        theorem=theorem1(samples, batch),
+        workers=tuple(workers),
+    )
 
 
 def _worker(
@@ -192,14 +200,22 @@ def _worker(
         apart = int(separable(indices, signals, with_bias).sum())
     rank = rank_of(reads)
     return WorkerLimits(
-        worker=dense.worker, share=dense.share.name, features=len(dense.share.places),
-        layer=dense.name, inputs=dense.inputs, units=dense.units, bias=dense.bias,
+        worker=dense.worker,
+        share=dense.share.name,
+        features=len(dense.share.places),
+        layer=dense.name,
+        inputs=dense.inputs,
+        units=dense.units,
+        bias=dense.bias,
         invisible=tuple(torch.nonzero(~seen_rows(signals)).flatten().tolist()),
-        signal_rank=rank_of(signals).rank or 0, input_rank=rank.rank or 0,
+        signal_rank=rank_of(signals).rank or 0,
+        input_rank=rank.rank or 0,
         input_condition=math.inf if rank.condition is None else rank.condition,
-        determined=int(determined_inputs(index, signals).sum()), separable=apart,
-        theorem=theorem2(index.samples, batch, dense.units, signals), bounds=recovery_bounds(batch, signals, reads),
-    )  # fmt: skip
+        determined=int(determined_inputs(index, signals).sum()),
+        separable=apart,
+        theorem=theorem2(index.samples, batch, dense.units, signals),
+        bounds=recovery_bounds(batch, signals, reads),
+    )
 
 
 def layer_signals(

@@ -6,7 +6,7 @@ A measure is a number of one example. ``better`` is the direction in which the a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Literal
 
@@ -17,7 +17,7 @@ Better = Literal["higher", "lower"]
 NOT_TOLD = "not measured, and the job does not say why"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measure:
     """One measure.
 
@@ -30,8 +30,9 @@ class Measure:
     name: str
     label: str
     better: Better
-    meaning: str
     span: str
+    meaning: str
+    _: KW_ONLY
     key: str = ""
     unit: str = ""
     digits: int | None = 3
@@ -55,49 +56,52 @@ class Measure:
 
 
 _NO_GUESS = "the attack guesses no labels"
+_CLOSE, _SHARE = "0 and up, lower = closer", "share from 0 to 100 %"
 _ALL = (
+    Measure("mse", "MSE", "lower", "0 to 1, lower = closer", "Mean squared error in unit space [0, 1].", digits=4),
+    Measure("rmse", "RMSE", "lower", "0 to 1, lower = closer", "Root of the mean squared error.", digits=4),
     Measure(
-        name="mse", label="MSE", better="lower", span="0 to 1, lower = closer", digits=4,
-        meaning="Mean squared error in unit space [0, 1].",
+        *("rmse_maxnorm", "RMSE, max-norm", "lower", "0 to 1"),
+        "RMSE after the error is divided by its largest entry, for comparison with published tables: it tells the "
+        "error's shape, not its size.",
+        digits=4,
     ),
     Measure(
-        name="rmse", label="RMSE", better="lower", span="0 to 1, lower = closer", digits=4,
-        meaning="Root of the mean squared error.",
-    ),
-    Measure(
-        name="rmse_maxnorm", label="RMSE, max-norm", better="lower", span="0 to 1", digits=4,
-        meaning="RMSE after the error is divided by its largest entry, for comparison with published tables: it tells "
-        "the error's shape, not its size.",
-    ),
-    Measure(
-        name="psnr", label="PSNR", unit="dB", better="higher", span="0 dB and up, higher = closer", digits=1,
+        *("psnr", "PSNR", "higher", "0 dB and up, higher = closer"),
+        "Peak signal-to-noise ratio, −10·log₁₀ of the mean squared error, for each example in unit space [0, 1]. About "
+        "20 dB is recognisable, above 30 dB nearly identical; 200 dB stands for an exact copy.",
+        unit="dB",
+        digits=1,
         limit="max_psnr",
-        meaning="Peak signal-to-noise ratio, −10·log₁₀ of the mean squared error, for each example in unit space "
-        "[0, 1]. About 20 dB is recognisable, above 30 dB nearly identical; 200 dB stands for an exact copy.",
     ),
     Measure(
-        name="ssim", label="SSIM", better="higher", span="−1 to 1, higher = closer", limit="max_ssim",
-        meaning="Structural similarity: luminance, contrast and structure in local windows. Images only.",
+        *("ssim", "SSIM", "higher", "−1 to 1, higher = closer"),
+        "Structural similarity: luminance, contrast and structure in local windows. Images only.",
+        limit="max_ssim",
     ),
+    Measure("lpips", "LPIPS", "lower", _CLOSE, "Perceptual distance between deep features; needs a network for it."),
     Measure(
-        name="lpips", label="LPIPS", better="lower", span="0 and up, lower = closer",
-        meaning="Perceptual distance between deep features; needs a network for it.",
-    ),
-    Measure(
-        name="label_accuracy", key="label_correct", label="Labels", better="higher", span="share from 0 to 100 %",
-        digits=None, of="labels", otherwise=_NO_GUESS,
-        meaning="How many labels the attack named correctly, where it names labels.",
-    ),
-    Measure(
-        name="target_error", label="Target error", better="lower", span="0 and up, lower = closer", of="targets",
+        *("label_accuracy", "Labels", "higher", _SHARE),
+        "How many labels the attack named correctly, where it names labels.",
+        key="label_correct",
+        digits=None,
+        of="labels",
         otherwise=_NO_GUESS,
-        meaning="Root-mean-square distance of the recovered targets from the true ones, in their own units.",
     ),
     Measure(
-        name="identification", key="identified", label="Identified", better="higher", span="share from 0 to 100 %",
-        digits=None, limit="max_identification", per="setting",
-        meaning="Whether the reconstruction is nearer to its own original than to every other candidate of the data; "
-        "the chance of a blind guess is stated beside it.",
+        *("target_error", "Target error", "lower", _CLOSE),
+        "Root-mean-square distance of the recovered targets from the true ones, in their own units.",
+        of="targets",
+        otherwise=_NO_GUESS,
     ),
-)  # fmt: skip
+    Measure(
+        *("identification", "Identified", "higher", _SHARE),
+        "Whether the reconstruction is nearer to its own original than to every other candidate of the data; the "
+        "chance of a blind guess is stated beside it.",
+        key="identified",
+        digits=None,
+        limit="max_identification",
+        per="setting",
+    ),
+)
 MEASURES: Mapping[str, Measure] = MappingProxyType({measure.name: measure for measure in _ALL})

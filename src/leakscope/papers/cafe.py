@@ -278,8 +278,10 @@ def draws(seed: int, what: str) -> torch.Generator:
 
 TABLES = (
     PaperTable(
-        "cafe/table10", run_table_10,
-        "CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning", PAPER,
+        "cafe/table10",
+        run_table_10,
+        "CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning",
+        PAPER,
         title="PSNR by batch size and epoch, CIFAR-10 in place of Linnaeus 5",
         scales={
             "smoke": "16 samples, half as many filters, searches of a few steps",
@@ -288,8 +290,10 @@ TABLES = (
         },
     ),
     PaperTable(
-        "cafe/faces", run_faces,
-        "mean PSNR and pictures of faces, by the direct method and the published single loop", PAPER,
+        "cafe/faces",
+        run_faces,
+        "mean PSNR and pictures of faces, by the direct method and the published single loop",
+        PAPER,
         title="Faces of Yale from rounds of vertical learning (figure 8)",
         scales={
             "smoke": "12 faces in batches of 3, half as many filters",
@@ -297,4 +301,4 @@ TABLES = (
             "paper": "160 faces in batches of 40, both methods, hours",
         },
     ),
-)  # fmt: skip
+)

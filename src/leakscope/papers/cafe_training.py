@@ -110,11 +110,14 @@ def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, 
 
 
 TABLE = PaperTable(
-    "cafe/table11", run, "what the defences cost: the loss of vertical training on CIFAR-10 after many rounds", PAPER,
+    "cafe/table11",
+    run,
+    "what the defences cost: the loss of vertical training on CIFAR-10 after many rounds",
+    PAPER,
     title="Training loss with fake gradients and with DP-SGD",
     scales={
         "smoke": "25 rounds, 8 samples, a small net",
         "small": "600 rounds, 40 samples, a small net",
         "paper": "8000 rounds, 800 samples, about a day",
     },
-)  # fmt: skip
+)

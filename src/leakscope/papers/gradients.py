@@ -181,18 +181,27 @@ def _batches(examples: Examples, trials: int, batch: int, seed: int) -> list[lis
 
 TABLES = (
     PaperTable(
-        "gradients/counting", run_counting,
-        "proposition 2: how many hidden units give a batch away, by counting equations", PAPER,
-        title="Least hidden units by batch size", scales=dict.fromkeys(SCALES, "all five bounds, exact, at once"),
+        "gradients/counting",
+        run_counting,
+        "proposition 2: how many hidden units give a batch away, by counting equations",
+        PAPER,
+        title="Least hidden units by batch size",
+        scales=dict.fromkeys(SCALES, "all five bounds, exact, at once"),
     ),
     PaperTable(
-        "gradients/filters", run_filters, "proposition 3: a one-layer CNN gives an image away from twelve filters on",
-        PAPER, title="L1 distance of one image by the number of filters",
+        "gradients/filters",
+        run_filters,
+        "proposition 3: a one-layer CNN gives an image away from twelve filters on",
+        PAPER,
+        title="L1 distance of one image by the number of filters",
         scales={name: size.words("image") for name, size in SCALES.items()},
     ),
     PaperTable(
-        "gradients/units", run_units, "proposition 2 in practice: about one hidden unit an example", PAPER,
+        "gradients/units",
+        run_units,
+        "proposition 2 in practice: about one hidden unit an example",
+        PAPER,
         title="A batch of four by the number of hidden units",
         scales={name: size.words("batch") for name, size in SCALES.items()},
     ),
-)  # fmt: skip
+)

@@ -169,9 +169,11 @@ def _note(cell: Cell, scale: str) -> str:
 
 
 TABLE = PaperTable(
-    "hybrid/table3", run, "mean squared error by network, with initial and pre-trained weights",
+    "hybrid/table3",
+    run,
+    "mean squared error by network, with initial and pre-trained weights",
     "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching, "
     "BMVC 2022",
     title="One image from small tanh networks: R-GAP and Hybrid",
     scales={name: size.words() for name, size in SCALES.items()},
-)  # fmt: skip
+)

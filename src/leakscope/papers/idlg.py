@@ -96,8 +96,10 @@ def _note(method: str, size: Scale) -> str:
 
 
 TABLE = PaperTable(
-    "idlg/labels", run, "how often the label of one image is found, by joint search and by the sign rule",
+    "idlg/labels",
+    run,
+    "how often the label of one image is found, by joint search and by the sign rule",
     "Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
     title="Label accuracy of DLG and iDLG",
     scales={name: size.words() for name, size in SCALES.items()},
-)  # fmt: skip
+)
