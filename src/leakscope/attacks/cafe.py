@@ -24,7 +24,6 @@ Recorded rounds are visited over and over, in their order, each with the weights
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
@@ -32,10 +31,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks.cafe_data import Data, RoundSearch, invert
-from leakscope.attacks.cafe_rounds import Rounds, RunningSteps, Steps, settle, solve, unexplained_by
-from leakscope.attacks.gradient_matching import Targets, require_searchable
-from leakscope.contracts.attack import Attack, Progress
+from leakscope.attacks.cafe_methods import METHODS, Evidence
+from leakscope.attacks.cafe_rounds import Rounds, Steps
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
@@ -62,21 +60,6 @@ _PUBLISHED: dict[str, Any] = {
     "schedule": "constant",
 }
 _VARIANT: dict[str, Any] = {"method": "gradients", "iterations": 2000, "lr": 0.05, "tv": 1e-3, "fade": 1.0}
-
-
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """What steps I and II say of their own result.
-
-    ``determined`` (workers, samples): whose representation follows from the rounds. ``unexplained`` is the share of
-    the gradients that the result does not explain, ``least_unexplained`` that of the best solution there is;
-    ``expected_error`` that of the representations, relative to them, where it is known.
-    """
-
-    determined: Tensor
-    unexplained: float
-    least_unexplained: float
-    expected_error: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,71 +115,56 @@ class CAFE(Attack):
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
         rounds = Rounds.of(observation)
-        targets, flags, notes, label_method = self._labels(rounds)
-        evidence: Evidence | None
-        if self.method == "direct":
-            data, evidence = self._direct(rounds, generator, progress)
-        else:
-            if targets is None:
-                require_searchable(observation)
-            data, evidence = self._in_loops(rounds, targets, generator, progress)
-            flags += ("steps not simulated",) if observation.training.learning_rate is None else ()
-        more_flags, more_notes, diagnosis = _opinion(rounds, evidence)
+        labels = self._labels(rounds)
+        method = METHODS[self.method](self, rounds, labels.targets)
+        if method.simulates and labels.targets is None and not observation.task.searchable:
+            raise NotApplicable(
+                f"the labels are not known, and {observation.task!r} does not say how to search them; grant them"
+            )
+        data, evidence = method.run(generator, progress)
+        opinion = _Opinion() if evidence is None else _opinion(rounds, evidence)
+        flags = labels.flags
+        if method.simulates and observation.training.learning_rate is None:
+            flags = (*flags, "steps not simulated")
+        searched = None if data.label_logits is None else observation.task.decode(data.label_logits)
         return Reconstruction(
             inputs=data.inputs,
-            labels=targets if data.label_logits is None else observation.task.decode(data.label_logits),
+            labels=labels.targets if searched is None else searched,
             scores=data.scores,
-            history={"objective": [data.curve[:: -(-len(data.curve) // 200)]]} if data.curve else {},
-            flags=tuple(dict.fromkeys((*flags, *more_flags))),
-            notes=(*notes, *more_notes),
-            info=self._info(rounds, label_method, evidence),
-            diagnosis=diagnosis,
+            history={"objective": [_thinned(data.curve)]} if data.curve else {},
+            flags=tuple(dict.fromkeys((*flags, *opinion.flags))),
+            notes=(*labels.notes, *opinion.notes),
+            info=self._info(rounds, labels, evidence),
+            diagnosis=opinion.diagnosis,
         )
 
-    def _direct(self, rounds: Rounds, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
-        """Steps I and II by linear least squares, then each sample by itself from its representations."""
-        tables = solve(rounds)
-        # The larger the representations' relative error, the more the prior counts.
-        error = min(tables.error, 1.0)
-        representation = self.representation * (1 - error**2)
-        settings = dataclasses.replace(self, representation=representation, fade=max(self.fade, error))
-        data = invert(settings, rounds, tables.inputs, tables.determined, generator, progress)
-        return data, Evidence(tables.determined, tables.unexplained, tables.unexplained, tables.error)
-
-    def _in_loops(
-        self, rounds: Rounds, targets: Tensor | None, generator: torch.Generator, progress: Progress | None
-    ) -> tuple[Data, Evidence | None]:
-        """By simulated gradients, for which it takes labels (searched where None) and the weights of every round."""
-        if self.method == "gradients":
-            return RoundSearch(self, rounds, targets, generator).run((), progress), None
-        tables = [RunningSteps.start(self, rounds.samples, layer, generator) for layer in rounds.layers]
-        if self.method == "nested":
-            settle(rounds, tables, self.first_iterations)
-        search = RoundSearch(self, rounds, targets, generator)
-        data = search.run(tables, progress, move_tables=self.method == "single-loop")
-        # What can be determined is a matter of the rounds, not of how far the loop came.
-        best = solve(rounds)
-        return data, Evidence(best.determined, unexplained_by(rounds, tables), best.unexplained)
-
-    def _info(self, rounds: Rounds, label_method: str, evidence: Evidence | None) -> dict[str, Any]:
-        info: dict[str, Any] = {"labels": label_method, "rounds": len(rounds.batches)}
-        info |= {"index_rank": rounds.identifiability.rank, "steps": self.iterations, "restarts": 1, "compiled": False}
+    def _info(self, rounds: Rounds, labels: _Labels, evidence: Evidence | None) -> dict[str, Any]:
+        info: dict[str, Any] = {
+            "labels": labels.how,
+            "rounds": len(rounds.batches),
+            "index_rank": rounds.identifiability.rank,
+            "steps": self.iterations,
+            "restarts": 1,
+            "compiled": False,
+        }
         if evidence is not None and evidence.expected_error is not None:
             info["expected_error"] = evidence.expected_error
-        return info if evidence is None else {**info, "unexplained": evidence.unexplained}
+        if evidence is not None:
+            info["unexplained"] = evidence.unexplained
+        return info
 
-    def _labels(self, rounds: Rounds) -> Targets:
+    def _labels(self, rounds: Rounds) -> _Labels:
         observation = rounds.observation
         if observation.labels is not None:
-            return observation.labels, (), (), "known"
+            return _Labels(observation.labels, "known")
         if self.labels == "joint":
-            return None, (), (), "joint"
+            return _Labels(None, "joint")
         try:
             bias = _head_bias(rounds)
         except ValueError as error:
-            how = "not recovered" if self.method == "direct" else "searched along"
+            how = "searched along" if METHODS[self.method].simulates else "not recovered"
             note = f"labels {how}, for they cannot be read: {error}"
-            return None, ("labels uncertain",), (note,), how
+            return _Labels(None, how, ("labels uncertain",), (note,))
         (rows,), _, _ = rounds.solve_output_gradients([bias])
         # (p - y) / K: only the label's own entry is negative. One output: the sign itself tells.
         single = rows.shape[1] == 1
@@ -204,7 +172,17 @@ class CAFE(Attack):
         determined = bool(rounds.identifiability.determined.all())
         clear = determined and (single or bool(((rows < 0).sum(1) == 1).all()))
         flags = () if clear else ("labels uncertain",)
-        return labels.to(observation.device), flags, (), "step I on the last layer"
+        return _Labels(labels.to(observation.device), "step I on the last layer", flags)
+
+
+@dataclass(frozen=True, eq=False)
+class _Labels:
+    """The labels, None where they are searched or cannot be read, and how they were come by."""
+
+    targets: Tensor | None
+    how: str
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _head_bias(rounds: Rounds) -> str:
@@ -220,12 +198,19 @@ def _head_bias(rounds: Rounds) -> str:
     return head.bias_name
 
 
-def _opinion(rounds: Rounds, evidence: Evidence | None) -> tuple[list[str], list[str], Diagnosis | None]:
+@dataclass(frozen=True)
+class _Opinion:
     """Flags, notes and a diagnosis from what the equations themselves tell."""
-    if evidence is None:
-        return [], [], None
+
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = None
+
+
+def _opinion(rounds: Rounds, evidence: Evidence) -> _Opinion:
     identifiability, hidden = rounds.identifiability, ~evidence.determined
-    flags, notes = [], []
+    flags: list[str] = []
+    notes: list[str] = []
     outcome: Literal["not identifiable", "undecided"] = "undecided"
     reason = "steps I and II determine every sample; how well step III inverts the workers is not known to it"
     if not identifiability.identifiable or bool(hidden.any()):
@@ -244,4 +229,9 @@ def _opinion(rounds: Rounds, evidence: Evidence | None) -> tuple[list[str], list
         outcome, reason = "undecided", notes[-1]
     unknowns = rounds.samples * rounds.observation.inputs.size
     diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=evidence.unexplained)
-    return flags, notes, diagnosis
+    return _Opinion(tuple(flags), tuple(notes), diagnosis)
+
+
+def _thinned(curve: list[float]) -> list[float]:
+    every = -(-len(curve) // 200)
+    return curve[::every]

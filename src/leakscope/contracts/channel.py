@@ -100,8 +100,8 @@ class Channel(Described):
 
     def stand_in(self, update: Mapping[str, Tensor], survivors: Mapping[str, Tensor]) -> Tensors:
         """What an adversary expects to see of an update, noise left out; differentiable."""
-        found = dict(update) if self.clips_examples else self.clip_update(update)
-        return {name: value * survivors[name] if name in survivors else value for name, value in found.items()}
+        clipped = dict(update) if self.clips_examples else self.clip_update(update)
+        return {name: value * survivors[name] if name in survivors else value for name, value in clipped.items()}
 
     # -- what theory uses --
 

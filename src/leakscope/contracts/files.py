@@ -115,8 +115,8 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
 
 def _task(facts: dict[str, Any]) -> Task:
     # Only names of the table: a file never names code.
-    found: Task = TASKS.find(facts["name"]).target.build(facts["options"])
-    return found
+    task: Task = TASKS.find(facts["name"]).target.build(facts["options"])
+    return task
 
 
 def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:

@@ -43,10 +43,10 @@ def setting(
 ) -> Any:
     """A field of a dataclass with its one sentence and its bounds, which hold for every number in it."""
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
-    told = {"help": help, "bounds": bounds, "choices": None if choices is None else tuple(choices)}
+    facts = {"help": help, "bounds": bounds, "choices": None if choices is None else tuple(choices)}
     if isinstance(default, list | dict):
         raise TypeError(f"setting: expected an immutable default, got {default!r}")
-    return dataclasses.field(default=default, metadata={_KEY: told})
+    return dataclasses.field(default=default, metadata={_KEY: facts})
 
 
 @dataclass(frozen=True)
@@ -111,23 +111,23 @@ class Setting:
 
     def _bounds_in_words(self) -> str:
         words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-        found = [f"{words[name]} {bound:g}" for name, bound in self.bounds.items() if bound is not None]
-        return "".join(f" {phrase}" if place == 0 else f" and {phrase}" for place, phrase in enumerate(found))
+        phrases = [f"{words[name]} {bound:g}" for name, bound in self.bounds.items() if bound is not None]
+        return "".join(f" {phrase}" if place == 0 else f" and {phrase}" for place, phrase in enumerate(phrases))
 
 
 class Described:
     """Base of frozen dataclasses whose fields are settings. Override :meth:`problems` for rules between settings."""
 
     def __post_init__(self) -> None:
-        found = []
+        problems = []
         for setting_ in settings_of(type(self)):
             try:
                 value = setting_.checked(getattr(self, setting_.name))
             except ValueError as error:
-                found.append(str(error))
+                problems.append(str(error))
                 continue
             object.__setattr__(self, setting_.name, value)
-        refuse(type(self).__name__, found or self.problems())
+        refuse(type(self).__name__, problems or self.problems())
 
     def problems(self) -> list[str]:
         """What is wrong between settings that are each right by themselves, one line each."""
@@ -136,18 +136,18 @@ class Described:
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Self:
         """``cls(**options)``, with every unknown, missing or wrong setting told in one ValueError."""
-        known = {found.name: found for found in settings_of(cls)}
-        found = [unknown_setting(name, known) for name in options if name not in known]
+        known = {problems.name: problems for problems in settings_of(cls)}
+        problems = [unknown_setting(name, known) for name in options if name not in known]
         for name, one in known.items():
             if name not in options:
-                found += [f"{name}: expected {one.expected}, got nothing"] if one.required else []
+                problems += [f"{name}: expected {one.expected}, got nothing"] if one.required else []
                 continue
             try:
                 one.checked(options[name])
             except ValueError as error:
-                found.append(str(error))
-        if found:
-            raise ValueError("\n".join(found))
+                problems.append(str(error))
+        if problems:
+            raise ValueError("\n".join(problems))
         return cls(**options)
 
 
@@ -158,15 +158,15 @@ def settings_of(cls: type) -> tuple[Setting, ...]:
 
 @lru_cache(maxsize=256)
 def _settings_of(cls: type) -> tuple[Setting, ...]:
-    found = []
+    settings = []
     for entry in dataclasses.fields(cls):
         if entry.init:
-            told = entry.metadata.get(_KEY, _UNTOLD)
+            facts = entry.metadata.get(_KEY, _UNTOLD)
             default = entry.default
             if default is dataclasses.MISSING and entry.default_factory is not dataclasses.MISSING:
                 default = entry.default_factory()
-            found.append(Setting(entry.name, _hint(cls, entry), default, **told))
-    return tuple(found)
+            settings.append(Setting(entry.name, _hint(cls, entry), default, **facts))
+    return tuple(settings)
 
 
 def _hint(cls: type, entry: dataclasses.Field[Any]) -> Any:

@@ -212,8 +212,8 @@ class PerPosition(Task):
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wanted = targets.reshape(-1, outputs.shape[-1]) if targets.is_floating_point() else targets.reshape(-1)
-        found = nn.functional.cross_entropy(outputs.flatten(0, -2), wanted, reduction="none")
-        return found.reshape(len(outputs), -1).mean(1)
+        losses = nn.functional.cross_entropy(outputs.flatten(0, -2), wanted, reduction="none")
+        return losses.reshape(len(outputs), -1).mean(1)
 
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         if len(outputs) < 2:
@@ -269,11 +269,11 @@ class CustomLoss(Task):
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
         assert self.function is not None
-        found = self.function(outputs, targets)
-        if not isinstance(found, Tensor) or found.dim() != 0:
-            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        loss = self.function(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.dim() != 0:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise ValueError(f"loss {self.name!r}: expected one number, the mean over the batch, got {got}")
-        return found if reduction == "mean" else found * len(outputs)
+        return loss if reduction == "mean" else loss * len(outputs)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return torch.stack([self.loss(outputs[n : n + 1], targets[n : n + 1]) for n in range(len(outputs))])

@@ -87,17 +87,17 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
     if unknown:
         known = ", ".join(entry.options())
         raise ValueError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
-    found: Examples = entry.target(path, **options)
-    return found
+    examples: Examples = entry.target(path, **options)
+    return examples
 
 
 def _own(name: str, options: dict[str, Any]) -> Examples:
     try:
-        found = import_object("data", name)(**options)
+        examples = import_object("data", name)(**options)
     except TypeError as error:
         raise ValueError(f"data {name!r}: {error}") from error
-    if isinstance(found, tuple) and len(found) == 2:
-        found = from_tensors(*found, name=name)
-    if not isinstance(found, Examples):
-        raise ValueError(f"data {name!r}: expected Examples or a pair (x, y) of tensors, got {type(found).__name__}")
-    return found
+    if isinstance(examples, tuple) and len(examples) == 2:
+        examples = from_tensors(*examples, name=name)
+    if not isinstance(examples, Examples):
+        raise ValueError(f"data {name!r}: expected Examples or a pair (x, y) of tensors, got {type(examples).__name__}")
+    return examples

@@ -115,10 +115,10 @@ class ArrayUnpickler(pickle.Unpickler):
     """An unpickler that knows the pieces of NumPy arrays and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        found = _NAMES.get((module, name))
-        if found is None:
+        target = _NAMES.get((module, name))
+        if target is None:
             raise ValueError(f"it asks for {module}.{name}, which is refused: only NumPy arrays are read")
-        return found
+        return target
 
     def persistent_load(self, _: Any) -> Any:
         raise ValueError("persistent references are refused")

@@ -110,9 +110,9 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
         raise ValueError(f"data {kind.name!r}: {root}: no such file or folder")
     for folder in (root, *(root / name for name in kind.folders)):
         for names in (kind.binary[split], kind.python[split]):
-            found = [folder / name for name in names if (folder / name).is_file()]
-            if found:
-                return found
+            files = [folder / name for name in names if (folder / name).is_file()]
+            if files:
+                return files
     raise ValueError(
         f"data {kind.name!r}: {root}: expected {kind.binary[split][0]} or {kind.python[split][0]} in it, "
         f"or in {' or '.join(kind.folders)} below it, found none. Pass the folder with the standard files."

@@ -109,9 +109,9 @@ def training_key(
 
     The number of rounds is not part of it, for a round does not depend on how many follow.
     """
-    for what, told in (("training", repr(training)), ("defence", repr(defense))):
-        if _ADDRESS.search(told):
-            raise ValueError(f"expected a {what} whose repr tells all its settings, got {told}; make it a dataclass")
+    for what, text in (("training", repr(training)), ("defence", repr(defense))):
+        if _ADDRESS.search(text):
+            raise ValueError(f"expected a {what} whose repr tells all its settings, got {text}; make it a dataclass")
     digest = hashlib.sha256()
     facts = {
         "format": CHECKPOINT_FORMAT,
@@ -140,10 +140,10 @@ def _answer(model: nn.Module, x: Tensor) -> Tensor:
         torch.random.default_generator.manual_seed(0)
         try:
             # In double precision, so that the number of threads does not show in the digits that count.
-            said = outputs_of(copy.deepcopy(model).double().eval()(x.double()))
+            outputs = outputs_of(copy.deepcopy(model).double().eval()(x.double()))
         except (RuntimeError, ValueError, TypeError):
             return torch.zeros(0)  # a model that cannot work in double precision
-    return said.double().round(decimals=6)
+    return outputs.double().round(decimals=6)
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -163,9 +163,9 @@ def _file(home: Path, number: int) -> Path:
 def _latest(home: Path, model: nn.Module, now: _Checkpoint, target: int) -> _Checkpoint:
     """The latest checkpoint up to round ``target``: a file's, or what is at hand."""
     for number in range(target, now.number, -1):
-        found = _read(home, number, model)
-        if found is not None:
-            return found
+        checkpoint = _read(home, number, model)
+        if checkpoint is not None:
+            return checkpoint
     return now
 
 
@@ -194,14 +194,14 @@ def _read(home: Path, number: int, model: nn.Module) -> _Checkpoint | None:
         return None
     if seal != _seal(facts, tensors):
         return None
-    told, loaded = json.loads(facts), initial_copy(model)
+    header, loaded = json.loads(facts), initial_copy(model)
     own = _named_tensors(loaded)
-    if (told["key"], told["round"]) != (home.name, number) or set(tensors) != set(own):
+    if (header["key"], header["round"]) != (home.name, number) or set(tensors) != set(own):
         return None
     with torch.no_grad():
         for name, value in own.items():
             value.copy_(tensors[name])
-    return _Checkpoint(number, loaded, tuple(told["losses"]))
+    return _Checkpoint(number, loaded, tuple(header["losses"]))
 
 
 def _seal(facts: str, tensors: dict[str, Tensor]) -> str:

@@ -71,10 +71,10 @@ def batch_gradient(client: ClientSide, reduction: Reduction = "mean") -> Gradien
 def _gradient(client: ClientSide, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:
     trained = client.trained
     loss = client.task.loss(outputs_of(client.model(x.clone())), y, reduction)
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
     return {
         name: torch.zeros_like(p) if g is None else g.detach()
-        for (name, p), g in zip(trained.items(), found, strict=True)
+        for (name, p), g in zip(trained.items(), gradients, strict=True)
     }
 
 
@@ -85,10 +85,10 @@ def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] |
     # What a random model draws here must not change its training: the update is the same whoever looks at it.
     with torch.random.fork_rng(devices=[]):
         record = record_layers(client, x, lambda _, module: isinstance(module, BATCHNORM))
-    found: dict[str, Tensor] = {}
+    statistics: dict[str, Tensor] = {}
     for call in record.calls:
         z = call.inputs.detach()
         axes = [0, *range(2, z.dim())]
-        found[f"{call.name}.mean"] = z.mean(axes)
-        found[f"{call.name}.var"] = z.var(axes, unbiased=False)
-    return found
+        statistics[f"{call.name}.mean"] = z.mean(axes)
+        statistics[f"{call.name}.var"] = z.var(axes, unbiased=False)
+    return statistics

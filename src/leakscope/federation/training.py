@@ -105,13 +105,13 @@ class FederatedTraining(Described):
         for client in chosen:
             x, y = clients[client]
             try:
-                seen = self.protocol.observe(
+                observation = self.protocol.observe(
                     *(model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)),
                     task=self.task,
                 )
             except ValueError as error:
                 raise ValueError(f"round {number}, client {client}: {error}") from error
-            for name, delta in seen.message.update.items():
+            for name, delta in observation.message.update.items():
                 mean[name] += delta.to("cpu", torch.float64) * (len(y) / total)
         after = copy.deepcopy(model)
         with torch.no_grad():
@@ -198,6 +198,6 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: 
             if wrong:
                 raise ValueError(" ".join(wrong))
         except (TypeError, ValueError) as error:
-            said = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
-            problems.append(f"client {number}: " + " ".join(said))
+            message = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
+            problems.append(f"client {number}: " + " ".join(message))
     refuse("federated training", problems, _TOLD)

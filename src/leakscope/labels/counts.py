@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from leakscope.labels.rules import bias_entries, positive_count, weight_rows
+from leakscope.labels._checks import bias_entries, positive_count, weight_rows
 
 
 def certain_counts_from_bias(bias_gradient: Tensor, num_examples: int) -> Tensor:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.observation import Observation
-from leakscope.labels import rules
+from leakscope.labels.bias_sign import bias_label, bias_present
 from leakscope.labels.counts import (
     counts_to_labels,
     label_counts_from_bias,
@@ -31,6 +31,9 @@ from leakscope.labels.counts import (
     scale_from_absent_classes,
 )
 from leakscope.labels.dummies import DummyStatistics, dummy_inputs, dummy_statistics
+from leakscope.labels.gradinversion import gradinversion_labels
+from leakscope.labels.idlg import idlg_label
+from leakscope.labels.llg import llg_bias_labels, llg_labels
 from leakscope.network.layers import Head, find_head
 
 Moment = Literal["average", "start", "end"]
@@ -75,32 +78,18 @@ def recover_labels(
         return RecoveredLabels(observation.labels, "known", True)
     if observation.label_counts is not None:
         return RecoveredLabels(counts_to_labels(observation.label_counts.long()), "known counts", True)
-    if not observation.task.has_classes:
-        raise ValueError(f"the rules read class numbers, and the client's task is {observation.task!r}")
-    if observation.num_examples is None:
-        raise ValueError(
-            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
-            "listed; set num_examples in the observation and in its knowledge."
-        )
+    total = _readable_total(observation)
     head = _observed_head(observation)
     if observation.num_classes == 1:
         return _binary_label(observation, head)
-    evidence = _gather(observation, head, observation.num_examples, method, generator, moment)
+    evidence = _gather(observation, head, total, method, generator, moment)
     method = _choose(evidence) if method == "auto" else method
     rule = RULES[method]
-    if rule.bias and evidence.bias is None:
-        raise ValueError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
-    if rule.single and evidence.total != 1:
-        raise ValueError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
-    if rule.scale and evidence.scale is None:
-        raise ValueError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
-    labels, notes, exact = rule.read(evidence), evidence.notes, False
-    if method == "bias":
-        negative = len(rules.bias_present(evidence.bias_or_zero))
-        exact = negative == 1
-        words = f"{negative} bias entries are negative where one example makes exactly one"
-        notes += () if exact else (f"{words}: the update was altered, or is no gradient of one example",)
-    if not bool((evidence.weight != 0).any() | (evidence.bias_or_zero != 0).any()):
+    _check_rule(method, rule, evidence, head)
+    labels, exact, notes = rule.read(evidence)
+    notes = (*evidence.notes, *notes)
+    silent = not bool((evidence.weight != 0).any() | (evidence.bias_or_zero != 0).any())
+    if silent:
         notes += ("the head's update is zero throughout: these labels are a guess",)
     return RecoveredLabels(labels, method, exact, notes)
 
@@ -135,43 +124,68 @@ class Evidence:
         return self.scale, self.statistics
 
 
+#: Labels, whether they are proved, and notes.
+Reading = tuple[Tensor, bool, tuple[str, ...]]
+
+
 @dataclass(frozen=True)
 class Rule:
     """How a method reads the evidence, and what it needs."""
 
-    read: Callable[[Evidence], Tensor]
+    read: Callable[[Evidence], Reading]
     bias: bool = False
     scale: bool = False
     single: bool = False
 
 
-def _by_bias_counts(evidence: Evidence) -> Tensor:
-    scale, dummies = evidence.scaled()
-    counts = label_counts_from_bias(evidence.bias_or_zero / scale, evidence.total, dummies.probabilities)
-    return counts_to_labels(counts)
+def _by_bias_sign(evidence: Evidence) -> Reading:
+    bias = evidence.bias_or_zero
+    negative = len(bias_present(bias))
+    notes: tuple[str, ...] = ()
+    if negative != 1:
+        notes = (
+            f"{negative} bias entries are negative where one example makes exactly one: the update was "
+            "altered, or is no gradient of one example",
+        )
+    return torch.tensor([bias_label(bias)], device=bias.device), negative == 1, notes
 
 
-def _by_weight_counts(evidence: Evidence) -> Tensor:
+def _by_bias_counts(evidence: Evidence) -> Reading:
+    scale, statistics = evidence.scaled()
+    counts = label_counts_from_bias(evidence.bias_or_zero / scale, evidence.total, statistics.probabilities)
+    return counts_to_labels(counts), False, ()
+
+
+def _by_weight_counts(evidence: Evidence) -> Reading:
     scale, dummies = evidence.scaled()
     rows = evidence.weight / scale
     counts = label_counts_from_weight(rows, evidence.total, dummies.probabilities, dummies.feature_sum)
-    return counts_to_labels(counts)
+    return counts_to_labels(counts), False, ()
 
 
 RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "idlg": Rule(lambda e: torch.tensor([rules.idlg_label(e.weight)], device=e.weight.device), single=True),
-        "bias": Rule(
-            lambda e: torch.tensor([rules.bias_label(e.bias_or_zero)], device=e.weight.device), bias=True, single=True
-        ),
+        "idlg": Rule(lambda e: (torch.tensor([idlg_label(e.weight)], device=e.weight.device), False, ()), single=True),
+        "bias": Rule(_by_bias_sign, bias=True, single=True),
         "bias_counts": Rule(_by_bias_counts, bias=True, scale=True),
         "weight_counts": Rule(_by_weight_counts, scale=True),
-        "gradinversion": Rule(lambda e: rules.gradinversion_labels(e.weight, e.total)),
-        "llg": Rule(lambda e: rules.llg_labels(e.weight, e.total)),
-        "llg_bias": Rule(lambda e: rules.llg_bias_labels(e.bias_or_zero, e.total), bias=True),
+        "gradinversion": Rule(lambda e: (gradinversion_labels(e.weight, e.total), False, ())),
+        "llg": Rule(lambda e: (llg_labels(e.weight, e.total), False, ())),
+        "llg_bias": Rule(lambda e: (llg_bias_labels(e.bias_or_zero, e.total), False, ()), bias=True),
     }
 )
 METHODS = ("auto", *RULES)
+
+
+def _readable_total(observation: Observation) -> int:
+    if not observation.task.has_classes:
+        raise ValueError(f"the rules read class numbers, and the client's task is {observation.task!r}")
+    if observation.num_examples is None:
+        raise ValueError(
+            "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
+            "listed; set num_examples in the observation and in its knowledge."
+        )
+    return observation.num_examples
 
 
 def _observed_head(observation: Observation) -> Head:
@@ -194,8 +208,10 @@ def _gather(
     # Momentum still adds gradients, with other weights; Adam does not. An unknown optimiser is taken for one that does.
     added = observation.message.kind == "weight_delta" and observation.training.optimizer in (None, "sgd")
     read_scale = scale is None and added and bias is not None
-    counts = total > 1 and (scale is not None or read_scale) if method == "auto" else RULES[method].scale
-    statistics = _statistics(observation, head, generator, moment) if counts else None
+    wanted = method == "auto" and total > 1 and (scale is not None or read_scale)
+    statistics = None
+    if wanted or (method != "auto" and RULES[method].scale):
+        statistics = _statistics(observation, head, generator, moment)
     if statistics is not None and read_scale and bias is not None:
         scale = scale_from_absent_classes(bias, statistics.probabilities)
         if scale is None:
@@ -206,6 +222,7 @@ def _gather(
 
 
 def _choose(evidence: Evidence) -> str:
+    """The method of "auto"."""
     statistics = evidence.statistics
     if evidence.total == 1:
         return "bias" if evidence.bias is not None else "idlg"
@@ -214,6 +231,15 @@ def _choose(evidence: Evidence) -> str:
     # Counting from row sums divides by the mean feature sum: only where this is of one sign for every input.
     steady = statistics is not None and statistics.feature_sum > 2 * statistics.feature_sum_deviation
     return "weight_counts" if steady else "llg"
+
+
+def _check_rule(method: str, rule: Rule, evidence: Evidence, head: Head) -> None:
+    if rule.bias and evidence.bias is None:
+        raise ValueError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
+    if rule.single and evidence.total != 1:
+        raise ValueError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
+    if rule.scale and evidence.scale is None:
+        raise ValueError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
 
 
 def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:
