@@ -25,26 +25,7 @@ from leakscope.limits import layer_signals
 from leakscope.models import build_model
 from leakscope.models.split import VerticalModel
 from leakscope.network.layers import first_dense
-
-
-def mlp(features: int = 8, classes: int = 3, **options: Any) -> VerticalModel:
-    options = {"workers": 2, "hidden": 16, "middle": 10, "activation": "tanh", **options}
-    model = build_model("vertical-mlp", input_shape=(features,), num_classes=classes, **options)
-    assert isinstance(model, VerticalModel)
-    return model.double()
-
-
-def cnn(**options: Any) -> VerticalModel:
-    options = {"filters": (4, 6), "hidden": 8, "middle": 6, **options}
-    model = build_model("cafe-cnn", input_shape=(1, 8, 8), num_classes=3, **options)
-    assert isinstance(model, VerticalModel)
-    return model
-
-
-def data(count: int, shape: tuple[int, ...] = (8,), classes: int = 3) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(5)
-    x = torch.rand((count, *shape), generator=generator, dtype=torch.float64)
-    return x, torch.randint(classes, (count,), generator=generator)
+from vertical_rounds import cnn, data, mlp
 
 
 def play(model: nn.Module, x: Tensor, y: Tensor, batches: list[tuple[int, ...]]) -> Observation:

@@ -4,37 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from leakscope.contracts.observation import Message
 from leakscope.equations.index_matrix import identify, index_matrix
 from leakscope.equations.output_gradients import solve_inputs, solve_output_gradients
-from leakscope.federation.batches import draw_batches
-
-Batches = list[tuple[int, ...]]
-
-
-def batches_of(samples: int, batch: int, rounds: int, seed: int = 0) -> Batches:
-    generator = torch.Generator().manual_seed(seed)
-    return [tuple(b.tolist()) for b in draw_batches(samples, batch, rounds, "uniform", generator)]
-
-
-def rows(samples: int, width: int, seed: int) -> Tensor:
-    return torch.randn((samples, width), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def sent(batches: Batches, signals: Tensor, inputs: Tensor) -> list[Message]:
-    """What a layer sends: plain sums, sample by sample."""
-    messages = []
-    for batch in batches:
-        bias = sum(signals[n] for n in batch)
-        weight = sum(torch.outer(signals[n], inputs[n]) for n in batch)
-        messages.append(Message(update={"fc.bias": bias, "fc.weight": weight}, indices=batch))
-    return messages
-
-
-def biases(messages: list[Message]) -> Tensor:
-    return torch.stack([message.update["fc.bias"] for message in messages])
+from vertical_rounds import Batches, batches_of, biases, rows, sent
 
 
 @pytest.mark.parametrize("units, inputs", [(20, 7), (3, 7), (1, 2)], ids=["N<d2", "N>d2", "one unit"])

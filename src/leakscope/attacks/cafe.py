@@ -33,7 +33,8 @@ from torch import Tensor
 
 from leakscope.attacks.cafe_methods import METHODS, Evidence
 from leakscope.attacks.cafe_rounds import Rounds, Steps
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.attacks.gradient_matching import require_searchable
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
@@ -117,10 +118,8 @@ class CAFE(Attack):
         rounds = Rounds.of(observation)
         labels = self._labels(rounds)
         method = METHODS[self.method](self, rounds, labels.targets)
-        if method.simulates and labels.targets is None and not observation.task.searchable:
-            raise NotApplicable(
-                f"the labels are not known, and {observation.task!r} does not say how to search them; grant them"
-            )
+        if method.simulates and labels.targets is None:
+            require_searchable(observation)
         data, evidence = method.run(generator, progress)
         opinion = _Opinion() if evidence is None else _opinion(rounds, evidence)
         flags = labels.flags
