@@ -30,7 +30,7 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     none, noise = done.verdict.settings
     assert none.outcome == "leaks"
     assert noise.outcome == "inconclusive"  # poor pixels, but no attack here knows of the noise
-    assert any("no attack that knows this defence was run" in reason for reason in noise.reasons)
+    assert any("no attack that knows this defence was run" in reason.text for reason in noise.reasons)
     assert len(done.rows) == (2 + 1) * 2 * 3
     assert all(row.status == "done" for row in done.rows)
     assert "leaks, worst" in repr(done)

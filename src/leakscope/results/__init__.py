@@ -13,7 +13,7 @@ _NAMES = {
     "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
     "store": ("Store", "StoreError", "StoreMismatch"),
     "summary": ("MeasureSummary", "SettingSummary", "summarise"),
-    "verdict": ("SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
+    "verdict": ("Reason", "SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 

@@ -25,6 +25,21 @@ EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive":
 _IDENTIFIED_ABOVE_CHANCE = 0.5
 
 
+@dataclass(frozen=True)
+class Reason:
+    """Why a verdict is what it is, in one sentence, and what the user can do about it, in another (or nothing).
+
+    >>> print(Reason("2 jobs failed", "Run the same command again"))
+    2 jobs failed. Run the same command again.
+    """
+
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.remedy}." if self.remedy else self.text
+
+
 @dataclass(frozen=True, kw_only=True)
 class StrongestExample:
     """The best reconstruction of one example, over attacks and seeds, by PSNR."""
@@ -80,7 +95,7 @@ class SettingVerdict:
     protocol: str
     defense: str
     outcome: Outcome
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
     examples: list[StrongestExample] = field(default_factory=list)
     mean_psnr: float = NAN
     interval: tuple[float, float] = (NAN, NAN)
@@ -94,9 +109,10 @@ class SettingVerdict:
     missing: int = 0
 
     @property
-    def named_reasons(self) -> list[str]:
+    def named_reasons(self) -> list[Reason]:
         """The reasons with the setting's name, as the verdict on the whole audit tells them."""
-        return [f"{self.protocol}, defence {self.defense}: {reason}" for reason in self.reasons]
+        place = f"{self.protocol}, defence {self.defense}"
+        return [Reason(f"{place}: {reason.text}", reason.remedy) for reason in self.reasons]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +120,7 @@ class Verdict:
     """The whole audit; ``exit_code`` is that of the command line."""
 
     outcome: Outcome
-    reasons: list[str] = field(default_factory=list)
+    reasons: list[Reason] = field(default_factory=list)
     settings: list[SettingVerdict] = field(default_factory=list)
     worst: StrongestExample | None = None
 
@@ -140,11 +156,11 @@ def judge(
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
     if not every:
-        outcome, reasons = "nothing audited", reasons or ["no attack gave a result"]
+        outcome, reasons = "nothing audited", reasons or [Reason("no attack gave a result")]
     elif outcomes == {"within policy"} and not doubts:
         outcome = "within policy"
     worst = max(every, key=lambda example: (example.leaks, example.exposure), default=None)
-    return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst)
+    return Verdict(outcome=outcome, reasons=[*reasons, *map(Reason, doubts)], settings=settings, worst=worst)
 
 
 def _doubts_of_all(rows: list[Row], controls: list[Row], total: int, settings: list[SettingVerdict]) -> list[str]:
@@ -210,7 +226,7 @@ class _Setting:
             protocol=self.protocol,
             defense=self.defense,
             outcome="leaks" if against else "inconclusive" if doubts else "within policy",
-            reasons=[*against, *doubts],
+            reasons=list(map(Reason, [*against, *doubts])),
             examples=examples,
             mean_psnr=mean(psnrs),
             interval=interval(psnrs),
