@@ -17,6 +17,7 @@ import torch
 
 from leakscope import __version__
 from leakscope.audit.attempts import Outcome
+from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
@@ -169,6 +170,7 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
         # These change how the rows are made or judged, not what is in them, so the newest wish counts.
         store.set_meta("spec", setup.spec.normalised())
         store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
+        store.set_meta("audited", _audited(setup))
         store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
     except BaseException:
         store.close()
@@ -190,6 +192,7 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
             "platform": f"{platform.system()}-{platform.machine()}",
         },
         "plan": plan_summary(setup, jobs),
+        "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -214,6 +217,10 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _audited(setup: Setup) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:
