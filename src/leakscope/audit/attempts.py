@@ -25,10 +25,10 @@ from leakscope.audit.plan import Job, client_of, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
-from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, plain
+from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
 
 TRACEBACK_LINES = 12
 
@@ -123,7 +123,7 @@ class Bench:
             "peak_memory_mb": peak,
         }
         if job.control is None:
-            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, reconstruction)))
+            result["diagnosis"] = _diagnosis(observation, reconstruction)
         return Outcome(
             "done", result, tensors=_pictures(setup, originals, measured), history=plain(dict(reconstruction.history))
         )
@@ -209,6 +209,17 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
         "notes": list(reconstruction.notes),
         "info": plain({"device": setup.spec.device, "threads": torch.get_num_threads(), **reconstruction.info}),
     }
+
+
+def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict[str, Any]:
+    """Why the result is what it is; theory that fails says so and costs the attempt nothing."""
+    try:
+        found = diagnose(observation, reconstruction)
+    except Exception as error:  # noqa: BLE001 - any model may come, and the attack's result stands without it
+        reason = f"the diagnosis failed with {type(error).__name__}: {first_line(str(error))}"
+        found = Diagnosis(outcome="undecided", reason=reason, unknowns=reconstruction.inputs.numel())
+    facts: dict[str, Any] = plain(dataclasses.asdict(found))
+    return facts
 
 
 def _pictures(setup: Setup, originals: Tensor, measured: Evaluation) -> dict[str, Tensor]:
