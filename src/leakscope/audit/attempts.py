@@ -26,11 +26,15 @@ from leakscope.audit.setup import Setup, observe
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
+<<<<<<< HEAD
 from leakscope.contracts.protocol import Protocol
-from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
+=======
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
+>>>>>>> nets
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
-from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, plain
+from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
 
 TRACEBACK_LINES = 12
 
@@ -139,9 +143,13 @@ class Bench:
             "peak_memory_mb": peak,
         }
         if job.control is None:
-            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, reconstruction)))
+<<<<<<< HEAD
+            result["diagnosis"] = _diagnosis(observation, reconstruction)
             if "labels uncertain" in reconstruction.flags and not _all_right(measured):
                 result["given_labels"] = self._with_labels(job, attack, progress)
+=======
+            result["diagnosis"] = _diagnosis(observation, reconstruction)
+>>>>>>> nets
         return Outcome(
             "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
         )
@@ -290,6 +298,7 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
     }
 
 
+<<<<<<< HEAD
 def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float]) -> list[dict[str, Any]]:
     examples = []
     for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
@@ -302,6 +311,25 @@ def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float])
 def _all_right(measured: Evaluation) -> bool:
     """Whether the attack named every label; one that names none has no wrong ones."""
     return all(row.get("label_correct") in (True, None) for row in measured.rows)
+=======
+def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict[str, Any]:
+    """Why the result is what it is; theory that fails says so and costs the attempt nothing."""
+    try:
+        found = diagnose(observation, reconstruction)
+    except Exception as error:  # noqa: BLE001 - any model may come, and the attack's result stands without it
+        reason = f"the diagnosis failed with {type(error).__name__}: {first_line(str(error))}"
+        found = Diagnosis(outcome="undecided", reason=reason, unknowns=reconstruction.inputs.numel())
+    facts: dict[str, Any] = plain(dataclasses.asdict(found))
+    return facts
+
+
+def _pictures(setup: Setup, originals: Tensor, measured: Evaluation) -> dict[str, Tensor]:
+    if not setup.pictures:
+        return {}
+    # Where nothing was reconstructed there is still a place in the file, and it is black.
+    shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
+    return {"originals": originals, "reconstructions": shown}
+>>>>>>> nets
 
 
 def _now() -> str:
