@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -27,7 +28,7 @@ from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, build_setup
-from leakscope.contracts.registry import working_directory_importable
+from leakscope.contracts.imports import own_folders
 
 STARTS_IN_A_ROW = 3
 """Workers that die before they are ready, one after the other, until the audit gives up."""
@@ -115,7 +116,7 @@ class _Crew:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._packed, self._threads), daemon=True)
-        with _thread_variables(self._threads), _interrupts_held_back():
+        with _inheritance(self._threads), _interrupts_held_back():
             process.start()
             self._workers.append(_Worker(process, ours))
         theirs.close()
@@ -253,8 +254,7 @@ def _work(pipe: Connection, packed: bytes) -> None:
         pipe.send_bytes(pickle.dumps((kind, content)))
 
     try:
-        with working_directory_importable():  # the user's own parts may live in the current folder
-            spec, model_print, data_print = pickle.loads(packed)
+        spec, model_print, data_print = pickle.loads(packed)
         setup = build_setup(spec)
         for what, ours, theirs in (
             ("model", setup.model_fingerprint, model_print),
@@ -333,13 +333,22 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _thread_variables(threads: int) -> Iterator[None]:
-    """The environment that a process inherits at its start; libraries read it once, when they are loaded."""
-    before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
-    os.environ.update({name: str(threads) for name in _THREAD_VARIABLES})
+def _inheritance(threads: int) -> Iterator[None]:
+    """What a process inherits at its start: libraries read how many threads they may use once, when they are loaded.
+
+    And it must not import from the current folder what Python or an installed package has: a spawned interpreter looks
+    there first, and multiprocessing hands on the search path of a parent that does. The user's folders come last.
+    """
+    variables = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONSAFEPATH": "1"}
+    before, path = {name: os.environ.get(name) for name in variables}, list(sys.path)
+    here = ["", os.getcwd()]
+    last = [*own_folders(), *([os.getcwd()] if set(here) & set(path) else [])]
+    os.environ.update(variables)
+    sys.path[:] = [*(entry for entry in path if entry not in here), *last]
     try:
         yield
     finally:
+        sys.path[:] = path
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
