@@ -111,8 +111,12 @@ def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Audit:
     """Run a spec (checked, a mapping, or a YAML file's path) in the folder ``out``, resuming what is there.
+
+    ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
 
     ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
     after each round; then {"event": "planned", "total", "finished"}, and for each job
@@ -120,7 +124,7 @@ def run_spec(
     "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
     "finding" is the kind of finding where it is no attempt.
     """
-    checked = load_spec(spec)
+    checked = load_spec(spec, allow_code=allow_code)
 
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:

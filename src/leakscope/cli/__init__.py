@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from leakscope.audit.output import unfailing_output
 from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
 from leakscope.cli.limits import limits
@@ -47,16 +51,48 @@ def top(
 
 def main() -> NoReturn:
     """The entry point: every expected problem is one clear message and the right exit code."""
+    with unfailing_output(), _signals_end_it() as received:
+        code = _run()
+        if code == CTRL_C:
+            cause = f"Ended by {received[0]}" if received else "Interrupted"
+            _say(f"{cause}. Finished jobs are kept; the same command resumes.")
+            code = INTERRUPTED
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:  # before a command has begun
-        code = CTRL_C
+        return CTRL_C
     except Exception as error:  # noqa: BLE001 - the outermost frame: sorts errors into exit codes
-        sys.exit(_explain(error))
-    if code == CTRL_C:
-        _say("Interrupted. Finished jobs are kept; the same command resumes.")
-        code = INTERRUPTED
-    sys.exit(code if isinstance(code, int) else 0)
+        return _explain(error)
+    return code if isinstance(code, int) else 0
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[list[str]]:
+    """SIGTERM and SIGHUP end a command like Ctrl-C; yields the name of the one that did.
+
+    What the caller of the command ignores stays ignored: that is how nohup works.
+    """
+    received: list[str] = []
+    ending = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def end(number: int, _frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        for one in handled:  # the way out is not to be interrupted by more of the same
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handled = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield received
+    finally:
+        for number in [] if received else handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _explain(error: Exception) -> int:
