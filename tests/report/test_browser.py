@@ -150,7 +150,7 @@ def test_filter_hides_what_does_not_match(opened: Any) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 760, 1200])
+@pytest.mark.parametrize("width", [420, 760, 1280])
 @pytest.mark.parametrize("name", ["wide", "signal", "private", "vertical", "comparison"])
 def test_the_page_never_scrolls_sideways(
     browser: Any, files: dict[str, Path], name: str, width: int, scheme: str
