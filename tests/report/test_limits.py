@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from fabricate import finding, floor, rounds, setting
 
+from leakscope.limits import Channel, limits
+from leakscope.models import build_model
+from leakscope.report import limits_tables
 from leakscope.report.limits import limits_section
 from leakscope.results import FindingRow, Row
 
@@ -85,6 +88,18 @@ def test_why_a_floor_is_missing(kind: str) -> None:
     said = line["floor"]["words"] if kind == "floor" else " ".join(line["sentences"])
     assert said.rstrip(".") == "Not computed: MemoryError: 3 GB", "and nothing is claimed of the batches"
     assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
+
+
+@pytest.mark.parametrize(
+    "noise, words", [(1e3, "nothing better than a blank picture"), (1e-9, "an essentially exact copy")]
+)
+def test_the_table_of_a_model_says_it_in_words_too(noise: float, words: str) -> None:
+    net = build_model("mlp", input_shape=(1, 4, 4), num_classes=3, hidden=8, activation="sigmoid")
+    tables = limits_tables(limits(net, (1, 4, 4), batch=1, channel=Channel(noise=noise)))
+    rows = {row[0]: row[1:] for table in tables for row in table.rows}
+    assert rows["what theory allows"][0] == words
+    assert "every 20 dB more make the error ten times smaller" in rows["what theory allows"][1]
+    assert "highest PSNR" not in rows
 
 
 def test_why_there_is_no_floor_where_none_was_asked_for() -> None:
