@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -12,16 +11,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from leakscope import __version__
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
+from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.results.records import FindingRow, Row, job_facts, plain
@@ -188,13 +184,7 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
         "spec": spec.normalised(),
         "spec_hash": content_hash(known),
         "identity": known,
-        "versions": {
-            "leakscope": __version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()}-{platform.machine()}",
-        },
+        "versions": versions(),
         "plan": plan_summary(setup, jobs),
         "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),

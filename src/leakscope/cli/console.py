@@ -124,12 +124,13 @@ def print_reproduction(title: str, result: Any, page: Path | None = None, pictur
     """Published and measured numbers side by side, then where the page is and what it leaves out."""
     print_table(
         title,
-        ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
+        ("setting", "measure", "published", "tolerance", "measured", "interval", "n", "verdict", "note"),
         (
             (
                 row.setting,
                 row.measure,
                 plain(row.published),
+                plain(row.tolerance),
                 plain(row.measured),
                 "-" if row.interval is None else f"{plain(row.interval[0])} to {plain(row.interval[1])}",
                 row.count,
@@ -139,9 +140,10 @@ def print_reproduction(title: str, result: Any, page: Path | None = None, pictur
             for row in result.rows
         ),
     )
+    console = Console(highlight=False)
+    console.print(result.caption, markup=False)
     if page is None:
         return
-    console = Console(highlight=False)
     if pictures is None and any(grid.private for grid in result.pictures):
         console.print("Private pictures are left out of the page; --pictures shows them.", markup=False)
     console.print(f"Page:  {page}", markup=False, soft_wrap=True)
