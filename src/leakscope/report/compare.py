@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from leakscope.metrics import MEASURES, interval
-from leakscope.report import words
 from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.names import short_names
 from leakscope.results.records import NAN, Row, mapping, mean
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict, judge_store
@@ -150,8 +150,8 @@ def compare(directories: Sequence[FileName]) -> str:
         "outcomes": [first.verdict.outcome, second.verdict.outcome],
         "facts": [(name, value, second.facts[name]) for name, value in first.facts.items()],
         "lines": lines,
-        "protocols": words.short_names(line.protocol for line in lines),
-        "defenses": words.short_names(line.defense for line in lines),
+        "protocols": short_names(line.protocol for line in lines),
+        "defenses": short_names(line.defense for line in lines),
         "strongest": STRONGEST,
     }
     return fill("compare.html.j2", context)
