@@ -128,6 +128,11 @@ class Verdict:
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
+    def __str__(self) -> str:
+        from leakscope.results.reasons import paragraph
+
+        return paragraph(self)
+
 
 def judge_store(store: Store) -> Verdict:
     """The verdict on everything ``store`` holds, under its own policy, with missing jobs noticed."""
