@@ -24,8 +24,9 @@ from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
-from leakscope.results.verdict import StrongestExample, Verdict, judge
+from leakscope.results.verdict import Verdict, judge
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -39,7 +40,7 @@ class Audit:
         with Store.open(directory) as store:
             self.rows: list[Row] = store.rows()
             self.findings: list[FindingRow] = store.findings()
-            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"))
+            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"), self.findings)
 
     @property
     def worst(self) -> StrongestExample | None:

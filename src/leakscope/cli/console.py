@@ -197,6 +197,7 @@ def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = Fa
     if not quiet:
         _print_audited(result.store.meta("audited"), console)
         _print_settings(verdict, console)
+        _print_remarks(verdict, console)
         _print_fates(result, console)
         console.print()
     say(console, f"Verdict: {verdict.outcome.upper()}", style="bold")
@@ -242,7 +243,7 @@ def _print_settings(verdict: Any, console: Console) -> None:
 
 
 def _print_fates(result: Any, console: Console) -> None:
-    from leakscope.results.reasons import shared_fates
+    from leakscope.results.wording import shared_fates
 
     fates = shared_fates(result.rows, result.findings)
     if fates:
@@ -251,8 +252,20 @@ def _print_fates(result: Any, console: Console) -> None:
         say(console, str(fate)[0].upper() + str(fate)[1:])
 
 
+def _print_remarks(verdict: Any, console: Console) -> None:
+    """What the policy does not limit, once for all settings it holds for."""
+    from leakscope.results.names import name_settings
+
+    remarks: dict[str, list[str]] = {}
+    for setting in name_settings(verdict):
+        for remark in setting.verdict.remarks:
+            remarks.setdefault(remark, []).append(setting.name)
+    for remark, names in remarks.items():
+        say(console, f"Note: {', '.join(names)}: {remark}")
+
+
 def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
-    from leakscope.results.reasons import shared_reasons
+    from leakscope.results.wording import shared_reasons
 
     reasons = shared_reasons(verdict)
     shown = reasons if verbose else reasons[:MAX_REASONS]

@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Column
+from rich.text import Text
 
 from leakscope.cli.console import decibels, make_console, say
 from leakscope.report.words import duration
@@ -183,6 +184,13 @@ def _tell_estimate(console: Console, event: Event, verbose: bool) -> None:
         say(console, f"Hint: {event['advice']}")
 
 
+class _Count(MofNCompleteColumn):
+    """Steps done and in all; nothing where nobody knows how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
 class _Bars:
     """A bar for the audit, and one for each of the first running jobs."""
 
@@ -191,7 +199,7 @@ class _Bars:
         self._view = Progress(
             TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
             BarColumn(bar_width=12),
-            MofNCompleteColumn(),
+            _Count(),
             TimeElapsedColumn(),
             TextColumn("{task.fields[note]}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")),
             console=console,
@@ -201,7 +209,7 @@ class _Bars:
 
     def __enter__(self) -> _Bars:
         self._view.start()
-        self._audit = self._view.add_task("audit", total=None, note="")
+        self._audit = self._view.add_task("preparing", total=None, note="")
         return self
 
     def __exit__(self, *failure: object) -> None:

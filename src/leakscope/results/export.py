@@ -17,10 +17,11 @@ from typing import Any
 from leakscope import __version__
 from leakscope.metrics import MEASURES
 from leakscope.results.names import Setting, name_settings
-from leakscope.results.reasons import shared_reasons
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, plain
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
-from leakscope.results.verdict import StrongestExample, Verdict
+from leakscope.results.verdict import Verdict
+from leakscope.results.wording import shared_reasons
 
 #: Version of the schema of each document; it grows when a key is renamed, removed or means something else.
 VERSIONS = {"audit": 1, "compare": 1, "reproduce": 1, "list": 1}
@@ -109,12 +110,13 @@ def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     verdict = setting.verdict
-    same = ("protocol", "defense", "outcome", "mean_psnr", "interval", "baseline_psnr", "identification")
-    counts = ("label_accuracy", "flags", "done", "failed", "refused", "missing")
+    place = ("protocol", "defense", "outcome", "remarks")
+    numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
+    counts = ("label_baseline", "flags", "done", "failed", "refused", "missing")
     return {
         "name": setting.name,
         "title": setting.short,
-        **{name: getattr(verdict, name) for name in (*same, *counts)},
+        **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
         "reasons": [dataclasses.asdict(reason) for reason in verdict.reasons],
         "examples": [_strongest(example, names) for example in verdict.examples],
     }

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from leakscope.results.verdict import SettingVerdict, Verdict
+    from leakscope.results.setting_verdict import SettingVerdict
+    from leakscope.results.verdict import Verdict
 
 
 @dataclass(frozen=True)

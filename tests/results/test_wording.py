@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from leakscope.results import Reason, Row, SettingVerdict, StrongestExample, Verdict
-from leakscope.results.reasons import paragraph, shared_fates, shared_reasons
+from leakscope.results.wording import paragraph, shared_fates, shared_reasons
 
 SGD, PRUNING = "FedSGD(batchnorm='eval')", "GradientPruning(fraction=0.9, scope='tensor')"
 
