@@ -26,12 +26,8 @@ from leakscope.audit.setup import Setup, observe
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
-<<<<<<< HEAD
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
-=======
-from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
->>>>>>> nets
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
 from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
@@ -143,13 +139,9 @@ class Bench:
             "peak_memory_mb": peak,
         }
         if job.control is None:
-<<<<<<< HEAD
             result["diagnosis"] = _diagnosis(observation, reconstruction)
             if "labels uncertain" in reconstruction.flags and not _all_right(measured):
                 result["given_labels"] = self._with_labels(job, attack, progress)
-=======
-            result["diagnosis"] = _diagnosis(observation, reconstruction)
->>>>>>> nets
         return Outcome(
             "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
         )
@@ -298,7 +290,6 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
     }
 
 
-<<<<<<< HEAD
 def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float]) -> list[dict[str, Any]]:
     examples = []
     for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
@@ -311,7 +302,8 @@ def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float])
 def _all_right(measured: Evaluation) -> bool:
     """Whether the attack named every label; one that names none has no wrong ones."""
     return all(row.get("label_correct") in (True, None) for row in measured.rows)
-=======
+
+
 def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict[str, Any]:
     """Why the result is what it is; theory that fails says so and costs the attempt nothing."""
     try:
@@ -321,15 +313,6 @@ def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict
         found = Diagnosis(outcome="undecided", reason=reason, unknowns=reconstruction.inputs.numel())
     facts: dict[str, Any] = plain(dataclasses.asdict(found))
     return facts
-
-
-def _pictures(setup: Setup, originals: Tensor, measured: Evaluation) -> dict[str, Tensor]:
-    if not setup.pictures:
-        return {}
-    # Where nothing was reconstructed there is still a place in the file, and it is black.
-    shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
-    return {"originals": originals, "reconstructions": shown}
->>>>>>> nets
 
 
 def _now() -> str:

@@ -20,7 +20,7 @@ from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, job_facts, plain
+from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
 from leakscope.results.verdict import Verdict, judge
@@ -57,6 +57,10 @@ class Audit:
         from leakscope.report import write_report
 
         return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
+
+    def __str__(self) -> str:
+        kept = "a temporary folder" if self._temporary is not None else self.directory
+        return f"{self.verdict} {counted(len(self.rows), 'job')} in {kept}."
 
     def __repr__(self) -> str:
         worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"

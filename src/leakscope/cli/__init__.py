@@ -13,29 +13,33 @@ import typer
 from leakscope.audit.output import unfailing_output
 from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
+from leakscope.cli.help import PlainCommand, PlainGroup
 from leakscope.cli.limits import limits
 from leakscope.cli.listing import list_names
 from leakscope.cli.pages import compare, report, reproduce
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
+#: Characters of an error that are printed; a file may hold a name of megabytes.
+MAX_MESSAGE = 4000
 CTRL_C = 130  # what typer makes of a KeyboardInterrupt
 
 app = typer.Typer(
     help="What can somebody who sees a federated-learning update learn about the data behind it?",
     no_args_is_help=True,
     add_completion=False,
+    cls=PlainGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog="Exit codes of audit: 0 within policy, 1 leaks above policy, 2 interrupted, 3 internal error, "
     "4 usage or spec error, 5 nothing audited or inconclusive.",
 )
-app.command()(audit)
-app.command()(attack)
-app.command()(limits)
-app.command()(reproduce)
-app.command(name="list")(list_names)
-app.command()(report)
-app.command()(compare)
+app.command(cls=PlainCommand)(audit)
+app.command(cls=PlainCommand)(attack)
+app.command(cls=PlainCommand)(limits)
+app.command(cls=PlainCommand)(reproduce)
+app.command(name="list", cls=PlainCommand)(list_names)
+app.command(cls=PlainCommand)(report)
+app.command(cls=PlainCommand)(compare)
 
 
 @app.callback(invoke_without_command=True)
@@ -133,4 +137,16 @@ def _is_told(error: Exception) -> bool:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(capped(text), file=sys.stderr)
+
+
+def capped(text: str, most: int = MAX_MESSAGE) -> str:
+    """A message of any length with its middle left out; the end often says what to do.
+
+    >>> capped("abcdefghij", 6)
+    'abcd [4 characters left out] ij'
+    """
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end]} [{len(text) - most:,} characters left out] {text[-end:]}"

@@ -61,7 +61,8 @@ def limits(
             raise ValueError("--noise-scale times-clip: expected together with --noise and --clip")
         settings["noise"] = noise * clip
     channel = Channel(**settings, prune_scope=prune_scope.value) if settings else None
-    from leakscope.cli.console import named_progress, print_limits
+    from leakscope.cli.console import print_limits
+    from leakscope.cli.progress import named_progress
 
     with named_progress() as progress:
         options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}

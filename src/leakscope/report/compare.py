@@ -13,6 +13,7 @@ from typing import Any
 from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
 from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.names import short_names
 from leakscope.results.records import NAN, Row, mapping, mean
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict, judge_store
@@ -200,8 +201,8 @@ def compare(directories: Sequence[FileName]) -> str:
         "differences": _differences(first.facts, second.facts),
         "shared": [line for line in lines if line.examples_a and line.examples_b],
         "alone": [line for line in lines if not (line.examples_a and line.examples_b)],
-        "protocols": words.short_names(line.protocol for line in lines),
-        "defenses": words.short_names(line.defense for line in lines),
+        "protocols": short_names(line.protocol for line in lines),
+        "defenses": short_names(line.defense for line in lines),
         "strongest": STRONGEST,
     }
     return fill("compare.html.j2", context)

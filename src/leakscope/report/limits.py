@@ -10,8 +10,8 @@ from typing import Any
 from leakscope.contracts.reconstruction import DIAGNOSES, RECOVERED
 from leakscope.report import rounds as vertical
 from leakscope.report import words
-from leakscope.report.settings import Setting
 from leakscope.report.words import fixed
+from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, number
 
 _RECOVERED_PSNR = -20 * math.log10(RECOVERED)

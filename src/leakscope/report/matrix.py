@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from leakscope.metrics import interval
-from leakscope.report import words
 from leakscope.report.settings import PSNR, Setting
 from leakscope.report.words import fixed, span
 from leakscope.results.baselines import Baselines
+from leakscope.results.names import short_names, split_repr
 from leakscope.results.records import Row, highest, mean
 
 #: Lifts in dB from which on a cell is coloured, each more strongly.
@@ -74,10 +74,8 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
 def _options(attacks: Sequence[tuple[str, str]]) -> dict[str, str]:
     """What tells attacks of the same name apart."""
     names = Counter(name for name, _ in attacks)
-    short = words.short_names(attack for _, attack in attacks)
-    return {
-        attack: ", ".join(words.split_repr(short[attack])[1]) if names[name] > 1 else "" for name, attack in attacks
-    }
+    short = short_names(attack for _, attack in attacks)
+    return {attack: ", ".join(split_repr(short[attack])[1]) if names[name] > 1 else "" for name, attack in attacks}
 
 
 def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines) -> Cell:

@@ -19,9 +19,9 @@ from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.matrix import matrix_section
-from leakscope.report.settings import Setting
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
+from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, highest, mapping, number, texts
 from leakscope.results.store import Store
@@ -65,7 +65,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     """Everything the template names."""
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
-    named = settings.name_settings(verdict)
+    named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     named_reasons = {reason for setting in verdict.settings for reason in setting.named_reasons}

@@ -1,12 +1,12 @@
-"""Words and numbers of the page: formatting, short names, and the glossary. Nothing here knows the store."""
+"""Words and numbers of the page: formatting and the glossary. Nothing here knows the store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.results.names import split_repr
 
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
@@ -165,63 +165,3 @@ def likeness(psnr: float) -> str:
     ('nothing better than a blank picture', 'a rough likeness', 'a recognisable picture', 'an essentially exact copy')
     """
     return next((text for limit, text in _LIKENESS if psnr < limit), "an essentially exact copy")
-
-
-def split_repr(text: str) -> tuple[str, list[str]]:
-    """Name and top-level arguments of a repr.
-
-    >>> split_repr("FedAvg(epochs=5, order=(1, 2))")
-    ('FedAvg', ['epochs=5', 'order=(1, 2)'])
-    >>> split_repr("none")
-    ('none', [])
-    """
-    name, bracket, rest = text.partition("(")
-    if not bracket or not rest.endswith(")"):
-        return text, []
-    arguments, depth, current = [], 0, ""
-    for character in rest[:-1]:
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == "," and depth == 0:
-            arguments.append(current.strip())
-            current = ""
-        else:
-            current += character
-    return name, [a for a in (*arguments, current.strip()) if a]
-
-
-def short_names(reprs: Iterable[str]) -> dict[str, str]:
-    """For each repr its name with only those arguments that tell it from others of the same name.
-
-    >>> short_names(["Noise(sigma=1, kind='a')", "Noise(sigma=2, kind='a')", "Prune(fraction=0.9)", "none"])
-    {"Noise(sigma=1, kind='a')": 'Noise(sigma=1)', "Noise(sigma=2, kind='a')": 'Noise(sigma=2)', \
-'Prune(fraction=0.9)': 'Prune(fraction=0.9)', 'none': 'no defence'}
-    """
-    unique = list(dict.fromkeys(reprs))
-    families: dict[str, list[set[str]]] = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        families.setdefault(name, []).append(set(arguments))
-    result = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        family = families[name]
-        if len(family) > 1:
-            arguments = [a for a in arguments if not all(a in other for other in family)]
-        elif any(is_word(a) for a in arguments):
-            # A single one is told by its numbers; words such as scope='tensor' are mostly defaults.
-            arguments = [a for a in arguments if not is_word(a)][:3]
-        else:
-            arguments = arguments[:3]
-        result[text] = "no defence" if text == "none" else name + (f"({', '.join(arguments)})" if arguments else "")
-    return result
-
-
-def is_word(argument: str) -> bool:
-    """Whether an argument of a repr is a word or a switch and not a number.
-
-    >>> is_word("scope='tensor'"), is_word("fraction=0.9")
-    (True, False)
-    """
-    value = argument.partition("=")[2]
-    return value[:1] in ("'", '"') or value in ("True", "False", "None")
