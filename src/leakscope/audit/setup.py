@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, TrainingSpec
 from leakscope.audit.yaml_text import SpecError
+from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
@@ -58,6 +59,29 @@ class Setup:
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
         """Inputs in the model's precision, and labels."""
         return self.inputs(torch.tensor(self.batches[number]))
+
+    def held_out(self, number: int) -> Tensor:
+        """Candidates for identification that this batch does not hold, in unit space."""
+        private = torch.tensor([index for index in self.batches[number] if index < len(self.candidates)])
+        rest = torch.ones(len(self.candidates), dtype=torch.bool)
+        rest[private.long()] = False
+        return self.candidates[rest].float()
+
+    def others(self, number: int, labels: Tensor, seed: int) -> Tensor:
+        """Inputs of examples that this batch does not hold, of the same classes as far as there are such."""
+        rest = torch.ones(len(self.data), dtype=torch.bool)
+        rest[torch.tensor(self.batches[number])] = False
+        if not bool(rest.any()):
+            raise NotApplicable("the data has no other examples")
+        rows, draws = [], torch.Generator().manual_seed(seed)
+        for label in labels:
+            same = (self.data.y == label).reshape(len(rest), -1).all(1) & rest
+            pool = torch.nonzero(same if bool(same.any()) else rest).flatten()
+            row = int(pool[int(torch.randint(len(pool), (), generator=draws))])
+            rows.append(row)
+            if int(rest.sum()) > 1:
+                rest[row] = False  # not the same one twice while there are others
+        return self.inputs(torch.tensor(rows))[0]
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """These examples as the model reads them, and their labels."""

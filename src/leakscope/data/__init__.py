@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.registry import Entry, Registry, import_object
+from leakscope.contracts.imports import import_object
+from leakscope.contracts.registry import Entry, Registry
 from leakscope.data.cifar import load_cifar10, load_cifar100
 from leakscope.data.embedded import load_tiles
 from leakscope.data.examples import Examples, from_tensors

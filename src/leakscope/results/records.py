@@ -15,6 +15,11 @@ from typing import Any, Literal, Self
 from leakscope.contracts.reconstruction import DIAGNOSES
 
 Status = Literal["done", "failed", "refused"]
+#: What a control is for: an attack with nothing to learn from, a guess without any attack, or an attack that must find.
+ControlKind = Literal["blind", "held-out", "positive"]
+BLIND: ControlKind = "blind"
+HELD_OUT: ControlKind = "held-out"
+POSITIVE: ControlKind = "positive"
 NAN = float("nan")
 
 
@@ -74,6 +79,17 @@ def highest(values: Iterable[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=NAN)
 
 
+def best(values: Iterable[float], better: Literal["higher", "lower"]) -> float:
+    """The best for the adversary of what is not NaN; NaN of nothing.
+
+    >>> best([3.0, NAN, 1.0], "lower")
+    1.0
+    """
+    measured = [value for value in values if not math.isnan(value)]
+    choose = max if better == "higher" else min
+    return choose(measured, default=NAN)
+
+
 def counted(count: int, noun: str) -> str:
     """A count with its noun.
 
@@ -103,7 +119,10 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(_Record):
-    """What a job was: a cell of the grid. ``control`` is the kind of control, None for an attempt that counts."""
+    """What a job was: a cell of the grid.
+
+    ``control`` is the control's name and ``control_kind`` what it is for, both None for an attempt that counts.
+    """
 
     protocol: str
     defense: str
@@ -112,6 +131,7 @@ class JobRecord(_Record):
     seed: int
     batch: int
     control: str | None = None
+    control_kind: str | None = None
     indices: tuple[int, ...] = ()
     knowledge: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,7 +170,11 @@ class DiagnosisRecord(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRecord(_Record):
-    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it."""
+    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
+
+    ``given_labels`` is what the same attack makes of the same update when it is told the labels; only there where it
+    had guessed them wrong.
+    """
 
     examples: tuple[ExampleRecord, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +183,7 @@ class AttemptRecord(_Record):
     info: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: DiagnosisRecord | None = None
     adaptive: bool = False
+    given_labels: tuple[ExampleRecord, ...] = ()
     peak_memory_mb: float = NAN
 
     @property
