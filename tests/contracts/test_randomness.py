@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.audit import AuditSpec
-from leakscope.audit.randomness import randomness_sentence
+from leakscope.audit.audited import describe_audited
+from leakscope.audit.setup import build_setup
+from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.randomness import system_generator
 from leakscope.defenses import DEFENSES
@@ -103,5 +104,5 @@ def test_files_of_earlier_versions_and_wrong_words(tmp_path: Path) -> None:
 
 
 def test_an_audit_says_that_its_draws_are_simulated() -> None:
-    sentence = randomness_sentence(AuditSpec.parse({"model": "convnet", "data": "tiles", "seeds": [4, 7]}))
-    assert "simulated, reproducible by seed (2 seeds: 4, 7)" in sentence
+    setup = build_setup(AuditSpec.parse({"model": "logistic", "data": "tiles", "examples": 1, "attacks": "dlg"}))
+    assert any("simulated, reproducible by seed" in statement.text for statement in describe_audited(setup))
