@@ -85,9 +85,10 @@ def audit(
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
 
-    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors, and protocols, defences and attacks
-    their objects. ``value_range`` is the box of valid inputs of such a pair, ``num_classes`` its number of
-    classes. The remaining ``settings`` are those of a spec: training, examples, batch, policy, executor, ...
+    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader,
+    and protocols, defences and attacks their objects. ``value_range`` is the box of valid inputs of such data,
+    ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
+    policy, executor, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
     result.
     """
@@ -96,7 +97,7 @@ def audit(
     chosen = protocols if protocols is not None else protocol
     wanted: dict[str, Any] = {
         "model": model,
-        "data": _examples(data, value_range, num_classes),
+        "data": _examples(data, value_range, num_classes, settings),
         "protocols": "fedsgd" if chosen is None else chosen,
         "defenses": "none" if defenses is None else defenses,
         "attacks": attacks,
@@ -147,17 +148,17 @@ def run_spec(
         raise
 
 
-def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None) -> Any:
-    if value_range is None and num_classes is None:
+def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None, settings: Mapping[str, Any]) -> Any:
+    """Examples of an object; a name or a mapping stays what it is."""
+    if isinstance(data, str | Mapping) and value_range is None and num_classes is None:
         return data
-    if not (isinstance(data, tuple) and len(data) == 2):
-        raise SpecError(
-            ["value_range, num_classes: expected with data=(x, y) only; other data brings its own"], "audit"
-        )
-    from leakscope.data import from_tensors
+    from leakscope.data import READ_AT_MOST, from_object
 
+    asked = settings.get("examples")
+    # Training is on all of a dataset; an audit alone needs what it attacks and what it compares with.
+    limit = None if settings.get("training") is not None else max(READ_AT_MOST, asked if isinstance(asked, int) else 0)
     try:
-        return from_tensors(*data, num_classes=num_classes, value_range=value_range)
+        return from_object(data, limit=limit, num_classes=num_classes, value_range=value_range)
     except (TypeError, ValueError) as error:
         raise SpecError([f"data: {error}"], "audit") from error
 

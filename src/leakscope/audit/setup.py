@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from leakscope.data import DATA, Examples, load_data, split_by_group, split_diri
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
+from leakscope.models.weights import load_weights
 
 Rounds = Callable[[int, int, float], None]
 
@@ -287,22 +287,8 @@ def _model(spec: AuditSpec, data: Examples) -> nn.Module:
             asked.name, input_shape=shape, num_classes=data.num_classes, seed=asked.seed, **asked.options
         )
     if asked.weights is not None:
-        _load_weights(model, asked.weights)
+        load_weights(model, asked.weights)
     return model
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        weights = load(path.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"weights: {path}: not a readable safetensors file ({error})") from error
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
 
 
 def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:

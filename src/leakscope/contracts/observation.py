@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.randomness import Randomness
 from leakscope.contracts.task import Classification, Reduction, Task
 
 UpdateKind = Literal["gradient", "weight_delta"]
@@ -99,6 +100,7 @@ class Observation:
 
     Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
+    ``randomness`` is where the client's draws came from, None where nobody knows.
     """
 
     model: nn.Module = field(repr=False)
@@ -116,6 +118,7 @@ class Observation:
     batchnorm: BatchNormMode = "eval"
     output_shape: tuple[int, ...] = ()
     model_name: str | None = None
+    randomness: Randomness | None = None
 
     def __post_init__(self) -> None:
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
@@ -133,6 +136,8 @@ class Observation:
             problems.append("messages: expected at least one Message, got none")
         if self.num_classes < 1:
             problems.append(f"num_classes: expected at least 1, got {self.num_classes}")
+        if self.randomness not in (None, *get_args(Randomness)):
+            problems.append(f"randomness: expected 'system', 'seeded' or None, got {self.randomness!r}")
         examples = self.num_examples
         if examples is not None and (not isinstance(examples, int) or examples < 1):
             problems.append(f"num_examples: expected a whole number of at least 1, got {examples}")
