@@ -65,7 +65,7 @@ def test_a_folder_that_grew_is_that_of_one_run(tmp_path: Path) -> None:
     assert timeless(done.findings) == timeless(whole.findings)
     every = [row.position for row in (*done.rows, *done.findings)]
     assert every == list(range(len(every)))
-    for key in ("plan", "planned", "spec_hash", "identity", "spec"):
+    for key in ("plan", "planned", "spec_hash", "identity", "spec", "audited"):
         assert done.store.meta(key) == whole.store.meta(key), key
     assert done.verdict.outcome == whole.verdict.outcome
     assert [str(reason) for reason in done.verdict.reasons] == [str(reason) for reason in whole.verdict.reasons]
@@ -86,6 +86,8 @@ def test_what_was_asked_for_before_stays_and_counts(tmp_path: Path) -> None:
     spec = other.store.meta("spec")
     assert [part["name"] for part in spec["attacks"]] == ["quotient", "guess"]
     assert (spec["seeds"], spec["examples"]) == ([0, 1], 2)
+    effort = [statement["text"] for statement in other.store.meta("audited") if statement["text"].startswith("Effort")]
+    assert effort == ["Effort: 2 attacks: quotient, guess; 2 seeds; 2 examples, 1 a client."]
     page = other.report().read_text(encoding="utf-8")
     assert "quotient" in page
     assert "guess" in page

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leakscope.report.settings import Setting
 from leakscope.results import FindingRow, SettingVerdict
+from leakscope.results.names import Setting
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
 AVG = "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"

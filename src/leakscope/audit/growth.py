@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from leakscope.audit.audited import EFFORT
 from leakscope.audit.controls import CONTROLS
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.plan import Job, content_hash, identity, label_chance
@@ -103,6 +104,11 @@ def grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, A
     lists = {name: [*stored[name], *(x for x in now[name] if x not in stored[name])] for name in AXES}
     counts = [spec["examples"] for spec in (stored, now) if spec["examples"] is not None]
     return {**now, **lists, "examples": max(counts, default=None)}
+
+
+def grown_statements(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was audited: the newest statements, and those on protocols and defences that only earlier runs had."""
+    return [*now, *(old for old in stored if old not in now and not old["text"].startswith(EFFORT))]
 
 
 def _moved(job: Job, before: Mapping[str, Any], after: Mapping[str, Any]) -> Job:

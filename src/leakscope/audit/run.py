@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -12,19 +11,17 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from leakscope import __version__
 from leakscope.audit.attempts import Outcome
+from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.growth import Plan, grown_spec
+from leakscope.audit.growth import Plan, grown_spec, grown_statements
 from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
+from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, job_facts, plain
+from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
 from leakscope.results.verdict import Verdict, judge
@@ -61,6 +58,10 @@ class Audit:
         from leakscope.report import write_report
 
         return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
+
+    def __str__(self) -> str:
+        kept = "a temporary folder" if self._temporary is not None else self.directory
+        return f"{self.verdict} {counted(len(self.rows), 'job')} in {kept}."
 
     def __repr__(self) -> str:
         worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"
@@ -168,15 +169,18 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        return Store.create(directory, {**_meta(setup), **plan.meta(setup)}), plan
+        audited = {"audited": _audited(setup, setup.spec.normalised(), plan)}
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
     store = Store.open(directory, write=True)
     try:
         check_same_audit(store, identity(setup))
         plan = Plan.read(store).grown(plan, store.finished())
+        spec = grown_spec(store.meta("spec"), setup.spec.normalised())
         changes = {
             **plan.meta(setup),
-            "spec": grown_spec(store.meta("spec"), setup.spec.normalised()),
+            "spec": spec,
             "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
+            "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
         }
         store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
@@ -189,13 +193,7 @@ def _meta(setup: Setup) -> dict[str, Any]:
     spec, data = setup.spec, setup.data
     return {
         "spec": spec.normalised(),
-        "versions": {
-            "leakscope": __version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()}-{platform.machine()}",
-        },
+        "versions": versions(),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -220,6 +218,11 @@ def _meta(setup: Setup) -> dict[str, Any]:
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    asked = {**spec, "examples": plan.axes["examples"]}
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:

@@ -230,9 +230,8 @@ def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 
 def _protocols(info: ValidationInfo) -> list[Part]:
-    """Those of the spec that is being checked; none where they are wrong, which is told anyway."""
-    protocols: list[Part] = info.data.get("protocols", [])
-    return protocols
+    """Those of the spec that is being checked; the default where they are wrong, which is told anyway."""
+    return info.data.get("protocols") or [parts.protocol_part("fedsgd")]
 
 
 def _dtype(value: str | None) -> str | None:

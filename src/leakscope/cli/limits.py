@@ -61,7 +61,8 @@ def limits(
             raise ValueError("--noise-scale times-clip: expected together with --noise and --clip")
         settings["noise"] = noise * clip
     channel = Channel(**settings, prune_scope=prune_scope.value) if settings else None
-    from leakscope.cli.console import named_progress, print_limits
+    from leakscope.cli.console import print_limits
+    from leakscope.cli.progress import named_progress
 
     with named_progress() as progress:
         options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}
@@ -76,8 +77,10 @@ def limits(
             shape, facts = _examples(data, index or 0, samples if samples is not None else count, input)
             results = [_of_model(model, shape, facts, classes, count, samples, rounds, options)]
     if as_json:
-        contents = [limits.as_dict() for _, limits in results]
-        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1))
+        from leakscope.results.records import plain
+
+        contents = plain([limits.as_dict() for _, limits in results])
+        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1, allow_nan=False))
     else:
         for title, limits in results:
             print_limits(title, limits)

@@ -31,8 +31,10 @@ def kebab(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
 
 
-def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> str:
+def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = (), own: str = "") -> str:
     """The entry of ``known`` that ``name`` means; ``aliases`` are further (alias, entry) pairs.
+
+    ``own`` says what else may be typed.
 
     >>> find_name("Fed_SGD", ["fedsgd", "fedavg"])
     'fedsgd'
@@ -47,7 +49,7 @@ def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]
         return table[folded(name)]
     close = difflib.get_close_matches(folded(name), table, n=1, cutoff=0.6)
     hint = f"; did you mean {table[close[0]]}?" if close else ""
-    raise ValueError(f"expected one of {', '.join(entries)}, got {name!r}{hint}")
+    raise ValueError(f"expected one of {', '.join(entries)}{f', or {own}' if own else ''}, got {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -104,9 +106,9 @@ class Registry(Mapping[str, E], Generic[E]):
             raise TypeError(f"{self.kind}: expected a name, got {type(name).__name__}")
         aliases = [(e.target.__name__, e.name) for e in self._entries.values() if hasattr(e.target, "__name__")]
         try:
-            return self._entries[find_name(name, self._entries, aliases)]
+            return self._entries[find_name(name, self._entries, aliases, "package.module:Name for your own")]
         except ValueError as error:
-            raise ValueError(f"unknown {self.kind} {name!r}: {error}; or package.module:Name for your own") from None
+            raise ValueError(f"unknown {self.kind} {name!r}: {error}") from None
 
     def target(self, name: str) -> Any:
         """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""

@@ -93,10 +93,11 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
 
 
 def _own(name: str, options: dict[str, Any]) -> Examples:
+    reader = import_object("data", name)
     try:
-        examples = import_object("data", name)(**options)
-    except TypeError as error:
-        raise ValueError(f"data {name!r}: {error}") from error
+        examples = reader(**options)
+    except Exception as error:
+        raise ValueError(f"data {name!r}: calling it raised {type(error).__name__}: {error}") from error
     if isinstance(examples, tuple) and len(examples) == 2:
         examples = from_tensors(*examples, name=name)
     if not isinstance(examples, Examples):
