@@ -95,7 +95,7 @@ def test_running_again_resumes_and_says_so(finished) -> None:
         (["audit", "--attack", "dlg:iterations=abc"], "iterations"),
         (["audit", "--examples", "0"], "examples"),
         (["audit", "--frobnicate"], "frobnicate"),
-        (["audit", "spec.yaml", "--seeds", "2"], "seeds"),
+        (["audit", "spec.yaml", "--threads", "2"], "threads: the store has 1, now 2"),
     ],
 )
 def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arguments, words, finished) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
+from leakscope.audit.growth import Plan, grown_spec, grown_statements
+from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
@@ -139,8 +140,9 @@ def run_spec(
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
     try:
-        with _open_store(setup, jobs, directory) as store:
-            _run(setup, jobs, store, executor, progress)
+        store, plan = _open_store(setup, Plan.of(setup, jobs), directory)
+        with store:
+            _run(setup, plan.numbered(jobs), store, executor, progress)
         return Audit(directory, temporary)
     except BaseException:
         if temporary is not None:
@@ -163,35 +165,36 @@ def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None
         raise SpecError([f"data: {error}"], "audit") from error
 
 
-def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
-    known = identity(setup)
+def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
+    """The folder's store, and the plan of all that was ever asked for in it."""
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        return Store.create(directory, _meta(setup, jobs, known))
+        audited = {"audited": _audited(setup, setup.spec.normalised(), plan)}
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
     store = Store.open(directory, write=True)
     try:
-        check_same_audit(store, known)
-        # These change how the rows are made or judged, not what is in them, so the newest wish counts.
-        store.set_meta("spec", setup.spec.normalised())
-        store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
-        store.set_meta("audited", _audited(setup))
-        store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
+        check_same_audit(store, identity(setup))
+        plan = Plan.read(store).grown(plan, store.finished())
+        spec = grown_spec(store.meta("spec"), setup.spec.normalised())
+        changes = {
+            **plan.meta(setup),
+            "spec": spec,
+            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
+            "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
+        }
+        store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
         store.close()
         raise
-    return store
+    return store, plan
 
 
-def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(setup: Setup) -> dict[str, Any]:
     spec, data = setup.spec, setup.data
     return {
         "spec": spec.normalised(),
-        "spec_hash": content_hash(known),
-        "identity": known,
         "versions": versions(),
-        "plan": plan_summary(setup, jobs),
-        "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -218,8 +221,9 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
     }
 
 
-def _audited(setup: Setup) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(statement) for statement in describe_audited(setup)]
+def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    asked = {**spec, "examples": plan.axes["examples"]}
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:

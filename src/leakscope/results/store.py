@@ -161,6 +161,22 @@ class Store:
     def set_meta(self, key: str, value: Any) -> None:
         self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dump(value)))
 
+    def update(self, meta: Mapping[str, Any], positions: Mapping[str, int]) -> None:
+        """Change several values, and the positions of rows, for a plan that has grown: all of it or nothing.
+
+        A finding that is no longer planned goes.
+        """
+        places = [(position, key) for key, position in positions.items()]
+        with self._connection:
+            self._connection.execute("BEGIN IMMEDIATE")
+            for key, value in meta.items():
+                self.set_meta(key, value)
+            for table in ("jobs", "findings"):
+                self._connection.executemany(f"UPDATE {table} SET position = ? WHERE key = ?", places)
+            stored = {key for (key,) in self._connection.execute("SELECT key FROM findings")}
+            unplanned = [(key,) for key in stored - set(positions)]
+            self._connection.executemany("DELETE FROM findings WHERE key = ?", unplanned)
+
     def record(
         self, row: Row, tensors: Mapping[str, Tensor] | None = None, history: Mapping[str, Any] | None = None
     ) -> None:
