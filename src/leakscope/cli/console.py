@@ -239,7 +239,7 @@ def _print_settings(verdict: Any, console: Console) -> None:
     )
     console.print()
     print_listing([(setting.name, setting.short) for setting in settings], console)
-    say(console, "PSNR in dB; no info: the same attack without the update; labels: share recovered.")
+    say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
 
 
 def _print_fates(result: Any, console: Console) -> None:
