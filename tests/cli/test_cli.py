@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -357,30 +356,3 @@ def test_limits_of_a_spec(tmp_path) -> None:
     facts = json.loads(done.stdout)
     assert (facts["batch"], facts["point"]) == (1, "the batch that was given")
     assert facts["floor"] is not None
-
-
-@pytest.mark.parametrize("executor", ["serial", "processes"])
-def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> None:
-    slow = TINY.replace("executor: serial", f"executor: {executor}").replace("iterations: 3", "iterations: 1000000")
-    (tmp_path / "spec.yaml").write_text(slow)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1", "-v"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # A shell that starts the tests in the background has its children ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("[1/"):  # the closed form on the first client is done, a long search is under way
-            break
-    run.send_signal(signal.SIGINT)
-    rest = run.stderr.read()
-    assert run.wait(60) == 2, rest
-    assert "Interrupted" in rest
-    assert "Traceback" not in rest
-    with Store.open(tmp_path / "run") as store:
-        assert [row.job.attack_name for row in store.rows()] == ["linear-layer"]

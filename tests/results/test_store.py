@@ -214,3 +214,17 @@ def test_rows_survive_a_kill_right_after_record(tmp_path: Path) -> None:
     assert ended.returncode == -9
     with Store.open(tmp_path) as store:
         assert [r.key for r in store.rows()] == ["ab12"]
+
+
+def test_numbers_that_json_lacks_are_stored_as_null_wherever_they_come_from(tmp_path: Path) -> None:
+    # The condition number of a ReLU net is infinite where a direction leaves no trace.
+    infinite = {"condition": math.inf, "curve": (1.0, math.nan), "tensor": torch.tensor([math.inf])}
+    with Store.create(tmp_path, {"policy": infinite}) as store:
+        store.set_meta("audited", infinite)
+        store.record(row(result={**RESULT, "info": infinite}), history={"objective": [math.inf]})
+        store.record_finding(finding(content=infinite))
+        stored = {"condition": None, "curve": [1.0, None], "tensor": [None]}
+        assert store.meta("policy") == store.meta("audited") == stored
+        assert store.rows()[0].raw == {**RESULT, "info": stored}
+        assert store.history(KEY) == {"objective": [None]}
+        assert store.findings()[0].content == stored

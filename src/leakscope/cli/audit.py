@@ -12,7 +12,8 @@ import typer
 from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
 from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, Verbose, relative
-from leakscope.cli.parsing import parse_part, parse_parts
+from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
+from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
 
@@ -69,6 +70,7 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_progress: NoProgress = False,
@@ -103,7 +105,7 @@ def audit(
         "executor": "serial" if serial else None,
     }
     options = {key: value for key, value in chosen.items() if value is not None}
-    raise typer.Exit(_run(spec, options, labels, out, output))
+    raise typer.Exit(_run(spec, options, labels, out, output, allow_code))
 
 
 def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
@@ -114,13 +116,17 @@ def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
     return {"path": path} if name is None else {"name": name, "path": path}
 
 
-def _run(spec: Path | None, options: dict[str, Any], labels: Labels | None, out: Path, output: Output) -> int:
+def _run(
+    spec: Path | None, options: dict[str, Any], labels: Labels | None, out: Path, output: Output, allow_code: bool
+) -> int:
     settings = _default(options) if spec is None else _merged(spec, options)
     settings.setdefault("executor", "processes")
-    checked = AuditSpec.parse(settings, str(spec or "audit"))
-    if labels is not None:  # on top of the preset or the mapping, which only the checked spec tells
-        settings["knowledge"] = {**checked.knowledge, "labels": labels.value}
+    # What is typed is the user's own word; what stands in the file is data.
+    with names_of_a_spec(spec.parent if spec else Path.cwd(), allowed=allow_code, typed=own_names(options)):
         checked = AuditSpec.parse(settings, str(spec or "audit"))
+        if labels is not None:  # on top of the preset or the mapping, which only the checked spec tells
+            settings["knowledge"] = {**checked.knowledge, "labels": labels.value}
+            checked = AuditSpec.parse(settings, str(spec or "audit"))
     from leakscope.audit.run import run_spec
     from leakscope.cli.console import make_console, print_verdict
     from leakscope.cli.progress import audit_progress

@@ -131,12 +131,13 @@ def print_reproduction(
         notes = list(dict.fromkeys(row.note for row in result.rows if row.note))
         print_table(
             title,
-            ("setting", "measure", "published", "measured", "95 %", "n", "verdict", "note"),
+            ("setting", "measure", "published", "tolerance", "measured", "95 %", "n", "verdict", "note"),
             (
                 (
                     row.setting,
                     row.measure,
                     figure(row.published),
+                    figure(row.tolerance),
                     figure(row.measured),
                     "-" if row.interval is None else f"{figure(row.interval[0])} to {figure(row.interval[1])}",
                     row.count,
@@ -148,6 +149,7 @@ def print_reproduction(
             console,
         )
         print_listing([(f"({number})", note) for number, note in enumerate(notes, start=1)], console)
+        say(console, result.caption)
     verdicts = [row.verdict for row in result.rows]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     say(console, f"Result: {counts}", style="bold")

@@ -7,12 +7,8 @@ Kebab-case, snake_case and class names all find the same entry. Where a name has
 from __future__ import annotations
 
 import difflib
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -118,6 +114,8 @@ class Registry(Mapping[str, E], Generic[E]):
         """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
         if ":" not in str(name):
             return self.find(name).target
+        from leakscope.contracts.imports import import_object
+
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
             raise ValueError(
@@ -128,46 +126,3 @@ class Registry(Mapping[str, E], Generic[E]):
     def name_of(self, cls: type) -> str:
         """The name under which a class stands in the table, or what its name would be."""
         return next((entry.name for entry in self._entries.values() if entry.target is cls), kebab(cls.__name__))
-
-
-@contextmanager
-def working_directory_importable() -> Iterator[None]:
-    """The current directory at the front of sys.path, only for as long as an import takes."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        # A module written a moment ago is invisible until the finder forgets its listing of the folder.
-        importlib.invalidate_caches()
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-
-
-def import_object(kind: str, name: str) -> Callable[..., Any]:
-    """The callable that ``package.module:Name`` names; one ValueError that says which part of it is wrong."""
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example mypackage.parts:Mine")
-    try:
-        with working_directory_importable():
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise ValueError(
-                f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
-            ) from error
-        raise ValueError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
-    except Exception as error:
-        raise ValueError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-            raise ValueError(
-                f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
-            )
-        target = getattr(target, part)
-    if not callable(target):
-        raise ValueError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
-    return target

@@ -36,6 +36,12 @@ def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSumma
             # An example that any attempt identifies is identified, by the strongest or not.
             if measure.per == "setting":
                 shown[place] = (percent(verdict.identification), chance)
+            elif measure.name == "label_accuracy":
+                blind = verdict.label_baseline
+                shown[place] = (
+                    percent(verdict.label_accuracy),
+                    "" if math.isnan(blind) else f"chance {percent(blind)}",
+                )
         line = {
             "setting": setting,
             "interval": span(verdict.interval, len(verdict.examples)),

@@ -6,18 +6,30 @@ import math
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.results.names import split_repr
 
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
 MAX_LABEL = 80
+
+#: Below which PSNR a reconstruction is what. Always guessing the middle of the range has 6 dB or more.
+_LIKENESS = (
+    (6.0, "nothing better than a blank picture"),
+    (13.0, "hardly more than a blank picture"),
+    (20.0, "a rough likeness"),
+    (30.0, "a recognisable picture"),
+    (50.0, "a nearly identical picture"),
+    (100.0, "a copy that no eye tells from the original"),
+)
 
 #: What the page shows beside measures: name, span and meaning.
 TERMS: tuple[tuple[str, str, str], ...] = (
     (
         "Baseline",
         "dB",
-        "The zero-information baseline: PSNR of the same attack when the update is replaced by Gaussian noise of the "
-        "same norm in each tensor: what its prior alone achieves with zero information about the example.",
+        "What can be had with no information on the example: the best of what the same attack makes of noise in place "
+        "of the update, or of the update of other examples with the same labels, and of the mean and the nearest of "
+        "other examples of the data.",
     ),
     ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
     ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
@@ -134,3 +146,22 @@ def explain_flag(flag: str) -> str:
     'Restarts'
     """
     return FLAGS.get(flag.partition(":")[0].strip().lower(), UNKNOWN_FLAG)
+
+
+def head(text: str) -> str:
+    """A repr without its arguments.
+
+    >>> head("DLG(iterations=300)"), head("LinearLayer()"), head("none")
+    ('DLG(…)', 'LinearLayer()', 'none')
+    """
+    name, arguments = split_repr(text)
+    return f"{name}(…)" if arguments else text
+
+
+def likeness(psnr: float) -> str:
+    """How near a reconstruction of this PSNR is, in words that need no decibels.
+
+    >>> likeness(-35.0), likeness(16.0), likeness(25.0), likeness(157.0)
+    ('nothing better than a blank picture', 'a rough likeness', 'a recognisable picture', 'an essentially exact copy')
+    """
+    return next((text for limit, text in _LIKENESS if psnr < limit), "an essentially exact copy")

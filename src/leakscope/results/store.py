@@ -180,7 +180,7 @@ class Store:
     def record_finding(self, row: FindingRow) -> None:
         """Keep a finding; it replaces an earlier failure."""
         fate = (_storable(row.error), row.seconds, row.finished)
-        texts = (_dump(row.subject()), _dump(plain(row.content)))
+        texts = (_dump(row.subject()), _dump(row.content))
         values = (row.key, row.position, row.kind, row.status, *texts, *fate)
         self._connection.execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
 
@@ -223,7 +223,8 @@ def _storable(text: str | None) -> str | None:
 
 
 def _dump(value: Any) -> str:
-    return json.dumps(value, allow_nan=False)
+    """JSON of whatever a job, a finding or a user's part left; an infinite condition number must not cost the audit."""
+    return json.dumps(plain(value), allow_nan=False)
 
 
 def _meta(connection: sqlite3.Connection, key: str) -> Any:
