@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from leakscope.results.records import counted
+
 #: Between two columns of a table.
 _GAP = 2
 #: Reasons that are printed unless every one is asked for.
@@ -255,30 +257,32 @@ def _print_fates(result: Any, console: Console) -> None:
 
 
 def _print_remarks(verdict: Any, console: Console) -> None:
-    """What the policy does not limit, once for all settings it holds for."""
-    from leakscope.results.names import name_settings
+    from leakscope.results.wording import shared_remarks
 
-    remarks: dict[str, list[str]] = {}
-    for setting in name_settings(verdict):
-        for remark in setting.verdict.remarks:
-            remarks.setdefault(remark, []).append(setting.name)
-    for remark, names in remarks.items():
-        say(console, f"Note: {', '.join(names)}: {remark}")
+    for remark in shared_remarks(verdict):
+        say(console, f"Note: {remark}")
 
 
 def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
-    from leakscope.results.wording import shared_reasons
+    """A paragraph for each remedy, with the reasons that it helps against."""
+    from leakscope.results.wording import by_remedy
 
-    reasons = shared_reasons(verdict)
-    shown = reasons if verbose else reasons[:MAX_REASONS]
-    for reason in shown:
+    groups = by_remedy(verdict)
+    left = sum(len(group.reasons) for group in groups) if verbose else MAX_REASONS
+    unsaid = 0
+    for group in groups:
+        shown, unsaid = group.reasons[:left], unsaid + len(group.reasons[left:])
+        left -= len(shown)
+        if not shown:
+            continue
         console.print()
-        say(console, f"Why: {reason}", indent=2)
-        if reason.remedy:
-            say(console, f"What to do: {reason.remedy}", indent=2)
-    if len(shown) < len(reasons):
+        for reason in shown:
+            say(console, f"Why: {reason}", indent=2)
+        if group.remedy:
+            say(console, f"What to do: {group.remedy}", indent=2)
+    if unsaid:
         console.print()
-        say(console, f"{len(reasons) - len(shown)} more reasons are in the report; -v prints them.", indent=2)
+        say(console, f"{counted(unsaid, 'more reason')} in the report; -v prints all.", indent=2)
     console.print()
 
 
