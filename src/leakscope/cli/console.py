@@ -162,15 +162,19 @@ def print_reproduction(
     say_path(console, "Page:  ", page)
 
 
-def print_comparison(title: str, lines: Sequence[Any], console: Console) -> None:
-    """Two audits, setting by setting."""
+def print_comparison(
+    outcomes: Sequence[tuple[str, str]], lines: Sequence[Any], differences: Sequence[Any], console: Console
+) -> None:
+    """Two audits, setting by setting, and what differs between them; ``outcomes`` are folder and outcome of each."""
     from leakscope.results.names import short_names
 
     protocols, defenses = short_names(line.protocol for line in lines), short_names(line.defense for line in lines)
     names = setting_names(lines)
+    print_listing([(side, f"{name}: {told}") for side, (name, told) in zip("AB", outcomes, strict=True)], console)
+    console.print()
     print_table(
-        title,
-        ("setting", "attack", "first, dB", "second, dB", "difference", "intervals overlap"),
+        None,
+        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap"),
         (
             (
                 names[line.protocol, line.defense],
@@ -187,6 +191,12 @@ def print_comparison(title: str, lines: Sequence[Any], console: Console) -> None
     console.print()
     legend = [(name, f"{protocols[protocol]} · {defenses[defense]}") for (protocol, defense), name in names.items()]
     print_listing(legend, console)
+    console.print()
+    if differences:
+        rows = [(difference.name, difference.first, difference.second) for difference in differences]
+        print_table("What else differs", ("what", "A", "B"), rows, console)
+    else:
+        say(console, "Nothing else differs.")
 
 
 def setting_names(lines: Iterable[Any]) -> dict[tuple[str, str], str]:
