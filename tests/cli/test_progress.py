@@ -88,7 +88,7 @@ def test_a_silent_job_is_told_of_now_and_then(log: io.StringIO, monkeypatch: pyt
         tell({"event": "planned", "total": 2, "finished": 0})
         tell({"event": "started", "key": "a", "job": job(finding="floor", attack="floor")})
         assert spoken.wait(20)
-    assert "now theory (floor), no defence" in log.getvalue()
+    assert "now theory (floor); after" in log.getvalue()
 
 
 def test_the_bars_show_the_steps_of_running_jobs() -> None:
