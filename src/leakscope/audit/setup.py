@@ -20,6 +20,10 @@ from torch import Tensor, nn
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, TrainingSpec
 from leakscope.audit.yaml_text import SpecError
+from leakscope.contracts.caps import JOBS
+from leakscope.contracts.checks import brief
+from leakscope.contracts.disk import read_whole
+from leakscope.contracts.files import read_tensors
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
@@ -75,6 +79,8 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
     data = _attempt("data", problems, lambda: _load(spec))
     model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))
     batches = None if data is None else _attempt("examples", problems, lambda: _batches(spec, data))
+    if batches is not None:
+        _attempt("attacks, defenses, protocols, seeds and examples", problems, lambda: _check_jobs(spec, len(batches)))
     lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
     lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
     _attempt("device", problems, lambda: _device(spec.device))
@@ -96,7 +102,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
         model_fingerprint=model_fingerprint(model, _probe(data)),
         data_fingerprint=data.fingerprint(),
         candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
-        lpips_fingerprint=None if lpips_file is None else hashlib.sha256(lpips_file.read_bytes()).hexdigest(),
+        lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
     )
     return setup if asked is None or clients is None else _trained(setup, asked, clients, progress)
 
@@ -230,8 +236,9 @@ def tensor_bytes(value: Tensor) -> bytes:
 def _attempt(where: str, problems: list[str], build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        problems.append(f"{where}: " + "; ".join(lines(str(error)) or [type(error).__name__]))
+    except Exception as error:  # noqa: BLE001 - readers and models may be the user's own and raise anything
+        told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError) and lines(str(error))
+        problems.append(f"{where}: " + "; ".join(told or [f"{type(error).__name__}: {brief(str(error))}"]))
         return None
 
 
@@ -268,16 +275,13 @@ def _model(spec: AuditSpec, data: Examples) -> nn.Module:
 
 
 def _load_weights(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
-        weights = load(path.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"weights: {path}: not a readable safetensors file ({error})") from error
+        weights = read_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from error
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
 
 
@@ -292,6 +296,11 @@ def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
     if wanted > len(data):
         raise ValueError(f"expected at most {len(data)}, which is all the data has, got {wanted}")
     return tuple(tuple(range(start, start + size)) for start in range(0, wanted, size))
+
+
+def _check_jobs(spec: AuditSpec, batches: int) -> None:
+    settings = len(spec.protocols) * (len(spec.defenses) + len(spec.controls)) * len(spec.attacks)
+    JOBS.check("all combinations", settings * len(spec.seeds) * batches, "Ask for fewer.")
 
 
 def _device(name: str) -> None:

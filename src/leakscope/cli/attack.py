@@ -53,7 +53,7 @@ def _write(result: Any, observed: Any, facts: dict[str, Any], out: Path) -> None
     """What an attack recovered: tensors, pictures, and the attack's own opinion beside ``facts``."""
     from safetensors.torch import save
 
-    from leakscope.contracts.files import atomic_write
+    from leakscope.contracts.disk import atomic_write
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
 

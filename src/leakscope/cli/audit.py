@@ -11,6 +11,8 @@ import typer
 from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
 from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.cli.parsing import parse_part, parse_parts
+from leakscope.contracts.caps import SPEC_BYTES
+from leakscope.contracts.disk import read_whole
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
 
@@ -106,7 +108,8 @@ def _merged(spec: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The spec's settings, changed by the options."""
     if not spec.is_file():
         raise SpecError([f"{spec}: no such file; expected a YAML spec"], str(spec))
-    written = read_yaml(spec.read_text(encoding="utf-8", errors="replace"), str(spec))
+    text = read_whole(spec, SPEC_BYTES).decode("utf-8", errors="replace")
+    written = read_yaml(text, str(spec))
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
     settings = {**written, **options}

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from leakscope import __version__
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.files import atomic_write
+from leakscope.contracts.disk import atomic_write
 from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import Client, FederatedTraining, Progress, TrainingRun, check_clients, initial_copy
 

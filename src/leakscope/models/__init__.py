@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES, PARAMETERS
+from leakscope.contracts.checks import brief
 from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.contracts.task import Shape
 from leakscope.models.chains import chain_cnns, fcn3
@@ -88,8 +91,8 @@ def build_model(
     """
     if not isinstance(spec, str):
         raise TypeError(f"build_model: expected the name of a model, got {type(spec).__name__}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"build_model: seed: expected an integer, got {seed!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed.bit_length() > 63:
+        raise ValueError(f"build_model: seed: expected an integer of at most 63 bits, got {brief(seed)}")
     if input_shape is not None:
         input_shape = _checked_shape(input_shape)
     if num_classes is not None:
@@ -113,6 +116,9 @@ def build_model(
         raise ValueError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
     shape = entry.input_shape if input_shape is None else input_shape
     classes = entry.num_classes if num_classes is None else num_classes
+    with torch.device("meta"):  # shapes without numbers
+        size = parameter_count(entry.target(input_shape=shape, num_classes=classes, **options))
+    PARAMETERS.check(f"model {spec!r}", size, "Choose smaller options or smaller inputs.")
     with _private_random_state(seed):
         return entry.target(input_shape=shape, num_classes=classes, **options)
 
@@ -139,7 +145,9 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = tuple(shape)
     except TypeError:
         sizes = ()
-    if not sizes or isinstance(shape, str):
-        wanted = "sizes without the batch such as (3, 32, 32)"
-        raise ValueError(f"build_model: input_shape: expected {wanted}, got {shape!r}")
-    return tuple(positive_int(size, "build_model: input_shape") for size in sizes)
+    if not sizes or isinstance(shape, str) or len(sizes) > MAX_AXES:
+        wanted = f"up to {MAX_AXES} sizes without the batch such as (3, 32, 32)"
+        raise ValueError(f"build_model: input_shape: expected {wanted}, got {brief(shape)}")
+    checked = tuple(positive_int(size, "build_model: input_shape") for size in sizes)
+    BYTES.check("build_model: input_shape: one example", FLOAT * math.prod(checked))
+    return checked

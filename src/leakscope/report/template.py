@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from leakscope.contracts.files import atomic_write
+from leakscope.contracts.disk import atomic_write
 from leakscope.report import words
 from leakscope.results.records import counted, number
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from leakscope.contracts.files import atomic_write
+from leakscope.contracts.disk import atomic_write
 from leakscope.results.records import FindingRow, Row, job_facts, plain
 
 STORE_FORMAT = 2
