@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from leakscope.results import Policy, Row, Verdict, judge
+from leakscope.results import FindingRow, Policy, Reason, Row, Verdict, judge
 
 SGD, NOISE = "FedSGD()", "GradientNoise(sigma=0.1)"
 
@@ -24,21 +24,28 @@ def make(
     error: str = "RuntimeError: no",
     adaptive: bool = False,
     knows: bool = False,
+    labels: str = "no",
+    diagnosis: str | None = None,
+    given_psnr: float | None = None,
     **numbers: Any,
 ) -> Row:
     job = {
         "protocol": SGD,
         "defense": defense,
         "control": control,
+        "control_kind": {"planted": "positive", "undefended": "positive", "prior-mean": "held-out"}.get(control or ""),
         "attack": attack,
         "attack_name": attack.lower().strip("()"),
         "seed": seed,
         "batch": index,
         "indices": [index],
-        "knowledge": {"labels": "no", "defense": knows},
+        "knowledge": {"labels": labels, "defense": knows},
     }
     example = {"index": index, "label": 1, "psnr": psnr, "ssim": 0.5, "identified": False, **numbers}
-    result = {"examples": [example], "flags": list(flags), "adaptive": adaptive} if status == "done" else None
+    given = [] if given_psnr is None else [{**example, "psnr": given_psnr}]
+    why = None if diagnosis is None else {"outcome": diagnosis, "reason": "so it is"}
+    facts = {"flags": list(flags), "adaptive": adaptive, "given_labels": given, "diagnosis": why}
+    result = {"examples": [example], **facts} if status == "done" else None
     told = None if status == "done" else error
     return Row.read(f"key{position}", position, status, job, result, told, 1.0, "now")  # type: ignore[arg-type]
 
@@ -47,14 +54,36 @@ def control(position: int, psnr: float | None = 8.0, **changes: Any) -> Row:
     return make(position, psnr, control="noise", **changes)
 
 
+def planted(position: int, psnr: float = 40.0, **changes: Any) -> Row:
+    """A positive control that succeeds, without which nothing passes."""
+    return make(position, psnr, control="planted", **changes)
+
+
+def held_out(position: int, psnr: float, **changes: Any) -> Row:
+    return make(position, psnr, attack="none", control="prior-mean", **changes)
+
+
 TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("above limit and lifted", [make(0, 25), control(1)], {}, "leaks"),
     ("exactly at both limits", [make(0, 20), control(1, 17)], {}, "leaks"),
-    ("just below the limit", [make(0, 19.99), control(1)], {}, "within policy"),
-    ("a prior paints it, not the update", [make(0, 25), control(1, 24)], {}, "within policy"),
+    ("just below the limit", [make(0, 19.99), control(1), planted(2)], {}, "within policy"),
+    ("a prior paints it, not the update", [make(0, 25), control(1, 24), planted(2)], {}, "within policy"),
     ("no control to compare with", [make(0, 25)], {}, "inconclusive"),
     ("no control needed", [make(0, 25)], {"min_lift": 0}, "leaks"),
-    ("no control, far below", [make(0, 10)], {}, "within policy"),
+    ("no control, far below", [make(0, 10), planted(1)], {}, "inconclusive"),
+    ("no control, far below, none needed", [make(0, 10), planted(1)], {"min_lift": 0}, "within policy"),
+    ("no positive control", [make(0, 9), control(1)], {}, "inconclusive"),
+    ("the positive control fails", [make(0, 9), control(1), planted(2, 19)], {}, "inconclusive"),
+    ("it succeeds by its prior only", [make(0, 9), control(1, 38), planted(2)], {}, "inconclusive"),
+    ("it was refused", [make(0, 9), control(1), planted(2, status="refused")], {}, "inconclusive"),
+    ("it is that of another attack", [make(0, 9), control(1), planted(2, attack="B()")], {}, "inconclusive"),
+    (
+        "nearer than noise, not than held-out images",
+        [make(0, 25), control(1), held_out(2, 24), planted(3)],
+        {},
+        "inconclusive",
+    ),
+    ("nearer than both", [make(0, 28), control(1), held_out(2, 24), planted(3)], {}, "leaks"),
     ("control not a number", [make(0, 25), control(1, None)], {}, "inconclusive"),
     ("not a number", [make(0, None), control(1)], {}, "inconclusive"),
     ("one of two not a number", [make(0, None), make(1, 9, seed=1), control(2)], {}, "inconclusive"),
@@ -64,12 +93,12 @@ TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("samples left open", [make(0, 9, flags=("not identifiable",)), control(1)], {}, "inconclusive"),
     ("rounds that disagree and leak", [make(0, 30, flags=("rounds disagree",)), control(1)], {}, "leaks"),
     ("flag on a leak", [make(0, 30, flags=("did not converge",)), control(1)], {}, "leaks"),
-    ("flag on a control only", [make(0, 9), control(1, flags=("mixture",))], {}, "within policy"),
+    ("flag on a control only", [make(0, 9), control(1, flags=("mixture",)), planted(2)], {}, "within policy"),
     ("failed job", [make(0, 9), make(1, status="failed", seed=1), control(2)], {}, "inconclusive"),
-    ("failed control", [make(0, 9), control(1, status="failed")], {}, "inconclusive"),
+    ("failed control", [make(0, 9), control(1), control(2, status="failed"), planted(3)], {}, "inconclusive"),
     (
         "refused attack beside another",
-        [make(0, 9), make(1, status="refused", attack="B()")],
+        [make(0, 9), make(1, status="refused", attack="B()"), control(2), planted(3)],
         {},
         "within policy",
     ),
@@ -79,10 +108,10 @@ TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ("controls only", [control(0)], {}, "nothing audited"),
     ("nothing", [], {}, "nothing audited"),
     ("SSIM limit reached", [make(0, 9, ssim=0.9), control(1)], {"max_ssim": 0.9}, "leaks"),
-    ("SSIM below", [make(0, 9, ssim=0.89), control(1)], {"max_ssim": 0.9}, "within policy"),
+    ("SSIM below", [make(0, 9, ssim=0.89), control(1), planted(2)], {"max_ssim": 0.9}, "within policy"),
     ("SSIM unknown", [make(0, 9, ssim=None), control(1)], {"max_ssim": 0.9}, "inconclusive"),
     ("identified", [make(0, 9, identified=True)], {"max_identification": 0.5}, "leaks"),
-    ("nobody identified", [make(0, 9)], {"max_identification": 0}, "within policy"),
+    ("nobody identified", [make(0, 9), control(1), planted(2)], {"max_identification": 0}, "within policy"),
     ("unknown", [make(0, 9, identified=None)], {"max_identification": 0.5}, "inconclusive"),
     (
         "recognised by the weaker attack",
@@ -98,18 +127,18 @@ TABLE: list[tuple[str, list[Row], dict[str, Any], str]] = [
     ),
     (
         "does not apply",
-        [make(0, 9), make(1, attack="B()", status="refused", error="NotApplicable: x")],
+        [make(0, 9), make(1, attack="B()", status="refused", error="NotApplicable: x"), control(2), planted(3)],
         {},
         "within policy",
     ),
     ("recognised", [make(0, 9, identified=True), make(1, 5, control="noise")], {}, "inconclusive"),
     (
         "recognised by luck",
-        [make(0, 9, identified=True), make(1, 5, control="noise", identified=True)],
+        [make(0, 9, identified=True), control(1, 5, identified=True), planted(2)],
         {},
         "within policy",
     ),
-    ("unlimited", [make(0, 9, identified=None, ssim=None)], {}, "within policy"),
+    ("unlimited", [make(0, 9, identified=None, ssim=None), control(1), planted(2)], {}, "within policy"),
 ]
 
 
@@ -120,6 +149,8 @@ def test_rule(rows: list[Row], policy: dict[str, Any], outcome: str) -> None:
     assert verdict.exit_code == {"leaks": 1, "within policy": 0}.get(outcome, 5)
     assert judge(rows, Policy(**policy)).outcome == outcome
     assert bool(verdict.reasons) == (outcome != "within policy")
+    if outcome in ("inconclusive", "nothing audited"):
+        assert all(reason.remedy for reason in verdict.reasons), "every doubt has its remedy"
     assert any(e.leaks for s in verdict.settings for e in s.examples) == (outcome == "leaks")
 
 
@@ -168,7 +199,7 @@ def test_baseline_of_an_attack_that_refused_noise_is_the_best_of_the_others() ->
 
 
 def test_settings_are_judged_apart_and_the_worst_counts() -> None:
-    rows = [make(0, 25), make(1, 9, defense=NOISE, adaptive=True), control(2)]
+    rows = [make(0, 25), make(1, 9, defense=NOISE, adaptive=True), control(2)]  # the leak is the positive control
     verdict = judge(rows)
     assert [(s.defense, s.outcome) for s in verdict.settings] == [("none", "leaks"), (NOISE, "within policy")]
     assert verdict.outcome == "leaks"
@@ -183,33 +214,35 @@ def test_control_does_not_make_a_setting() -> None:
 
 
 @pytest.mark.parametrize(
-    ("knows", "remedy"),
+    ("knows", "text", "remedy"),
     [
-        (False, "let attacks know it with knowledge adaptive_server"),
-        (True, "the defence has no channel, or no attack here reads it"),
+        (False, "was run", "Let attacks know it with --knowledge adaptive_server"),
+        (True, "was run: the defence has no channel, or no attack here reads it", "Add attacks that fit"),
     ],
 )
-def test_a_defence_that_no_attack_knew_was_not_tested(knows: bool, remedy: str) -> None:
-    rows = [make(0, 9, knows=knows), make(1, 9, defense=NOISE, knows=knows), control(2)]
+def test_a_defence_that_no_attack_knew_was_not_tested(knows: bool, text: str, remedy: str) -> None:
+    rows = [make(0, 9, knows=knows), make(1, 9, defense=NOISE, knows=knows), control(2), planted(3)]
     verdict = judge(rows)
     bare, defended = verdict.settings
     assert (bare.outcome, bare.reasons) == ("within policy", [])
     assert defended.outcome == verdict.outcome == "inconclusive"
-    assert defended.reasons == [f"no attack that knows this defence was run: {remedy}"]
-    assert verdict.reasons == [f"{SGD}, defence {NOISE}: {defended.reasons[0]}"]
+    (reason,) = defended.reasons
+    assert reason.text == f"no attack that knows this defence {text}"
+    assert reason.remedy.startswith(remedy)
+    assert verdict.reasons == [Reason(f"{SGD}, defence {NOISE}: {reason.text}", reason.remedy)]
     assert verdict.exit_code == 5
 
 
 def test_one_attack_that_knows_the_defence_is_enough() -> None:
-    rows = [make(0, 9, defense=NOISE), make(1, 9, defense=NOISE, attack="B()", adaptive=True), control(2)]
+    rows = [make(0, 9, defense=NOISE), make(1, 9, defense=NOISE, attack="B()", adaptive=True), control(2), planted(3)]
     assert judge(rows).outcome == "within policy"
 
 
 def test_only_a_result_counts_as_an_attack_that_knows_the_defence() -> None:
     refused = make(1, defense=NOISE, attack="B()", status="refused", error="NotApplicable: x", adaptive=True)
-    verdict = judge([make(0, 9, defense=NOISE), refused, control(2, adaptive=True)])
+    verdict = judge([make(0, 9, defense=NOISE), refused, control(2, adaptive=True), planted(3)])
     assert verdict.outcome == "inconclusive"
-    assert "knows this defence" in verdict.reasons[0]
+    assert "knows this defence" in verdict.reasons[0].text
 
 
 def test_a_leak_needs_no_attack_that_knows_the_defence() -> None:
@@ -217,20 +250,140 @@ def test_a_leak_needs_no_attack_that_knows_the_defence() -> None:
 
 
 def test_missing_jobs_are_noticed() -> None:
-    rows = [make(0, 9), make(1, 9, seed=1), make(2, 9, defense=NOISE, adaptive=True), control(3)]
+    rows = [make(0, 9), make(1, 9, seed=1), make(2, 9, defense=NOISE, adaptive=True), control(3), planted(4)]
     ragged = judge(rows)
     assert [s.missing for s in ragged.settings] == [0, 1]
     assert ragged.outcome == "inconclusive"
-    full = [make(0, 9), control(1)]
-    assert judge(full, None, 2).outcome == "within policy"
-    assert judge(full, None, 3).outcome == "inconclusive"
+    full = [make(0, 9), control(1), planted(2)]
+    assert judge(full, None, 3).outcome == "within policy"
+    assert judge(full, None, 4).outcome == "inconclusive"
     settings = [{"protocol": SGD, "defense": d, "jobs": 1} for d in ("none", NOISE)]
-    verdict = judge(full, None, {"total": 3, "settings": settings})
+    verdict = judge(full, None, {"total": 4, "settings": settings})
     assert [(s.defense, s.outcome) for s in verdict.settings] == [
         ("none", "within policy"),
         (NOISE, "inconclusive"),
     ]
     assert verdict.outcome == "inconclusive"
+
+
+def floor(defense: str = "none", **content: Any) -> FindingRow:
+    subject = {"protocol": SGD, "defense": defense, "batch": 0, "seed": 0}
+    return FindingRow.read(f"floor{defense}", 9, "floor", "done", subject, content)
+
+
+def plan_of(*defenses: str, has_floor: bool = True) -> dict[str, Any]:
+    settings = [{"protocol": SGD, "defense": d, "jobs": 1, "has_floor": has_floor} for d in defenses]
+    return {"total": 0, "settings": settings}
+
+
+FLOORS: list[tuple[str, list[FindingRow], str, str]] = [
+    ("theory was not asked", [], "inconclusive", "theory does not tell"),
+    ("theory has nothing to say", [floor(reason="too large")], "inconclusive", "theory does not tell"),
+    ("theory allows everything", [floor(psnr=147.0)], "inconclusive", "where theory allows 147 dB"),
+    ("theory excludes it", [floor(psnr=11.0)], "within policy", ""),
+    ("half of the directions are hidden", [floor(infinite=True, rank=50, unknowns=100)], "within policy", ""),
+    ("one in a thousand is", [floor(infinite=True, rank=999, unknowns=1000)], "inconclusive", "allows 41 dB"),
+]
+
+
+@pytest.mark.parametrize(("findings", "outcome", "words"), [t[1:] for t in FLOORS], ids=[t[0] for t in FLOORS])
+def test_an_undefended_update_passes_only_if_theory_says_why(
+    findings: list[FindingRow], outcome: str, words: str
+) -> None:
+    rows = [make(0, 9), control(1), planted(2)]
+    verdict = judge(rows, None, plan_of("none"), findings)
+    assert verdict.outcome == outcome
+    assert not words or words in str(verdict.reasons[0])
+    weight_update = judge(rows, None, plan_of("none", has_floor=False), findings)
+    assert weight_update.outcome == ("inconclusive" if findings and "allows" in words else "within policy")
+
+
+def test_an_attack_that_fails_without_the_defence_does_not_test_it() -> None:
+    defended = make(1, 9, defense=NOISE, adaptive=True)
+    floors = [floor(psnr=150.0), floor(NOISE, psnr=5.0)]
+    weak = judge([make(0, 9), defended, control(2), planted(3)], None, plan_of("none", NOISE), floors)
+    assert [s.outcome for s in weak.settings] == ["inconclusive", "inconclusive"]
+    assert "attack too weak to judge" in weak.settings[1].reasons[0].text
+    strong = judge([make(0, 35), defended, control(2), planted(3)], None, plan_of("none", NOISE), floors)
+    assert [s.outcome for s in strong.settings] == ["leaks", "within policy"]
+    only = [defended, control(2), make(0, 35, control="undefended")]
+    assert judge(only, None, plan_of(NOISE), floors[1:]).outcome == "within policy"
+
+
+def test_a_wide_gap_to_theory_is_a_doubt() -> None:
+    rows = [make(0, 35), make(1, 15, defense=NOISE, adaptive=True), control(2)]
+    for allowed, outcome in ((60.0, "inconclusive"), (20.5, "inconclusive"), (19.9, "within policy")):
+        verdict = judge(rows, None, plan_of("none", NOISE), [floor(NOISE, psnr=allowed)])
+        assert verdict.settings[1].outcome == outcome, allowed
+    near = [make(0, 35), make(1, 19.5, defense=NOISE, adaptive=True), control(2)]
+    assert judge(near, None, None, [floor(NOISE, psnr=21.0)]).settings[1].outcome == "within policy"
+
+
+@pytest.mark.parametrize(
+    ("told", "outcome"),
+    [
+        (["optimiser failed"], "inconclusive"),
+        (["optimiser failed", "undecided"], "inconclusive"),
+        (["optimiser failed", "recovered"], "within policy"),
+        (["not identifiable"], "within policy"),
+        (["undecided"], "within policy"),
+    ],
+)
+def test_a_search_that_failed_is_a_doubt(told: list[str], outcome: str) -> None:
+    attempts = [make(n, 9, attack=f"{n}()", diagnosis=what) for n, what in enumerate(told)]
+    assert (
+        judge([*attempts, control(7, attack="0()"), planted(8, attack="0()")], None, 4).settings[0].outcome == outcome
+    )
+
+
+LABELS: list[tuple[str, dict[str, Any], list[bool | None], dict[str, Any], str]] = [
+    ("no limit", {}, [True, True], {}, "within policy"),
+    ("above the limit", {"max_label_accuracy": 0.5}, [True, True], {}, "leaks"),
+    ("at the limit", {"max_label_accuracy": 0.5}, [True, False], {}, "within policy"),
+    ("not above chance", {"max_label_accuracy": 0.4}, [True, False], {"label_chance": 0.5}, "within policy"),
+    ("not named", {"max_label_accuracy": 0.5}, [None, None], {}, "inconclusive"),
+]
+
+
+@pytest.mark.parametrize(("policy", "named", "plan", "outcome"), [t[1:] for t in LABELS], ids=[t[0] for t in LABELS])
+def test_labels_leak_against_their_limit_and_chance(
+    policy: dict[str, Any], named: list[bool | None], plan: dict[str, Any], outcome: str
+) -> None:
+    rows = [make(index, 9, index=index, label_correct=right) for index, right in enumerate(named)]
+    blind = [control(2 + index, index=index, label_correct=False) for index in range(2)]
+    verdict = judge([*rows, *blind, planted(4)], policy, {"settings": [], "total": 5, **plan})
+    assert verdict.outcome == outcome
+    setting = verdict.settings[0]
+    assert setting.label_baseline == plan.get("label_chance", 0.0)
+    assert bool(setting.remarks) == (policy == {} and named == [True, True])
+
+
+def test_labels_that_the_adversary_knows_do_not_leak() -> None:
+    rows = [make(0, 9, label_correct=True, labels="yes"), control(1), planted(2)]
+    verdict = judge(rows, {"max_label_accuracy": 0.5})
+    assert verdict.outcome == "inconclusive"
+    assert "--labels no" in verdict.reasons[0].remedy
+    assert math.isnan(verdict.settings[0].label_accuracy)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "given", "outcome"),
+    [
+        ({"label_correct": True}, None, "within policy"),
+        ({"label_correct": False}, None, "inconclusive"),
+        ({"label_correct": None}, None, "inconclusive"),
+        ({"label_correct": False}, 12.0, "within policy"),
+        ({"label_correct": False}, 25.0, "inconclusive"),
+    ],
+    ids=["right", "wrong", "untold", "no better with the right ones", "only they hide it"],
+)
+def test_uncertain_labels_matter_only_where_they_decide(
+    numbers: dict[str, Any], given: float | None, outcome: str
+) -> None:
+    attempt = make(0, 9, flags=("labels uncertain",), given_psnr=given, **numbers)
+    verdict = judge([attempt, control(1), planted(2)])
+    assert verdict.outcome == outcome
+    assert outcome == "within policy" or "--labels" in verdict.reasons[0].remedy
 
 
 def test_rates() -> None:

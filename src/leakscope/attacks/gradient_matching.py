@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,8 +14,8 @@ from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.labels import local_steps, mean_gradient_scale, recover_labels
-from leakscope.matching import Matcher, Prior, Victim
+from leakscope.labels import RecoveredLabels, label_candidates, local_steps, mean_gradient_scale
+from leakscope.matching import Match, Matcher, Prior, Victim
 
 #: Labels, None where they are searched along; flags; notes; and how the labels were found.
 Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
@@ -46,24 +47,33 @@ class GradientMatching(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        targets, flags, notes, method = self._labels(observation, generator)
-        matcher = self.matcher(observation)
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
-        if targets is not None and method != "known" and matcher.simulation.imitates == "weight_delta":
-            # Sorted labels would fill whole batches with one class, as no client that shuffles does.
-            targets = targets[torch.randperm(examples, generator=generator).to(targets.device)]
-        copies = self.copies(observation)
-        match = matcher.run(
-            Victim.of(observation),
-            self._observed(observation, matcher),
-            inputs=observation.inputs,
-            count=copies * examples,
-            targets=None if targets is None else torch.cat([targets] * copies),
-            output_shape=observation.output_shape,
-            generator=generator,
-            progress=progress,
-        )
+        matcher, copies = self.matcher(observation), self.copies(observation)
+
+        def match_with(matcher: Matcher, targets: Tensor | None, watch: Progress | None = None) -> Match:
+            return matcher.run(
+                Victim.of(observation),
+                self._observed(observation, matcher),
+                inputs=observation.inputs,
+                count=copies * examples,
+                targets=None if targets is None else torch.cat([targets] * copies),
+                output_shape=observation.output_shape,
+                generator=generator,
+                progress=watch,
+            )
+
+        shuffled = matcher.simulation.imitates == "weight_delta"
+        readings, flags, notes = self._readings(observation, generator, shuffled)
+        if len(readings) > 1:
+            # A wrong label leaves its mark on the head's tensors at once, so a short search tells.
+            brief = replace(matcher, iterations=_trial_steps(matcher.iterations), restarts=1, compile="never")
+            misfits = [match_with(brief, reading.labels).distance for reading in readings]
+            chosen = min(range(len(readings)), key=lambda n: misfits[n] if math.isfinite(misfits[n]) else math.inf)
+            notes = (*notes, f"{len(readings)} readings of the labels were tried; {readings[chosen].method} fits best")
+            readings = [readings[chosen]]
+        targets, method = (readings[0].labels, readings[0].method) if readings else (None, "joint")
+        match = match_with(matcher, targets, progress)
         labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
@@ -95,13 +105,22 @@ class GradientMatching(Attack):
         scale, _ = mean_gradient_scale(observation)
         return update if scale is None and matcher.distance.scale_free else as_gradient(observation)
 
-    def _labels(self, observation: Observation, generator: torch.Generator) -> Targets:
+    def _readings(
+        self, observation: Observation, generator: torch.Generator, shuffled: bool
+    ) -> tuple[list[RecoveredLabels], tuple[str, ...], tuple[str, ...]]:
+        """Labels to try, none where they are searched along; flags and notes.
+
+        ``shuffled``: the client's local batches mix the classes. Sorted labels would fill whole batches with one, as no
+        client that shuffles does.
+        """
         if observation.labels is None and self.labels == "joint" and observation.task.searchable:
-            return None, (), (), "joint"
-        targets, flags, notes, method = find_targets(observation, generator)
-        if targets is None:
+            return [], (), ()
+        readings, flags, notes = find_readings(observation, generator)
+        if not readings:
             require_searchable(observation)
-        return targets, flags, notes, method
+        if shuffled and observation.labels is None:
+            readings = [_shuffled(reading, generator) for reading in readings]
+        return readings, flags, notes
 
 
 def weighted(*priors: Any) -> tuple[Prior, ...]:
@@ -116,16 +135,35 @@ def require_searchable(observation: Observation) -> None:
         raise NotApplicable(f"the labels are not known, and {task!r} does not say how to search them; grant them")
 
 
-def find_targets(observation: Observation, generator: torch.Generator) -> Targets:
-    """Known or recovered labels (None where they cannot be read), flags, notes, and how they were found."""
+def find_readings(
+    observation: Observation, generator: torch.Generator
+) -> tuple[list[RecoveredLabels], tuple[str, ...], tuple[str, ...]]:
+    """Known or recovered labels, the likeliest first, none where they cannot be read; flags and notes."""
     if observation.labels is None and not observation.task.has_classes:
-        return None, (), (), "joint"  # no rule reads them, and nothing is uncertain about a search
+        return [], (), ()  # no rule reads them, and nothing is uncertain about a search
     try:
-        recovery = recover_labels(observation, generator=generator)
+        readings = label_candidates(observation, generator)
     except ValueError as error:
-        return None, ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",), "joint"
-    flags = () if recovery.exact else ("labels uncertain",)
-    return recovery.labels, flags, recovery.notes, recovery.method
+        return [], ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",)
+    return readings, () if readings[0].exact else ("labels uncertain",), readings[0].notes
+
+
+def find_targets(observation: Observation, generator: torch.Generator) -> Targets:
+    """Known or likeliest labels (None where they cannot be read), flags, notes, and how they were found."""
+    readings, flags, notes = find_readings(observation, generator)
+    if not readings:
+        return None, flags, notes, "joint"
+    return readings[0].labels, flags, notes, readings[0].method
+
+
+def _shuffled(reading: RecoveredLabels, generator: torch.Generator) -> RecoveredLabels:
+    order = torch.randperm(len(reading.labels), generator=generator).to(reading.labels.device)
+    return replace(reading, labels=reading.labels[order])
+
+
+def _trial_steps(iterations: int) -> int:
+    """Steps of the short search that chooses between readings of the labels."""
+    return min(iterations, max(10, iterations // 20))
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.audit.controls import CONTROLS
+from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.memory import PeakMemory
 from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, client_of, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
@@ -74,12 +76,20 @@ class Bench:
         """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
         started = time.perf_counter()
         try:
-            outcome = self._attempt(job, progress) if job.finding is None else self._finding(job)
+            outcome = self._do(job, progress)
         except (MissingKnowledge, NotApplicable) as error:
             outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
             outcome = Outcome("failed", error=failure_text(error))
         return dataclasses.replace(outcome, seconds=time.perf_counter() - started)
+
+    def _do(self, job: Job, progress: Advance | None) -> Outcome:
+        if job.finding is not None:
+            return self._finding(job)
+        control = None if job.control is None else CONTROLS[job.control]
+        if control is not None and control.guess is not None:
+            return self._guess(job, control.guess)
+        return self._attempt(job, progress)
 
     def observe(self, job: Job) -> Observation:
         """What the client of this job sends, made once for all jobs on it."""
@@ -90,12 +100,24 @@ class Bench:
             self._client = client
         return self._update
 
-    def _make_update(self, job: Job) -> Observation:
+    def _make_update(
+        self,
+        job: Job,
+        knowledge: Knowledge | None = None,
+        protocol: Protocol | None = None,
+        examples: tuple[Tensor, Tensor] | None = None,
+    ) -> Observation:
+        """The update of the job's client; where told, of other examples, by another protocol, seen by another eye."""
         setup, spec = self._setup, self._setup.spec
-        x, y = setup.batch(job.batch)
+        x, y = setup.batch(job.batch) if examples is None else examples
         attack = None if job.attack is None else spec.attacks[job.attack].instance
         sent = setup if attack is None else _prepared(setup, attack)
-        made: Observation = observe(sent, spec.protocols[job.protocol], _defense(setup, job), x, y, client_draws(job))
+        if knowledge is not None:
+            sent = dataclasses.replace(sent, knowledge=knowledge)
+        part = spec.protocols[job.protocol]
+        if protocol is not None:
+            part = part.model_copy(update={"instance": protocol})
+        made: Observation = observe(sent, part, _defense(setup, job), x, y, client_draws(job))
         return made
 
     def _attempt(self, job: Job, progress: Advance | None) -> Outcome:
@@ -106,17 +128,11 @@ class Bench:
         if attack.reads_rounds and not protocol.sends_rounds:
             # That is for the protocol to give, so its lack is no want of knowledge.
             raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches; this protocol has none")
-        observation = self.observe(job)
-        if job.control is not None:
-            draws = torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control"))
-            observation = CONTROLS[job.control].alter(observation, draws)
+        observation = self.observe(job) if job.control is None else self._control(job, CONTROLS[job.control])
         memory = PeakMemory()
         reconstruction = self._attack(job, attack, observation, progress)
         peak = memory.megabytes()
-        x, y = setup.batch(job.batch)
-        originals = setup.data.inputs.to_unit(x).float().clamp(0, 1)
-        guesses = setup.data.inputs.to_unit(reconstruction.inputs.detach().cpu().to(x.dtype)).float()
-        measured = self._compare(originals, y, guesses, reconstruction)
+        measured = self._compare(job, reconstruction, observation.num_examples)
         result = {
             **_result(setup, job, reconstruction, measured),
             "adaptive": attack.reads_channel and observation.channel is not None,
@@ -124,8 +140,56 @@ class Bench:
         }
         if job.control is None:
             result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, reconstruction)))
+            if "labels uncertain" in reconstruction.flags and not _all_right(measured):
+                result["given_labels"] = self._with_labels(job, attack, progress)
         return Outcome(
-            "done", result, tensors=_pictures(setup, originals, measured), history=plain(dict(reconstruction.history))
+            "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
+        )
+
+    def _with_labels(self, job: Job, attack: Attack, progress: Advance | None) -> list[dict[str, Any]]:
+        """What the same attack makes of the same update if told the labels: whether it was they that were in its way.
+
+        An adversary may guess them, so what a wrong guess hides is not safe.
+        """
+        knowing = dataclasses.replace(self._setup.knowledge, labels="yes")
+        observation = self._make_update(job, knowing)
+        reconstruction = self._attack(job, attack, observation, progress)
+        examples: list[dict[str, Any]] = _result(
+            self._setup, job, reconstruction, self._compare(job, reconstruction, observation.num_examples)
+        )["examples"]
+        return examples
+
+    def _guess(self, job: Job, guess: Callable[[Case], Tensor]) -> Outcome:
+        """A control without an attack."""
+        case, setup = self._case(job), self._setup
+        measured = self._measure(case.originals, case.y, guess(case), None)
+        return Outcome("done", {"examples": _examples(setup, job, measured, []), "reasons": plain(measured.reasons)})
+
+    def _control(self, job: Job, control: Control) -> Observation:
+        assert control.observe is not None
+        return control.observe(self._case(job))
+
+    def _case(self, job: Job) -> Case:
+        setup = self._setup
+        protocol: Protocol = setup.spec.protocols[job.protocol].instance
+        x, y = setup.batch(job.batch)
+
+        def observe(
+            x: Tensor, y: Tensor, *, protocol: Protocol | None = None, knowledge: Knowledge | None = None
+        ) -> Observation:
+            return self._make_update(job, knowledge, protocol, (x, y))
+
+        return Case(
+            protocol=protocol,
+            knowledge=setup.knowledge,
+            x=x,
+            y=y,
+            originals=self._originals(job),
+            held_out=setup.held_out(job.batch),
+            observation=lambda: self.observe(job),
+            observe=observe,
+            others=lambda labels: setup.others(job.batch, labels, derived_seed(job.seed, job.batch, "others")),
+            generator=torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control")),
         )
 
     def _attack(self, job: Job, attack: Attack, observation: Observation, progress: Advance | None) -> Reconstruction:
@@ -141,18 +205,39 @@ class Bench:
             progress=progress,
         )
 
-    def _compare(self, originals: Tensor, y: Tensor, guesses: Tensor, reconstruction: Reconstruction) -> Evaluation:
+    def _compare(self, job: Job, reconstruction: Reconstruction, examples: int | None) -> Evaluation:
+        """The result beside the truth; a control may be about the first of the client's examples only."""
+        setup, originals = self._setup, self._originals(job)
+        x, y = setup.batch(job.batch)
+        guesses = setup.data.inputs.to_unit(reconstruction.inputs.detach().cpu().to(x.dtype)).float()
+        labels = None if reconstruction.labels is None else reconstruction.labels.detach().cpu()
+        count = len(x) if job.control is None or examples is None else examples
+        return self._measure(originals[:count], y[:count], guesses, labels)
+
+    def _measure(self, originals: Tensor, y: Tensor, guesses: Tensor, labels: Tensor | None) -> Evaluation:
         setup = self._setup
         return evaluate(
             originals,
             y,
             guesses,
-            None if reconstruction.labels is None else reconstruction.labels.detach().cpu(),
+            labels,
             candidates_unit=setup.candidates,
             lpips=setup.lpips,
             inputs=setup.data.inputs,
             task=setup.spec.task.instance,
         )
+
+    def _originals(self, job: Job) -> Tensor:
+        """The client's examples in unit space."""
+        x, _ = self._setup.batch(job.batch)
+        return self._setup.data.inputs.to_unit(x).float().clamp(0, 1)
+
+    def _pictures(self, job: Job, measured: Evaluation) -> dict[str, Tensor]:
+        if not self._setup.pictures:
+            return {}
+        # Where nothing was reconstructed there is still a place in the file, and it is black.
+        shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
+        return {"originals": self._originals(job)[: len(shown)], "reconstructions": shown}
 
     def _finding(self, job: Job) -> Outcome:
         setup = self._setup
@@ -196,14 +281,8 @@ def _prepared(setup: Setup, attack: Attack) -> Setup:
 
 
 def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Evaluation) -> dict[str, Any]:
-    scores = reconstruction.scores.detach().cpu().flatten().tolist()
-    examples = []
-    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=True)):
-        source = int(measured.order[place])
-        score = scores[source] if 0 <= source < len(scores) else None
-        examples.append({"index": index, **plain(numbers), "score": plain(score)})
     return {
-        "examples": examples,
+        "examples": _examples(setup, job, measured, reconstruction.scores.detach().cpu().flatten().tolist()),
         "reasons": plain(dict(measured.reasons)),
         "flags": list(reconstruction.flags),
         "notes": list(reconstruction.notes),
@@ -211,12 +290,18 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
     }
 
 
-def _pictures(setup: Setup, originals: Tensor, measured: Evaluation) -> dict[str, Tensor]:
-    if not setup.pictures:
-        return {}
-    # Where nothing was reconstructed there is still a place in the file, and it is black.
-    shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
-    return {"originals": originals, "reconstructions": shown}
+def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float]) -> list[dict[str, Any]]:
+    examples = []
+    for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
+        source = int(measured.order[place])
+        score = scores[source] if 0 <= source < len(scores) else None
+        examples.append({"index": index, **plain(numbers), "score": plain(score)})
+    return examples
+
+
+def _all_right(measured: Evaluation) -> bool:
+    """Whether the attack named every label; one that names none has no wrong ones."""
+    return all(row.get("label_correct") in (True, None) for row in measured.rows)
 
 
 def _now() -> str:

@@ -1,4 +1,8 @@
-"""Controls: attempts from which nothing can be learnt, so that what an attack still recovers came from elsewhere."""
+"""Controls: attempts whose outcome is known beforehand, so that they tell what an attempt's outcome is worth.
+
+Blind controls have nothing to learn from: what they still recover came from the prior, and an attempt counts by its
+lift over the best of them. Positive controls must succeed: an attack that misses what lies open proves no safety.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +10,80 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol as Interface
 
 import torch
+from torch import Tensor
 
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import Protocol
+from leakscope.results.records import BLIND, HELD_OUT, POSITIVE, ControlKind
+
+#: A held-out image this near to the private one, in mean squared error, is the same record and no other's (40 dB).
+SAME_RECORD = 1e-4
+#: Positive controls are taken of so many clients: one may be difficult by chance.
+POSITIVE_CLIENTS = 2
+
+
+class Observe(Interface):
+    """Makes the undefended update of a client that holds (x, y)."""
+
+    def __call__(
+        self, x: Tensor, y: Tensor, *, protocol: Protocol | None = None, knowledge: Knowledge | None = None
+    ) -> Observation: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A client as the truth's side knows it, of which a control is made.
+
+    ``x`` and ``y`` are its examples, ``originals`` the same in unit space; ``held_out`` are other examples of the data
+    in unit space. ``others(labels)`` are inputs of as many other examples, of the same classes where there are such.
+    """
+
+    protocol: Protocol
+    knowledge: Knowledge
+    x: Tensor
+    y: Tensor
+    originals: Tensor
+    held_out: Tensor
+    observation: Callable[[], Observation]
+    observe: Observe
+    others: Callable[[Tensor], Tensor]
+    generator: torch.Generator
 
 
 @dataclass(frozen=True)
 class Control:
-    """A kind of control: how it alters an undefended observation before the attack sees it."""
+    """A kind of control: what the attack sees in place of the update, or the guess that stands in place of an attack.
+
+    ``clients`` and ``seeds`` are how many of each it is taken of; None is all.
+    """
 
     name: str
     summary: str
-    alter: Callable[[Observation, torch.Generator], Observation]
+    kind: ControlKind
+    observe: Callable[[Case], Observation] | None = None
+    guess: Callable[[Case], Tensor] | None = None
+    clients: int | None = None
+    seeds: int | None = 1
+    #: Whether it says nothing new where the audit has undefended settings.
+    stands_for_undefended: bool = False
 
 
-def noise_of_equal_norm(observation: Observation, generator: torch.Generator) -> Observation:
+def noise_of_equal_norm(case: Case) -> Observation:
     """The observation with Gaussian noise of the same norm, tensor by tensor, in place of the update.
 
     All else the adversary knows stays, so what an attack still recovers did not come from the update.
     """
-    messages = []
+    observation, messages = case.observation(), []
     for message in observation.messages:
         update = {}
         for name, value in message.update.items():
             # Drawn on the CPU in double, so that the noise is the same for every device and precision.
-            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
+            noise = torch.randn(value.shape, generator=case.generator, dtype=torch.float64)
             norm = float(torch.linalg.vector_norm(noise))
             scale = float(torch.linalg.vector_norm(value.double())) / norm if norm else 0.0
             update[name] = (noise * scale).to(value)
@@ -39,10 +91,65 @@ def noise_of_equal_norm(observation: Observation, generator: torch.Generator) ->
     return dataclasses.replace(observation, messages=tuple(messages))
 
 
-#: Kinds of controls; a further one is a function and a line here.
-CONTROLS: Mapping[str, Control] = MappingProxyType(
-    {
-        control.name: control
-        for control in (Control("noise", "Gaussian noise of the update's norm, per tensor", noise_of_equal_norm),)
-    }
+def other_examples(case: Case) -> Observation:
+    """The update of another client whose examples have the same labels.
+
+    What an attack still recovers are the looks of a class, or of all data, and nothing of this client.
+    """
+    return case.observe(case.others(case.y), case.y)
+
+
+def mean_of_held_out(case: Case) -> Tensor:
+    """The best guess of somebody who knows the kind of data and saw nothing."""
+    return _held_out(case).mean(0, keepdim=True).expand_as(case.originals)
+
+
+def nearest_held_out(case: Case) -> Tensor:
+    """For each example the nearest of the others: a picture no nearer than that may be anybody's."""
+    pool = _held_out(case)
+    distances = torch.cdist(case.originals.flatten(1), pool.flatten(1)).square() / case.originals[0].numel()
+    distances[distances < SAME_RECORD] = torch.inf
+    if not bool(torch.isfinite(distances).any(1).all()):
+        raise NotApplicable("every held-out image is a copy of the private one")
+    return pool[distances.argmin(1)]
+
+
+def undefended(case: Case) -> Observation:
+    """The update without a defence: an attack that fails here says nothing about a defence."""
+    return case.observation()
+
+
+def planted(case: Case) -> Observation:
+    """The easiest update of the same model: one example, one step, no defence, its label known."""
+    knowledge = dataclasses.replace(case.knowledge, labels="yes")
+    count = len(case.x) if case.protocol.sends_rounds else 1
+    return case.observe(case.x[:count], case.y[:count], protocol=case.protocol.easiest(), knowledge=knowledge)
+
+
+def _held_out(case: Case) -> Tensor:
+    if not len(case.held_out):
+        raise NotApplicable("the data has no other examples")
+    return case.held_out
+
+
+_ALL = (
+    Control(
+        *("noise", "Gaussian noise of the update's norm, per tensor", BLIND), observe=noise_of_equal_norm, seeds=None
+    ),
+    Control("other-examples", "the update of other examples with the same labels", BLIND, observe=other_examples),
+    Control("prior-mean", "the mean of held-out examples; no attack", HELD_OUT, guess=mean_of_held_out),
+    Control("nearest-neighbour", "the nearest held-out example; no attack", HELD_OUT, guess=nearest_held_out),
+    Control(
+        *("undefended", "the update without a defence, where no setting is undefended", POSITIVE),
+        observe=undefended,
+        clients=POSITIVE_CLIENTS,
+        stands_for_undefended=True,
+    ),
+    Control(
+        *("planted", "one example, one step, no defence, label known", POSITIVE),
+        observe=planted,
+        clients=POSITIVE_CLIENTS,
+    ),
 )
+#: Kinds of controls; a further one is a function and a line here.
+CONTROLS: Mapping[str, Control] = MappingProxyType({control.name: control for control in _ALL})

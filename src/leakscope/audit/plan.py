@@ -10,14 +10,16 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
 
 from leakscope import __version__
+from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.setup import Setup, tensor_bytes
+from leakscope.audit.spec import AuditSpec
 from leakscope.results.records import JobRecord
 
 
@@ -25,8 +27,8 @@ from leakscope.results.records import JobRecord
 class Job:
     """One thing to do; numbers point into the spec's lists.
 
-    An attempt has an attack; a control has one and its ``control`` kind, and no defence (None); a finding has its
-    ``finding`` kind and no attack.
+    An attempt has an attack; a control has its name, no defence (None), and an attack unless it is a guess from
+    held-out examples; a finding has its ``finding`` kind and no attack.
     """
 
     key: str
@@ -74,7 +76,7 @@ def identity(setup: Setup) -> dict[str, Any]:
         "leakscope version": __version__,
         "torch version": torch.__version__,
         "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
-        "data": {"name": setup.data.name, "fingerprint": setup.data_fingerprint},
+        "data": {"name": setup.spec.data.name, "fingerprint": setup.data_fingerprint},
         "task": spec.task.identity(),
         "candidates for identification": setup.candidates_fingerprint,
         "LPIPS weights": setup.lpips_fingerprint,
@@ -102,11 +104,23 @@ def make_plan(setup: Setup) -> list[Job]:
 
 def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
     spec = setup.spec
-    settings = [(defense, None) for defense in range(len(spec.defenses))] + [(None, kind) for kind in spec.controls]
-    every = range(len(spec.protocols)), settings, range(len(spec.attacks)), spec.seeds, range(len(setup.batches))
-    for protocol, (defense, control), attack, seed, batch in product(*every):
-        place = {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch}
-        yield {**place, "attack": attack, "control": control}
+    attacks, seeds, batches = range(len(spec.attacks)), spec.seeds, range(len(setup.batches))
+    for protocol in range(len(spec.protocols)):
+        attempts = product(range(len(spec.defenses)), [None], attacks, seeds, batches)
+        controls = (
+            product([None], [control.name], attacks if control.guess is None else [None], *clients)
+            for control in _controls(spec)
+            for clients in [(seeds[: control.seeds], batches[: control.clients])]
+        )
+        for defense, control, attack, seed, batch in chain(attempts, *controls):
+            place = {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch}
+            yield {**place, "attack": attack, "control": control}
+
+
+def _controls(spec: AuditSpec) -> list[Control]:
+    undefended = any(part.instance is None for part in spec.defenses)
+    asked = [CONTROLS[name] for name in spec.controls]
+    return [control for control in asked if not (undefended and control.stands_for_undefended)]
 
 
 def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
@@ -143,7 +157,7 @@ class _Keys:
         }
 
     def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
-        if "attack" in job:
+        if job.get("attack") is not None:
             job["attack"] = self._spec.attacks[job["attack"]].identity()
         return content_hash(
             {
@@ -186,30 +200,46 @@ def describe(setup: Setup, job: Job) -> JobRecord:
         protocol=spec.protocols[job.protocol].identity(),
         defense="none" if job.defense is None else spec.defenses[job.defense].identity(),
         attack="none" if attack is None else attack.identity(),
-        attack_name=job.finding or "none" if attack is None else attack.name,
+        attack_name=job.finding or job.control or "none" if attack is None else attack.name,
         seed=job.seed,
         batch=job.batch,
         control=job.control,
+        control_kind=None if job.control is None else CONTROLS[job.control].kind,
         indices=setup.batches[job.batch],
         knowledge=spec.knowledge,
     )
 
 
 def plan_summary(setup: Setup, jobs: list[Job]) -> dict[str, Any]:
-    """How many attempts and controls there are, in all and per setting, so that missing ones are noticed."""
+    """How many attempts and controls there are, in all and per setting, so that missing ones are noticed.
+
+    ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the share of
+    the most frequent label, which a guess from no information names.
+    """
     counts: dict[tuple[str, str], int] = {}
+    floors: dict[str, bool] = {}
     for job in jobs:
         if job.control is None and job.finding is None:
             cell = describe(setup, job).setting
             counts[cell] = counts.get(cell, 0) + 1
-    settings = [{"protocol": p, "defense": d, "jobs": n} for (p, d), n in counts.items()]
+            floors[cell[0]] = "floor" in setup.spec.protocols[job.protocol].instance.findings()
+    settings = [{"protocol": p, "defense": d, "jobs": n, "has_floor": floors[p]} for (p, d), n in counts.items()]
     findings = sum(job.finding is not None for job in jobs)
-    return {"total": len(jobs) - findings, "findings": findings, "settings": settings}
+    chance = _label_chance(setup)
+    return {"total": len(jobs) - findings, "findings": findings, "settings": settings, "label_chance": chance}
+
+
+def _label_chance(setup: Setup) -> float | None:
+    labels = setup.data.y
+    if labels.is_floating_point() or labels.dim() != 1:
+        return None
+    return float(torch.unique(labels, return_counts=True)[1].max()) / len(labels)
 
 
 def _batch_fingerprint(setup: Setup, number: int) -> str:
     x, y = setup.batch(number)
-    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}".encode())
+    facts = f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}"
+    digest = hashlib.sha256(f"{setup.salt}{facts}".encode())
     digest.update(tensor_bytes(x))
     digest.update(tensor_bytes(y))
     return digest.hexdigest()

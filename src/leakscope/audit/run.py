@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import platform
+import secrets
 import tempfile
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -23,9 +24,10 @@ from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, job_facts, plain
-from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
-from leakscope.results.verdict import StrongestExample, Verdict, judge
+from leakscope.results.records import FindingRow, Row, job_facts, plain, without_folders
+from leakscope.results.setting_verdict import StrongestExample
+from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
+from leakscope.results.verdict import Verdict, judge
 
 Progress = Callable[[dict[str, Any]], None]
 
@@ -39,7 +41,7 @@ class Audit:
         with Store.open(directory) as store:
             self.rows: list[Row] = store.rows()
             self.findings: list[FindingRow] = store.findings()
-            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"))
+            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"), self.findings)
 
     @property
     def worst(self) -> StrongestExample | None:
@@ -124,7 +126,9 @@ def run_spec(
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
 
-    setup = build_setup(checked, trained)
+    # Keys of jobs hold fingerprints, so that the salt of a store that is there is needed before its jobs are planned.
+    salt = None if out is None else stored_salt(out)
+    setup = build_setup(checked, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
     executor: Executor = EXECUTORS.target(checked.executor)(checked.workers, checked.timeout)
@@ -166,7 +170,8 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
     try:
         check_same_audit(store, known)
         # These change how the rows are made or judged, not what is in them, so the newest wish counts.
-        store.set_meta("spec", setup.spec.normalised())
+        store.set_meta("spec", _told_spec(setup))
+        store.set_meta("data", _told_data(setup))
         store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
         store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
     except BaseException:
@@ -176,9 +181,10 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
 
 
 def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, Any]:
-    spec, data = setup.spec, setup.data
+    spec = setup.spec
     return {
-        "spec": spec.normalised(),
+        "spec": _told_spec(setup),
+        "salt": setup.salt,
         "spec_hash": content_hash(known),
         "identity": known,
         "versions": {
@@ -198,21 +204,45 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
             "training": None if spec.training is None else spec.training.describe(),
             "training_losses": plain(setup.training_losses),
         },
-        "data": {
-            "name": data.name,
-            "private": data.private,
-            "credits": data.credits,
-            "shape": list(data.x.shape[1:]),
-            "num_classes": data.num_classes,
-            "task": spec.task.identity(),
-            "class_names": None if data.class_names is None else list(data.class_names),
-            "count": len(data),
-            "fingerprint": setup.data_fingerprint,
-        },
+        "data": _told_data(setup),
         "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _told_data(setup: Setup) -> dict[str, Any]:
+    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
+    return {
+        "name": setup.data_name,
+        "private": data.private,
+        "credits": "" if hidden else data.credits,
+        "shape": list(data.x.shape[1:]),
+        "num_classes": data.num_classes,
+        "task": setup.spec.task.identity(),
+        "class_names": None if setup.class_names is None else list(setup.class_names),
+        "count": len(data),
+        "fingerprint": setup.data_fingerprint,
+    }
+
+
+def _told_spec(setup: Setup) -> dict[str, Any]:
+    """The spec as results tell it: without folders, and without the file of private data."""
+    spec = setup.spec.normalised()
+    if setup.spec.show_names:
+        return spec
+    if setup.data.private and spec["data"]["path"] is not None:
+        spec["data"]["path"] = "(private)"
+    told: dict[str, Any] = _without_folders(spec)
+    return told
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:

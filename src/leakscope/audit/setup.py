@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, TrainingSpec
 from leakscope.audit.yaml_text import SpecError
+from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.caps import JOBS
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
@@ -52,6 +53,19 @@ class Setup:
     candidates_fingerprint: str
     lpips_fingerprint: str | None
     training_losses: tuple[float, ...] = ()
+    #: What hashes of private examples begin with; empty for public ones, whose hashes are the same anywhere.
+    salt: str = ""
+
+    @property
+    def data_name(self) -> str:
+        """What the data is called in results: private data by its reader, for its file may name people."""
+        hidden = self.data.private and not self.spec.show_names and self.spec.data.instance is None
+        return self.spec.data.name if hidden else self.data.name
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes as results tell them; those of private data only if asked for."""
+        return None if self.data.private and not self.spec.show_names else self.data.class_names
 
     @property
     def pictures(self) -> bool:
@@ -63,6 +77,29 @@ class Setup:
         """Inputs in the model's precision, and labels."""
         return self.inputs(torch.tensor(self.batches[number]))
 
+    def held_out(self, number: int) -> Tensor:
+        """Candidates for identification that this batch does not hold, in unit space."""
+        private = torch.tensor([index for index in self.batches[number] if index < len(self.candidates)])
+        rest = torch.ones(len(self.candidates), dtype=torch.bool)
+        rest[private.long()] = False
+        return self.candidates[rest].float()
+
+    def others(self, number: int, labels: Tensor, seed: int) -> Tensor:
+        """Inputs of examples that this batch does not hold, of the same classes as far as there are such."""
+        rest = torch.ones(len(self.data), dtype=torch.bool)
+        rest[torch.tensor(self.batches[number])] = False
+        if not bool(rest.any()):
+            raise NotApplicable("the data has no other examples")
+        rows, draws = [], torch.Generator().manual_seed(seed)
+        for label in labels:
+            same = (self.data.y == label).reshape(len(rest), -1).all(1) & rest
+            pool = torch.nonzero(same if bool(same.any()) else rest).flatten()
+            row = int(pool[int(torch.randint(len(pool), (), generator=draws))])
+            rows.append(row)
+            if int(rest.sum()) > 1:
+                rest[row] = False  # not the same one twice while there are others
+        return self.inputs(torch.tensor(rows))[0]
+
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """These examples as the model reads them, and their labels."""
         examples = self.data.subset(rows)
@@ -70,10 +107,10 @@ class Setup:
         return examples.x.to(dtype), examples.y
 
 
-def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
+def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "") -> Setup:
     """Load, build and train what ``spec`` names; SpecError with everything that cannot be.
 
-    ``progress`` is told (done, total, loss) after each round of training.
+    ``progress`` is told (done, total, loss) after each round of training. ``salt`` is for fingerprints of private data.
     """
     problems: list[str] = []
     data = _attempt("data", problems, lambda: _load(spec))
@@ -91,6 +128,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
     if problems or data is None or model is None or batches is None:
         raise SpecError(problems)
     candidates = data.inputs.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
+    salt = salt if data.private else ""
     setup = Setup(
         spec=spec,
         model=model,
@@ -100,9 +138,10 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
         candidates=candidates,
         lpips=lpips,
         model_fingerprint=model_fingerprint(model, _probe(data)),
-        data_fingerprint=data.fingerprint(),
-        candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
+        data_fingerprint=data.fingerprint(salt),
+        candidates_fingerprint=hashlib.sha256(salt.encode() + tensor_bytes(candidates)).hexdigest(),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
+        salt=salt,
     )
     return setup if asked is None or clients is None else _trained(setup, asked, clients, progress)
 

@@ -297,6 +297,9 @@ class AuditSpec(_Strict):
         "limits of the verdict; see the keys of `policy`", Policy()
     )
     pictures: bool | None = _key("whether originals and reconstructions are kept; default: only if not private", None)
+    show_names: bool = _key(
+        "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
+    )
     controls: Annotated[list[str], BeforeValidator(_controls)] = _key(
         "controls beside each attack: `true`, `false` or their kinds", True, validate_default=True
     )

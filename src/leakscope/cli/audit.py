@@ -56,6 +56,7 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
+    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
 ) -> None:
     """Audit a model and its protocol: attack updates, compare with the truth, judge, write a report."""
     if weights and not model:
@@ -77,6 +78,7 @@ def audit(
         "threads": threads,
         "device": device,
         "pictures": pictures,
+        "show_names": show_names,
         "executor": "serial" if serial else None,
     }
     options = {key: value for key, value in chosen.items() if value is not None}

@@ -146,6 +146,10 @@ class Protocol(Described, ABC):
         """A protocol that meets the same problems in less time; itself unless it plays many rounds."""
         return self
 
+    def easiest(self) -> Self:
+        """The case of this protocol from which most can be recovered; positive controls are run on it."""
+        return self
+
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """What becomes of a message of this protocol under a defence; None where nobody has worked that out."""
         return defense.channel(examples=examples, reduction=self._reduction())

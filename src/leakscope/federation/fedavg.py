@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import torch
@@ -47,6 +47,10 @@ class FedAvg(OneMessage):
 
     def findings(self) -> tuple[str, ...]:
         return ("trajectory",)
+
+    def easiest(self) -> FedAvg:
+        """One plain pass: of one example that is one gradient."""
+        return replace(self, epochs=1, optimizer="sgd", momentum=0.0)
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """Of the difference of weights: noise of every step adds up; clipping of single steps leaves no one factor."""

@@ -74,6 +74,10 @@ class Vertical(Protocol):
         """The first of its rounds, of which there may be hundreds."""
         return dataclasses.replace(self, rounds=1, whole_rounds=None)
 
+    def easiest(self) -> Vertical:
+        """The model stands still, which is the adversary's best case."""
+        return dataclasses.replace(self, lr=0.0)
+
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         return super().channel(defense, self.batch_size)
 

@@ -1,6 +1,7 @@
 """Recover labels and label counts from an update: pure functions, one rule a file."""
 
 from leakscope.labels.bias_sign import bias_label, bias_present
+from leakscope.labels.candidates import label_candidates
 from leakscope.labels.counts import (
     certain_counts_from_bias,
     counts_to_labels,

@@ -177,6 +177,11 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 METHODS = ("auto", *RULES)
 
 
+def evidence_of(observation: Observation) -> Evidence:
+    """The head's update, without statistics of the model."""
+    return _gather(observation, _observed_head(observation), _readable_total(observation), "llg", None, "average")
+
+
 def _readable_total(observation: Observation) -> int:
     if not observation.task.has_classes:
         raise ValueError(f"the rules read class numbers, and the client's task is {observation.task!r}")

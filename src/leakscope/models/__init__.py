@@ -79,9 +79,17 @@ MODELS: Registry[ModelEntry] = Registry("model", _ENTRIES)
 
 
 def build_model(
-    spec: str, *, input_shape: Shape | None = None, num_classes: int | None = None, seed: int = 0, **options: Any
+    spec: str,
+    *,
+    input_shape: Shape | None = None,
+    num_classes: int | None = None,
+    seed: int = 0,
+    most: int | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Build the model called ``spec``: a name in :data:`MODELS`, or ``package.module:factory``.
+
+    One of the table is built only if it has at most ``most`` parameters.
 
     The same arguments give the same weights, and the global random state is left as it was. A factory of the
     user's own is given ``input_shape``, ``num_classes`` and ``seed`` only where its signature names them.
@@ -119,6 +127,8 @@ def build_model(
     with torch.device("meta"):  # shapes without numbers
         size = parameter_count(entry.target(input_shape=shape, num_classes=classes, **options))
     PARAMETERS.check(f"model {spec!r}", size, "Choose smaller options or smaller inputs.")
+    if most is not None and size > most:
+        raise ValueError(f"model {spec!r}: expected at most {most:,} parameters, got {size:,}")
     with _private_random_state(seed):
         return entry.target(input_shape=shape, num_classes=classes, **options)
 

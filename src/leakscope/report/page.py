@@ -22,11 +22,12 @@ from leakscope.report.settings import Setting
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
 from leakscope.results.policy import Policy
-from leakscope.results.records import FindingRow, Row, highest, mapping, number, texts
+from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
 
+MAX_DAMAGE = 5
 HEADLINES = {
     "leaks": ("Leaks above policy", "At least one private example was recovered beyond what the policy allows."),
     "within policy": (
@@ -74,7 +75,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "subtitle": subtitle,
         "outcome": verdict.outcome,
         # Reasons of the verdict that belong to no setting; those of the settings are shown with them.
-        "doubts": [reason for reason in verdict.reasons if reason not in named_reasons],
+        "doubts": [*(reason for reason in verdict.reasons if reason not in named_reasons), *_damage(store)],
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
         "worst": _worst(verdict, named, gallery),
@@ -107,6 +108,16 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "data_name": str(meta["data"].get("name") or "unnamed data"),
         "model_name": str(meta["model"].get("name") or "unnamed model"),
     }
+
+
+def _damage(store: Store) -> list[str]:
+    """What was damaged or deleted since it was written, and that it can be made again."""
+    found = store.damage()
+    lines = [f"Job {key[:12]}: {what}" for key, what in list(found.items())[:MAX_DAMAGE]]
+    if not lines:
+        return []
+    more = [f"{counted(len(found) - MAX_DAMAGE, 'more job')} like this"] if len(found) > MAX_DAMAGE else []
+    return [f"{'; '.join(lines + more)}. The same audit in the same folder makes it again."]
 
 
 def policy_lines(policy: Policy) -> list[str]:

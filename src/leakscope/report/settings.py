@@ -11,8 +11,9 @@ from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure
 from leakscope.report import svg, words
 from leakscope.report.words import figure, percent, span
 from leakscope.results.records import highest, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.summary import MeasureSummary, SettingSummary
-from leakscope.results.verdict import SettingVerdict, Verdict
+from leakscope.results.verdict import Verdict
 
 PSNR = MEASURES["psnr"]
 

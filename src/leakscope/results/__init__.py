@@ -10,10 +10,12 @@ from typing import Any
 
 _NAMES = {
     "policy": ("Policy",),
+    "reasons": ("Reason",),
     "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
     "store": ("Store", "StoreError", "StoreMismatch"),
     "summary": ("MeasureSummary", "SettingSummary", "summarise"),
-    "verdict": ("Reason", "SettingVerdict", "StrongestExample", "Verdict", "judge", "judge_store"),
+    "setting_verdict": ("SettingVerdict", "StrongestExample"),
+    "verdict": ("Verdict", "judge", "judge_store"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 

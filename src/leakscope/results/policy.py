@@ -21,3 +21,6 @@ class Policy(Described):
     )
     max_ssim: float | None = setting(None, "any attempt with this SSIM leaks; no lift is asked for", ge=-1, le=1)
     max_identification: float | None = setting(None, "a larger share of identified examples leaks", ge=0, le=1)
+    max_label_accuracy: float | None = setting(
+        None, "a larger share of recovered labels leaks, where it also exceeds chance", ge=0, le=1
+    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -15,6 +17,11 @@ from typing import Any, Literal, Self
 from leakscope.contracts.reconstruction import DIAGNOSES
 
 Status = Literal["done", "failed", "refused"]
+#: What a control is for: an attack with nothing to learn from, a guess without any attack, or an attack that must find.
+ControlKind = Literal["blind", "held-out", "positive"]
+BLIND: ControlKind = "blind"
+HELD_OUT: ControlKind = "held-out"
+POSITIVE: ControlKind = "positive"
 NAN = float("nan")
 
 
@@ -74,6 +81,17 @@ def highest(values: Iterable[float]) -> float:
     return max((value for value in values if not math.isnan(value)), default=NAN)
 
 
+def best(values: Iterable[float], better: Literal["higher", "lower"]) -> float:
+    """The best for the adversary of what is not NaN; NaN of nothing.
+
+    >>> best([3.0, NAN, 1.0], "lower")
+    1.0
+    """
+    measured = [value for value in values if not math.isnan(value)]
+    choose = max if better == "higher" else min
+    return choose(measured, default=NAN)
+
+
 def counted(count: int, noun: str) -> str:
     """A count with its noun.
 
@@ -92,6 +110,44 @@ def first_line(text: str | None) -> str:
     return next(iter((text or "").strip().splitlines()), "")
 
 
+#: Characters of an error that are kept, half of its beginning and half of its end.
+MAX_ERROR = 6000
+#: An absolute path: folders from the root or from home, and a name.
+_NAME = r"[^\s/'\"<>|:;,()\[\]{}]"
+_PATH = re.compile(rf"(?<![\w./:~-])(?:file:)?(?:~/(?:{_NAME}+/)*|/(?:{_NAME}+/)+)({_NAME}*)")
+_QUOTED = re.compile(r"""(['"])(?:file:)?~?/[^'"\n]*?([^'"\n/]*)\1""")
+#: What is before the folder of a package is the user's.
+_PACKAGES = re.compile(r"/(?:[^'\"\n]*/)?(?:site-packages|dist-packages|python3\.\d+)/|/[^'\"\n]*/(?=leakscope/\w+)")
+
+
+def without_folders(text: str) -> str:
+    """``text`` with absolute paths cut to their part within a package, or to their last name: folders name people.
+
+    >>> without_folders("File '/home/ann/venv/lib/python3.11/site-packages/torch/nn/x.py', line 3")
+    "File 'torch/nn/x.py', line 3"
+    >>> without_folders("no such file: /home/ann/patients/scan.png; 3/4 of them")
+    'no such file: scan.png; 3/4 of them'
+    """
+    text = _PACKAGES.sub("", text)
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    return _PATH.sub(r"\1", _QUOTED.sub(r"\1\2\1", text))
+
+
+def storable_error(text: str | None) -> str | None:
+    """An error as it is kept: of a length that people read, and without folders, whose names are the user's.
+
+    A lone surrogate, of a file name in a message say, cannot be stored; the failure itself must be.
+    """
+    if text is None:
+        return None
+    if len(text) > MAX_ERROR:
+        half = MAX_ERROR // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return without_folders(text).encode("utf-8", "replace").decode()
+
+
 class _Record:
     """A dataclass that is read from a JSON object, each field as its type asks."""
 
@@ -103,7 +159,10 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(_Record):
-    """What a job was: a cell of the grid. ``control`` is the kind of control, None for an attempt that counts."""
+    """What a job was: a cell of the grid.
+
+    ``control`` is the control's name and ``control_kind`` what it is for, both None for an attempt that counts.
+    """
 
     protocol: str
     defense: str
@@ -112,6 +171,7 @@ class JobRecord(_Record):
     seed: int
     batch: int
     control: str | None = None
+    control_kind: str | None = None
     indices: tuple[int, ...] = ()
     knowledge: Mapping[str, Any] = field(default_factory=dict)
 
@@ -150,7 +210,11 @@ class DiagnosisRecord(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRecord(_Record):
-    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it."""
+    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
+
+    ``given_labels`` is what the same attack makes of the same update when it is told the labels; only there where it
+    had guessed them wrong.
+    """
 
     examples: tuple[ExampleRecord, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)
@@ -159,6 +223,7 @@ class AttemptRecord(_Record):
     info: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: DiagnosisRecord | None = None
     adaptive: bool = False
+    given_labels: tuple[ExampleRecord, ...] = ()
     peak_memory_mb: float = NAN
 
     @property

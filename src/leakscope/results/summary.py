@@ -11,10 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from leakscope.metrics import MEASURES, Measure, interval
+from leakscope.results.baselines import Baselines
 from leakscope.results.records import NAN, ExampleRecord, Row, mean
-from leakscope.results.verdict import Baselines, SettingVerdict, StrongestExample, Verdict, judge
+from leakscope.results.setting_verdict import NO_RESULT, SettingVerdict, StrongestExample
+from leakscope.results.verdict import Verdict, judge
 
-NO_RESULT = "no attack gave a result"
 NO_CONTROL = "no control was measured"
 
 

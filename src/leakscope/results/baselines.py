@@ -1,0 +1,74 @@
+"""What comes out where nothing was to be learnt: the measures of blind controls, with which attempts are compared."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from leakscope.metrics import Measure
+from leakscope.results.records import BLIND, HELD_OUT, NAN, ExampleRecord, Row, best, highest, mean
+
+#: An example of a control, and why measures of it are missing.
+Control = tuple[ExampleRecord, Mapping[str, str]]
+#: The control whose labels are not those of the client; others are told them in one way or another.
+_WITHOUT_LABELS = "noise"
+
+
+class Baselines:
+    """Every measure of each attack's controls on each example; they serve all defences.
+
+    A control's seeds are averaged; of several controls the best for the adversary counts, those without any attack
+    included.
+    """
+
+    def __init__(self, controls: Iterable[Row]) -> None:
+        self._blind: dict[tuple[str, int], dict[str, list[Control]]] = defaultdict(lambda: defaultdict(list))
+        self._held_out: dict[int, dict[str, list[Control]]] = defaultdict(lambda: defaultdict(list))
+        for row in controls:
+            if row.status != "done" or row.result is None:
+                continue
+            name, kind = row.job.control or "", row.job.control_kind or BLIND
+            for example in row.examples:
+                if kind == BLIND:
+                    self._blind[row.job.attack, example.index][name].append((example, row.result.reasons))
+                elif kind == HELD_OUT:
+                    self._held_out[example.index][name].append((example, row.result.reasons))
+
+    @property
+    def identification(self) -> float:
+        """Share of examples identified from no information, by luck or by the prior alone."""
+        return self._share("identified")
+
+    @property
+    def label_accuracy(self) -> float:
+        """Share of labels named from no information: the chance level."""
+        return self._share("label_correct", only=_WITHOUT_LABELS)
+
+    def value(self, attack: str, index: int, measure: Measure, *, held_out: bool = True) -> float:
+        """The best of the same attack's controls, or of the others' where it has none; NaN where there is none.
+
+        Without ``held_out`` only controls in which an attack was run.
+        """
+        seeds = self._controls(attack, index, held_out)
+        return best([mean(example.value(measure.key) for example, _ in each) for each in seeds], measure.better)
+
+    def why_missing(self, attack: str, index: int, measure: Measure) -> list[str]:
+        """Why there is no such value, once for each control."""
+        controls = self._controls(attack, index, held_out=True)
+        return [reasons.get(measure.key, measure.otherwise) for seeds in controls for _, reasons in seeds]
+
+    def _controls(self, attack: str, index: int, held_out: bool) -> list[list[Control]]:
+        own = self._blind.get((attack, index))
+        others = [list(names.values()) for place, names in self._blind.items() if place[1] == index]
+        blind = list(own.values()) if own else [seeds for names in others for seeds in names]
+        guesses = self._held_out.get(index, {}) if held_out else {}
+        return [*blind, *guesses.values()]
+
+    def _share(self, key: str, only: str | None = None) -> float:
+        """The highest of the controls' means over attacks, seeds and examples."""
+        values: dict[str, list[float]] = defaultdict(list)
+        for names in self._blind.values():
+            for name, seeds in names.items():
+                if only in (None, name):
+                    values[name] += [example.value(key) for example, _ in seeds]
+        return highest(map(mean, values.values())) if values else NAN

@@ -1,0 +1,23 @@
+"""Why a verdict is what it is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+AGAIN = "Run the same command again: what is done stays"
+OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
+
+
+@dataclass(frozen=True)
+class Reason:
+    """Why a verdict is what it is, in one sentence, and what the user can do about it, in another (or nothing).
+
+    >>> print(Reason("2 jobs failed", "Run the same command again"))
+    2 jobs failed. Run the same command again.
+    """
+
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.text}. {self.remedy}." if self.remedy else self.text

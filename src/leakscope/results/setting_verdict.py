@@ -1,0 +1,309 @@
+"""The verdict on one setting, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from leakscope.contracts.reconstruction import REMEDIES
+from leakscope.metrics import MEASURES, Measure, interval
+from leakscope.results.baselines import Baselines
+from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage
+from leakscope.results.policy import Policy
+from leakscope.results.reasons import AGAIN, OTHER_ATTACKS, Reason
+from leakscope.results.records import NAN, ExampleRecord, Row, best, counted, highest, mean
+from leakscope.results.strength import MORE_STEPS, AttackStrength, gap_doubt
+
+Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
+NO_RESULT = "no attack gave a result"
+#: Where the policy does not limit it, identification this much above chance is a doubt.
+_IDENTIFIED_ABOVE_CHANCE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrongestExample:
+    """The best reconstruction of one example, over attacks and seeds, by PSNR."""
+
+    index: int
+    attack: str
+    attack_name: str
+    seed: int
+    key: str
+    protocol: str
+    defense: str
+    values: Mapping[str, float] = field(repr=False)
+    label: Any = None
+    label_guess: Any = None
+    baseline_psnr: float = NAN
+    leaks: bool = False
+
+    def value(self, key: str) -> float:
+        """The measure with this key; NaN where it is missing."""
+        return self.values.get(key, NAN)
+
+    @property
+    def psnr(self) -> float:
+        return self.value("psnr")
+
+    @property
+    def ssim(self) -> float:
+        return self.value("ssim")
+
+    @property
+    def exposure(self) -> float:
+        """PSNR for ordering; what was not measured comes last."""
+        return -math.inf if math.isnan(self.psnr) else self.psnr
+
+    @property
+    def lift(self) -> float:
+        """PSNR above the control of the same attack."""
+        return self.psnr - self.baseline_psnr
+
+    @property
+    def identified(self) -> bool | None:
+        value = self.value("identified")
+        return None if math.isnan(value) else value > 0
+
+    def __str__(self) -> str:
+        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingVerdict:
+    """One protocol with one defence."""
+
+    protocol: str
+    defense: str
+    outcome: Outcome
+    reasons: list[Reason] = field(default_factory=list)
+    #: What the policy does not limit and people ought to know.
+    remarks: list[str] = field(default_factory=list)
+    examples: list[StrongestExample] = field(default_factory=list)
+    mean_psnr: float = NAN
+    interval: tuple[float, float] = (NAN, NAN)
+    baseline_psnr: float = NAN
+    #: The highest PSNR that theory allows; NaN where it says nothing.
+    allowed_psnr: float = NAN
+    identification: float = NAN
+    #: Share of labels that the best attack named, and that it names from nothing; NaN where labels are known anyway.
+    label_accuracy: float = NAN
+    label_baseline: float = NAN
+    flags: list[str] = field(default_factory=list)
+    done: int = 0
+    failed: int = 0
+    refused: int = 0
+    missing: int = 0
+
+    @property
+    def named_reasons(self) -> list[Reason]:
+        """The reasons with the setting's name, as the verdict on the whole audit tells them."""
+        place = f"{self.protocol}, defence {self.defense}"
+        return [Reason(f"{place}: {reason.text}", reason.remedy) for reason in self.reasons]
+
+
+class Setting:
+    """The rows of one setting, and what speaks against it and against our being sure."""
+
+    def __init__(
+        self,
+        cell: tuple[str, str],
+        rows: list[Row],
+        baselines: Baselines,
+        strength: AttackStrength,
+        allowed: float,
+        policy: Policy,
+        missing: int,
+        label_chance: float,
+    ) -> None:
+        self.protocol, self.defense = cell
+        self.rows, self.policy, self.missing = rows, policy, missing
+        self.baselines, self.strength, self.allowed = baselines, strength, allowed
+        self.done = [row for row in rows if row.status == "done"]
+        self.tries: dict[int, list[StrongestExample]] = defaultdict(list)
+        for row in self.done:
+            for example in row.examples:
+                self.tries[example.index].append(_attempt(row, example, self.baselines))
+        self.strongest = [_strongest(tries, policy) for _, tries in sorted(self.tries.items())]
+        # One attack that recognises an example is enough, even if another comes nearer in pixels.
+        self.recognised = {index: any(e.identified for e in tries) for index, tries in self.tries.items()}
+        measured = [e for e in self.strongest if e.identified is not None]
+        self.identification = mean([float(self.recognised[e.index]) for e in measured])
+        limit = policy.max_identification
+        self.identified_too_often = limit is not None and self.identification > limit
+        self.labels = LabelLeakage.of(self.done, label_chance)
+        self.flags = sorted({flag for row in self.done for flag in row.flags})
+        self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
+
+    def verdict(self) -> SettingVerdict:
+        leaks = {example.index: self._leaks_of(example) for example in self.strongest}
+        examples = [dataclasses.replace(e, leaks=bool(leaks[e.index])) for e in self.strongest]
+        against = [*self._against(examples, leaks), *self.labels.leaks(self.policy)]
+        doubts = self._doubts_of_jobs()
+        if not against:  # that a pass would be doubtful does not matter where there is none
+            doubts = [
+                *self._doubts_of_measures(),
+                *self.labels.doubts(self.policy, self.done),
+                *self._doubts_of_strength(),
+                *self._doubts_of_knowledge(),
+                *map(self._flag_doubt, (flag for flag in self.flags if flag != UNCERTAIN_LABELS)),
+                *doubts,
+            ]
+        psnrs = [e.psnr for e in examples if not math.isnan(e.psnr)]
+        return SettingVerdict(
+            protocol=self.protocol,
+            defense=self.defense,
+            outcome="leaks" if against else "inconclusive" if doubts else "within policy",
+            reasons=[*against, *doubts],
+            remarks=self.labels.remarks(self.policy),
+            examples=examples,
+            mean_psnr=mean(psnrs),
+            interval=interval(psnrs),
+            baseline_psnr=mean([e.baseline_psnr for e in examples]),
+            allowed_psnr=self.allowed,
+            identification=self.identification,
+            label_accuracy=self.labels.accuracy,
+            label_baseline=self.labels.chance,
+            flags=self.flags,
+            missing=self.missing,
+            **self.fates,
+        )
+
+    def _against(self, examples: list[StrongestExample], leaks: dict[int, list[str]]) -> list[Reason]:
+        leaking = [example for example in examples if example.leaks]
+        against = [Reason(f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}") for e in leaking]
+        if self.identified_too_often:
+            limit = self.policy.max_identification
+            share = f"{self.identification:.0%} of the examples are identified, the limit is {limit:.0%}"
+            against.append(Reason(share))
+        return against
+
+    def _leaks_of(self, example: StrongestExample) -> list[str]:
+        """Why an example leaks, in words; nothing where it does not."""
+        leaks = []
+        if above_policy(example, self.policy):
+            lift = "" if math.isnan(example.lift) else f", {example.lift:.1f} dB above its control"
+            leaks.append(f"PSNR {example.psnr:.1f} dB{lift}")
+        for measure, limit in self._other_limits():
+            value = best([t.value(measure.key) for t in self.tries[example.index]], measure.better)
+            if value >= limit if measure.better == "higher" else value <= limit:
+                leaks.append(f"{measure.label} {value:.2f}")
+        if self.identified_too_often and self.recognised[example.index]:
+            leaks.append("identified")
+        return leaks
+
+    def _other_limits(self) -> list[tuple[Measure, float]]:
+        """Measures of single examples that the policy limits, beside PSNR with its lift."""
+        limited = [m for m in MEASURES.values() if m.limit is not None and m.per == "example" and m.name != "psnr"]
+        limits = [(measure, getattr(self.policy, str(measure.limit))) for measure in limited]
+        return [(measure, limit) for measure, limit in limits if limit is not None]
+
+    def _doubts_of_measures(self) -> list[Reason]:
+        """Numbers that are missing although something hangs on them, or that say different things."""
+        doubts = []
+        for example in self.strongest:
+            doubts += self._doubts_of_lift(example)
+            for measure, _ in self._other_limits():
+                if any(math.isnan(t.value(measure.key)) for t in self.tries[example.index]):
+                    why = f"{measure.label} could not be measured, but the policy limits it"
+                    doubts.append(Reason(f"example {example.index}: {why}", f"Drop {measure.limit} from the policy"))
+        if self.policy.max_identification is not None and any(e.identified is None for e in self.strongest):
+            why = "identification could not be measured for every example, but the policy limits it"
+            doubts.append(Reason(why, "Give the data more examples to tell them from, or drop max_identification"))
+        chance = self.baselines.identification
+        if self.policy.max_identification is None and self.identification - chance > _IDENTIFIED_ABOVE_CHANCE:
+            # Poor pixels may still give a person away: that is no leak by this policy, but no pass either.
+            share = (
+                f"{self.identification:.0%} of the examples are identified, against {chance:.0%} without information"
+            )
+            doubts.append(Reason(share, "Say in the policy how many may be (max_identification)"))
+        return doubts
+
+    def _doubts_of_lift(self, example: StrongestExample) -> list[Reason]:
+        if above_policy(example, self.policy):
+            return []
+        psnr, near = MEASURES["psnr"], f"example {example.index} reaches {example.psnr:.1f} dB, but"
+        high = [t for t in self.tries[example.index] if t.psnr >= self.policy.max_psnr]
+        if any(math.isnan(t.lift) for t in high):
+            why = "no control tells how much of it comes from the update"
+            return [Reason(f"{near} {why}", "Leave the controls on (controls: true)")]
+        own = [t.psnr - self.baselines.value(t.attack, t.index, psnr, held_out=False) for t in high]
+        if any(lift >= self.policy.min_lift for lift in own):
+            why = f"a held-out image is nearly as near ({example.baseline_psnr:.1f} dB)"
+            return [Reason(f"{near} {why}", "Look at the pictures, and limit identification (max_identification)")]
+        return []
+
+    def _doubts_of_strength(self) -> list[Reason]:
+        """Attacks that would have missed a leak, and theory that allows one."""
+        if not self.done:
+            return []
+        doubt = self.strength.doubt({row.job.attack for row in self.done})
+        doubt = doubt or gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
+        searches: dict[tuple[int, int], set[str]] = defaultdict(set)
+        for row in self.done:
+            if row.result is not None and row.result.diagnosis is not None:
+                searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
+        missed = sum("optimiser failed" in told and "recovered" not in told for told in searches.values())
+        doubts = [] if doubt is None else [doubt]
+        if missed:
+            text = f"{counted(missed, 'update')} of {len(searches)}: the update determines the inputs, but the search "
+            doubts.append(Reason(f"{text}missed them (optimiser failed)", MORE_STEPS))
+        return doubts
+
+    def _doubts_of_knowledge(self) -> list[Reason]:
+        """A defence that no attack knew was not tested."""
+        if self.defense == "none" or not self.done or any(row.result and row.result.adaptive for row in self.done):
+            return []
+        text = "no attack that knows this defence was run"
+        if any(row.job.knowledge.get("defense") for row in self.done):
+            return [Reason(f"{text}: the defence has no channel, or no attack here reads it", OTHER_ATTACKS)]
+        return [Reason(text, "Let attacks know it with --knowledge adaptive_server")]
+
+    def _doubts_of_jobs(self) -> list[Reason]:
+        """What became of the jobs."""
+        unmeasured = sum(math.isnan(t.psnr) for tries in self.tries.values() for t in tries)
+        # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
+        starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in self.rows)
+        doubts = {
+            Reason(NO_RESULT, OTHER_ATTACKS): not self.done,
+            Reason(
+                f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)",
+                "Lower the attack's learning rate, or use dtype: float64",
+            ): unmeasured,
+            Reason(f"{counted(self.fates['failed'], 'job')} failed", f"The report says why. {AGAIN}"): self.fates[
+                "failed"
+            ],
+            Reason(
+                f"{counted(starved, 'job')} refused for want of knowledge",
+                "Grant what they ask for (knowledge), or leave these attacks out",
+            ): starved,
+            Reason(f"{counted(self.missing, 'job')} missing", AGAIN): self.missing,
+        }
+        return [doubt for doubt, raised in doubts.items() if raised]
+
+    def _flag_doubt(self, flag: str) -> Reason:
+        count = sum(flag in row.flags for row in self.done)
+        return Reason(
+            f"{count} of {counted(len(self.done), 'attempt')} raised the flag: {flag}", REMEDIES.get(flag, "")
+        )
+
+
+def above_policy(example: StrongestExample, policy: Policy) -> bool:
+    """Whether its PSNR reaches the limit with the lift that is asked for."""
+    return example.psnr >= policy.max_psnr and (policy.min_lift <= 0 or example.lift >= policy.min_lift)
+
+
+def _attempt(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
+    job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess")}
+    same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
+
+
+def _strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
+    """The highest PSNR; above the limit, the highest with the lift too, lest a strong prior hide a leak."""
+    # max keeps the first of equals, so the order of the plan decides ties.
+    return max(tries, key=lambda example: (above_policy(example, policy), example.exposure))
