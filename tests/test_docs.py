@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -72,7 +73,10 @@ def test_python_examples_run(body: str, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("body", _blocks("yaml"))
-def test_specs_parse(body: str) -> None:
+def test_specs_parse(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_nets.py").write_text("def make(): ...")  # which the page writes before
+    monkeypatch.delitem(sys.modules, "my_nets", raising=False)
     assert parse_yaml(body).attacks
 
 

@@ -7,10 +7,14 @@
 Names are loaded on first use, so that importing the package costs nothing.
 """
 
-from __future__ import annotations
+import os
+import sys
 
-import importlib
-from typing import Any
+# ``python -m`` looks for every module in the current folder first, where a socket.py of anybody's may lie. That ends
+# here, before all other imports (__future__ among them), unless the package itself is found that way.
+_started_as_module = sys.argv[:1] == ["-m"] and {"leakscope.cli", "-mleakscope.cli"} & set(sys.orig_argv)
+if _started_as_module and not sys.flags.safe_path and os.path.dirname(os.path.dirname(__file__)) != sys.path[0]:
+    del sys.path[0]
 
 __version__ = "0.5.0"
 
@@ -46,7 +50,9 @@ _ROOMS = (
 __all__ = ["__version__", *_NAMES, *_ROOMS]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
+    import importlib
+
     if name in _NAMES:
         return getattr(importlib.import_module(_NAMES[name]), name)
     if name in _ROOMS:

@@ -103,6 +103,12 @@ if __name__ == "__main__":
 """
 
 
+def _default_interrupt() -> None:
+    """A shell that starts the tests in the background has its children ignore Ctrl-C; others may have blocked it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def start(folder: Path, out: Path, executor: str, slow: float) -> subprocess.Popen[bytes]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
@@ -111,8 +117,7 @@ def start(folder: Path, out: Path, executor: str, slow: float) -> subprocess.Pop
         env={**doubles.environment(), "SLOW": "yes"},
         start_new_session=True,
         stderr=subprocess.PIPE,
-        # A shell that starts the tests in the background has its children ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=_default_interrupt,
     )
 
 

@@ -223,3 +223,23 @@ def test_what_is_kept_of_a_client_is_what_was_sent(tmp_path: Path) -> None:
         alone = run(tmp_path / str(hash(attack)), attacks=[attack])
         mine = [row for row in together.rows if row.job.attack == repr(attack)]
         assert [(row.key, row.examples) for row in alone.rows] == [(row.key, row.examples) for row in mine]
+
+
+def test_theory_that_fails_costs_a_note_and_neither_a_row_nor_the_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ArithmeticError("no convergence\nin 30 sweeps")
+
+    plain_verdict = run(attacks=[doubles.Quotient()]).verdict
+    monkeypatch.setattr(attempts, "diagnose", broken)
+    monkeypatch.setattr(floor, "cramer_rao", broken)
+    audit = run(attacks=[doubles.Quotient()])
+    assert {row.status for row in audit.rows} == {"done"}
+    counted = [row.result.diagnosis for row in audit.rows if row.counts and row.result is not None]
+    assert {(d.outcome, d.reason) for d in counted if d is not None} == {
+        ("undecided", "the diagnosis failed with ArithmeticError: no convergence")
+    }
+    assert {(row.kind, row.status, row.reason) for row in audit.findings} == {
+        ("floor", "failed", "ArithmeticError: no convergence")
+    }
+    assert audit.verdict == plain_verdict
+    assert "no convergence" in audit.report().read_text()

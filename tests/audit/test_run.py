@@ -53,7 +53,7 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     assert meta["plan"]["findings"] == len(done.findings) == 2
     assert meta["data"]["shape"] == [1, 4, 4]
     assert meta["model"]["parameters"] == 51
-    assert set(meta["policy"]) == {"max_psnr", "min_lift", "max_ssim", "max_identification"}
+    assert set(meta["policy"]) == {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
     assert set(meta["versions"]) == {"leakscope", "torch", "numpy", "python", "platform"}
     assert done.store.meta("threat_model")[0].startswith("The adversary sees")
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import dataclasses
 import io
 import json
 import os
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
@@ -15,11 +16,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from json_schema import violations
 from leakscope.cli import app, main
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedSGD
 from leakscope.models import build_model
 from leakscope.results import Store
+from leakscope.results.export import schema
 
 TINY = """
 model: {name: mlp, options: {hidden: [8]}}
@@ -179,6 +182,76 @@ def test_other_commands(finished) -> None:
 
 
 @pytest.mark.parametrize(
+    "kind, arguments",
+    [
+        ("audit", ["audit", "spec.yaml", "--out", "run"]),
+        ("audit", ["report", "run"]),
+        ("compare", ["compare", "run", "run"]),
+        ("list", ["list", "attacks"]),
+        ("list", ["list", "attacks", "dlg"]),
+        ("list", ["list", "data", "mnist"]),
+        ("reproduce", ["reproduce", "gradients/counting"]),
+    ],
+)
+def test_machines_get_a_document_by_its_schema_and_a_table(kind: str, arguments: list[str], finished: Path) -> None:
+    done = leakscope(*arguments, "--json", cwd=finished)
+    told = json.loads(done.stdout)
+    assert violations(told, schema(kind)) == []
+    assert str(finished) not in done.stdout
+    table = leakscope(*arguments, "--csv", cwd=finished)
+    assert table.returncode == done.returncode == (1 if arguments[0] == "audit" else 0)
+    lines = list(csv.DictReader(io.StringIO(table.stdout)))
+    assert len(lines) >= 2
+    assert all(None not in line and None not in line.values() for line in lines)
+    assert leakscope(*arguments, "--csv", "--json", cwd=finished).returncode == 4
+
+
+def test_text_for_people_leaves_stdout_to_the_document_and_quiet_is_two_lines(finished: Path) -> None:
+    both = leakscope("audit", "spec.yaml", "--out", "run", "--json", cwd=finished)
+    assert "Verdict: LEAKS" in both.stderr
+    quiet = leakscope("audit", "spec.yaml", "--out", "run", "-q", cwd=finished)
+    assert quiet.stdout.splitlines() == ["Verdict: LEAKS", "Report:  run/report.html"]
+    assert quiet.stderr == ""
+    assert json.loads(both.stdout)["files"] == {"folder": "run", "report": "run/report.html"}
+    assert leakscope("audit", "spec.yaml", "-q", "-v", cwd=finished).returncode == 4
+
+
+@pytest.mark.parametrize("width", ["60", "80"])
+def test_what_is_printed_fits_and_has_no_escape_codes_in_a_pipe(width: str, finished: Path) -> None:
+    commands = [["audit", "spec.yaml", "--out", "run"], ["compare", "run", "run"], ["list", "papers"]]
+    commands += [["list", "attacks", "dlg"], ["reproduce", "gradients/counting"], ["limits", "spec.yaml"]]
+    for command in commands:
+        told = leakscope(*command, cwd=finished, COLUMNS=width)
+        assert max(map(len, told.stdout.splitlines())) <= int(width), command
+        assert "\x1b" not in told.stdout + told.stderr
+
+
+def test_labels_change_one_thing_of_the_knowledge(tmp_path: Path) -> None:
+    (tmp_path / "spec.yaml").write_text(TINY + "knowledge: {labels: 'no', learning_rate: true}\n")
+    options = ["--labels", "counts", "--max-label-accuracy", "0.25", "--no-findings", "--attack", "linear-layer", "-q"]
+    for spec, known in ((["spec.yaml"], Knowledge(learning_rate=True)), ([], Knowledge.honest_server)):
+        done = leakscope(
+            "audit", *spec, *options, "--out", f"run{len(spec)}", "--examples", "1", "--serial", cwd=tmp_path
+        )
+        assert done.returncode in (0, 1, 5), done.stderr
+        with Store.open(tmp_path / f"run{len(spec)}") as store:
+            found = Knowledge(**store.meta("spec")["knowledge"])
+            assert store.meta("policy")["max_label_accuracy"] == 0.25
+        assert found == dataclasses.replace(known, labels="counts")
+    assert leakscope("audit", "--labels", "some", cwd=tmp_path).returncode == 4
+
+
+def test_an_error_of_megabytes_is_capped_and_a_near_name_is_told_once(tmp_path: Path) -> None:
+    long = leakscope("audit", "--attack", "x" * 3_000_000, cwd=tmp_path)
+    assert (long.returncode, len(long.stderr) < 5000) == (4, True)
+    assert "characters left out" in long.stderr
+    for words in (["adit"], ["reproduce", "idlg/label"], ["list", "attacks", "dgl"], ["audit", "--protocol", "fedsdg"]):
+        told = leakscope(*words, cwd=tmp_path)
+        assert told.stderr.lower().count("did you mean") == 1, told.stderr
+        assert told.stderr.strip().endswith("?")
+
+
+@pytest.mark.parametrize(
     "arguments, words",
     [
         (["--input", "abc"], "3x32x32"),
@@ -282,30 +355,3 @@ def test_limits_of_a_spec(tmp_path) -> None:
     facts = json.loads(done.stdout)
     assert (facts["batch"], facts["point"]) == (1, "the batch that was given")
     assert facts["floor"] is not None
-
-
-@pytest.mark.parametrize("executor", ["serial", "processes"])
-def test_ctrl_c_keeps_what_is_done_and_ends_with_code_2(executor, tmp_path) -> None:
-    slow = TINY.replace("executor: serial", f"executor: {executor}").replace("iterations: 3", "iterations: 1000000")
-    (tmp_path / "spec.yaml").write_text(slow)
-    run = subprocess.Popen(
-        [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1"],
-        cwd=tmp_path,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        # A shell that starts the tests in the background has its children ignore Ctrl-C.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    )
-    assert run.stderr is not None
-    for line in run.stderr:
-        if line.startswith("[1/"):  # the closed form on the first client is done, a long search is under way
-            break
-    run.send_signal(signal.SIGINT)
-    rest = run.stderr.read()
-    assert run.wait(60) == 2, rest
-    assert "Interrupted" in rest
-    assert "Traceback" not in rest
-    with Store.open(tmp_path / "run") as store:
-        assert [row.job.attack_name for row in store.rows()] == ["linear-layer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -37,8 +38,8 @@ def test_every_setting_of_an_attack_is_listed_with_its_sentence(say: Any, name: 
     settings = settings_of(ATTACKS.find(name).target)
     assert len(settings) > 3
     for setting in settings:
-        (line,) = [line for line in told.splitlines() if line.replace("│", " ").split()[:1] == [setting.name]]
-        cells = [cell.strip() for cell in line.strip("│ ").split("│")]
+        (line,) = [line for line in told.splitlines() if line.split()[:1] == [setting.name]]
+        cells = [cell.strip() for cell in re.split(r" {2,}", line.strip())]
         default = "required" if setting.required else repr(setting.default)
         assert cells == [setting.name, setting.expected, default, setting.help], line
         assert setting.help, f"{setting.name} says nothing of itself"
@@ -112,6 +113,24 @@ def test_the_help_of_audit_is_plain_text_and_says_what_the_spec_says(say: Any) -
     for key in ("workers", "threads", "device", "batch"):
         sentence = str(AuditSpec.model_fields[key].description).replace("`", "")
         assert sentence[1:] in told, sentence
+
+
+@pytest.mark.parametrize(
+    "command, argument",
+    [
+        ("audit", "[SPEC] YAML spec; without it the options, or the default audit."),
+        ("attack", "OBSERVATION A saved observation (.safetensors with a .json beside it)."),
+        ("limits", "[SPEC] YAML spec of an audit"),
+        ("reproduce", "TABLE PAPER/TABLE (leakscope list papers)."),
+        ("list", "What to list."),
+        ("report", "DIRECTORY Folder of an audit."),
+        ("compare", "SECOND Folder of another audit."),
+    ],
+)
+def test_help_has_no_stray_backslash_and_a_sentence_for_each_argument(say: Any, command: str, argument: str) -> None:
+    told = say(command, "--help")
+    assert "\\" not in told
+    assert argument in " ".join(told.partition("Arguments:")[2].split())
 
 
 def test_knowledge_is_typed_by_name(say: Any, tmp_path: Any) -> None:

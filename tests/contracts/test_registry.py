@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from leakscope.contracts.registry import Entry, Registry, find_name, import_object
+from leakscope.contracts.imports import import_object
+from leakscope.contracts.registry import Entry, Registry, find_name
 
 
 class Base:

@@ -203,7 +203,6 @@ def test_an_infinite_floor_is_told_apart_in_json() -> None:
 
 
 def test_above_the_quick_limit_the_floor_is_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leakscope.limits.report.QUICK_UNKNOWNS", 8)
     monkeypatch.setattr(jacobian_module, "QUICK_UNKNOWNS", 8)
     spoken: list[tuple[str, int, int]] = []
     found = limits(net(), (8,), 2, channel=Channel(noise=0.01), probes=4, progress=lambda *told: spoken.append(told))

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from leakscope.report.settings import Setting
 from leakscope.results import FindingRow, SettingVerdict
+from leakscope.results.names import Setting
 from leakscope.results.store import SCHEMA, seal
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"

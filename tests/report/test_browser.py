@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 from fabricate import AVG, NOISE, PRUNING, SGD, VERTICAL, fabricate
 
-from leakscope.report import write_comparison, write_report
+from leakscope.papers import Reproduction, Row
+from leakscope.report import write_comparison, write_report, write_reproduction
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 DRIVER = shutil.which("chromedriver")
@@ -53,7 +54,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     settings = ((VERTICAL, "none"), (VERTICAL, NOISE))
     vertical = fabricate(settings=settings, level=(0.02, 0.3), examples=2).write(folder / "vertical")
     found = {d.name: write_report(d) for d in (wide, signal, private, vertical)}
-    return found | {"comparison": write_comparison(wide, signal, folder / "comparison.html")}
+    found["comparison"] = write_comparison(wide, signal, folder / "comparison.html")
+    note = "a long note on what was run in place of what the paper has, " * 3
+    rows = [
+        Row(f"setting {n}", "label accuracy (%)", 89.9, 100.0, (29.2, 100.0), 3, "too few to tell", note, 9.0)
+        for n in (1, 2)
+    ]
+    table = Reproduction("paper/table", "A table", "Its paper", "smoke", 0, tuple(rows))
+    return found | {"reproduction": write_reproduction(table, folder / "reproduction.html")}
 
 
 @pytest.fixture
@@ -149,9 +157,27 @@ def test_filter_hides_what_does_not_match(opened: Any) -> None:
     assert len(_column(opened, "#")) == total
 
 
+@pytest.mark.parametrize("width", [420, 1280])
+@pytest.mark.parametrize("name", ["wide", "vertical", "comparison", "reproduction"])
+def test_tables_of_results_are_seen_whole(browser: Any, files: dict[str, Path], name: str, width: int) -> None:
+    """Wide ones side by side, narrow ones stacked with the name of the column before each cell."""
+    _resize(browser, width)
+    browser.get(files[name].as_uri())
+    boxes = browser.execute_script(
+        "return [...document.querySelectorAll('.stacked')].map(b => [b.scrollWidth, b.clientWidth])"
+    )
+    assert boxes
+    assert all(content <= room for content, room in boxes)
+    labels = browser.execute_script(
+        "return [...document.querySelectorAll('.stacked td:not(.row-name)')]"
+        ".map(td => getComputedStyle(td, '::before').content)"
+    )
+    assert all((label not in ("none", "normal", '""')) == (width == 420) for label in labels)
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [400, 760, 1200])
-@pytest.mark.parametrize("name", ["wide", "signal", "private", "vertical", "comparison"])
+@pytest.mark.parametrize("width", [420, 760, 1280])
+@pytest.mark.parametrize("name", ["wide", "signal", "private", "vertical", "comparison", "reproduction"])
 def test_the_page_never_scrolls_sideways(
     browser: Any, files: dict[str, Path], name: str, width: int, scheme: str
 ) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from fabricate import HOSTILE, NOISE, PRUNING, SGD, fabricate
 
-from leakscope.report import compare, compare_tables, write_comparison
+from leakscope.report import compare, compare_differences, compare_tables, write_comparison
 from leakscope.report.compare import STRONGEST
 
 
@@ -54,7 +54,7 @@ def test_other_hyper_parameters_are_matched_by_name(tmp_path: Path) -> None:
 def test_page_is_the_same_each_time_and_escapes(pair: tuple[Path, Path], tmp_path: Path) -> None:
     assert compare(pair) == compare(pair)
     hostile = fabricate(examples=2)
-    hostile.meta["model"]["name"] = HOSTILE
+    hostile.meta["spec"] |= {HOSTILE: HOSTILE}
     for row in hostile.jobs:
         row["job"]["attack_name"] = HOSTILE
     target = write_comparison(pair[0], hostile.write(tmp_path / "hostile"), tmp_path / "out" / "page.html")
@@ -63,6 +63,32 @@ def test_page_is_the_same_each_time_and_escapes(pair: tuple[Path, Path], tmp_pat
     assert "&lt;script&gt;alert(1)" in text
     assert "http://" not in text
     assert "https://" not in text
+
+
+def test_page_names_the_folders_and_lists_what_differs(pair: tuple[Path, Path], tmp_path: Path) -> None:
+    other = fabricate(settings=((SGD, "none"), (SGD, PRUNING)), level=(0.03, 0.1), failures=False)
+    other.meta["spec"]["seeds"] = [0]
+    other.meta["versions"]["torch"] = "2.7.0"
+    other.meta["model"]["fingerprint"] = "f" * 64
+    other.meta["data"]["fingerprint"] = "e" * 64
+    folder = other.write(tmp_path / "after the fix")
+    found = {
+        difference.name: (difference.first, difference.second) for difference in compare_differences(pair[0], folder)
+    }
+    assert found.keys() == {"spec: seeds", "version: torch", "weights: fingerprint", "data: fingerprint"}
+    assert found["spec: seeds"] == ("[0, 1]", "[0]")
+    assert found["version: torch"] == ("2.6.0", "2.7.0")
+    assert found["weights: fingerprint"] == ("–", "f" * 16)
+    page = compare((pair[0], folder))
+    assert "<b>A</b> <code>a</code>" in page
+    assert "<b>B</b> <code>after the fix</code>" in page
+    assert '<th scope="row">version: torch</th><td class="value" data-label="A">2.6.0</td>' in page
+    assert str(tmp_path) not in page, "the path may name people"
+
+
+def test_two_audits_alike_differ_in_nothing(pair: tuple[Path, Path]) -> None:
+    assert compare_differences(pair[0], pair[0]) == []
+    assert "Nothing: the same spec, weights, data and versions." in compare((pair[0], pair[0]))
 
 
 def test_two_folders_are_expected(pair: tuple[Path, Path]) -> None:

@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 from fabricate import finding, floor, rounds, setting
 
+from leakscope.limits import Channel, limits
+from leakscope.models import build_model
+from leakscope.report import limits_tables
 from leakscope.report.limits import limits_section
 from leakscope.results import FindingRow, Row
 
@@ -30,33 +33,51 @@ def section(*parts: Row | FindingRow) -> dict[str, Any]:
 
 
 def test_nothing_to_tell_is_no_section() -> None:
-    assert section(row()) == {"lines": [], "ranked": False, "rounds": [], "sentences": []}
+    assert section(row()) == {"lines": [], "ranked": False, "rounds": [], "meanings": [], "sentences": []}
 
 
 @pytest.mark.parametrize(
     "best, allowed, more, words",
     [
         (1e-6, 80.0, {}, "recovered"),
-        (1e-2, 60.0, {}, "40 dB more"),
+        (
+            *(1e-2, 60.0, {}),
+            "no eye tells from the original, and the best attack reached a recognisable picture (40 dB less)",
+        ),
         (1e-2, 60.0, {"converged": 0.5, "note": "stopped early"}, "does not exclude"),
-        (1e-2, 5.0, {}, "above the floor"),
+        (1e-2, 5.0, {}, "better than theory allows to one without prior knowledge"),
         (1e-2, 22.0, {}, "near what theory allows"),
     ],
 )
 def test_what_they_say_together(best, allowed, more, words) -> None:
     (line,) = section(row(mse=best), theory(floor(allowed, **more)))["lines"]
-    assert words in line["sentence"]
-    assert line["floor"]["psnr"] == f"{allowed:.1f} dB"
+    assert words in " ".join(line["sentences"])
+    assert line["floor"]["small"].startswith(f"{allowed:.1f} dB, RMSE ")
 
 
 def test_the_floor_is_compared_with_attacks_on_its_client() -> None:
     (line,) = section(theory(floor(60.0, rank=60)), row(1, mse=1e-2), row(2, mse=1e-9, batch=1))["lines"]
-    assert line["best"]["psnr"] == "20.0 dB"
+    assert line["best"]["small"] == "20.0 dB, RMSE 0.1"
     assert line["floor"]["rank"] == "60 of 64"
     (line,) = section(theory(floor(60.0), batch=1), row(1, mse=1e-2), row(2, mse=1e-3, batch=1))["lines"]
-    assert line["best"]["psnr"] == "30.0 dB"
+    assert line["best"]["small"] == "30.0 dB, RMSE 0.032"
     (line,) = section(theory(floor(60.0)))["lines"]
-    assert (line["best"]["psnr"], line["floor"]["psnr"]) == ("–", "60.0 dB"), "every attack was refused"
+    assert line["best"]["words"] == "–", "every attack was refused"
+    assert line["floor"]["words"] == "a copy that no eye tells from the original"
+
+
+@pytest.mark.parametrize(
+    "psnr, words",
+    [
+        (-35.0, "nothing better than a blank picture"),
+        (147.0, "an essentially exact copy"),
+        (24.0, "a recognisable picture"),
+    ],
+)
+def test_a_newcomer_reads_words_and_the_number_is_in_small_print(psnr: float, words: str) -> None:
+    (line,) = section(row(), theory(floor(psnr)))["lines"]
+    assert line["floor"]["words"] == words
+    assert f"{psnr:.1f} dB".replace("-", "−") in line["floor"]["small"]
 
 
 @pytest.mark.parametrize("kind", ["floor", "rounds"])
@@ -64,9 +85,31 @@ def test_why_a_floor_is_missing(kind: str) -> None:
     told = {"kind": kind, "status": "failed", "error": "MemoryError: 3 GB\nTraceback"}
     section_ = section(row(diagnosis={"outcome": "undecided", "reason": ""}), theory(None, **told))
     line = (section_["lines"] or section_["rounds"])[0]
-    said = line["sentence"] if kind == "floor" else " ".join(line["sentences"])
-    assert said == "Not computed: MemoryError: 3 GB.", "and nothing is claimed of the batches"
+    said = line["floor"]["words"] if kind == "floor" else " ".join(line["sentences"])
+    assert said.rstrip(".") == "Not computed: MemoryError: 3 GB", "and nothing is claimed of the batches"
     assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
+
+
+@pytest.mark.parametrize(
+    "noise, words", [(1e3, "nothing better than a blank picture"), (1e-9, "an essentially exact copy")]
+)
+def test_the_table_of_a_model_says_it_in_words_too(noise: float, words: str) -> None:
+    net = build_model("mlp", input_shape=(1, 4, 4), num_classes=3, hidden=8, activation="sigmoid")
+    tables = limits_tables(limits(net, (1, 4, 4), batch=1, channel=Channel(noise=noise)))
+    rows = {row[0]: row[1:] for table in tables for row in table.rows}
+    assert rows["what theory allows"][0] == words
+    assert "every 20 dB more make the error ten times smaller" in rows["what theory allows"][1]
+    assert "highest PSNR" not in rows
+
+
+def test_why_there_is_no_floor_where_none_was_asked_for() -> None:
+    undecided = row(diagnosis={"outcome": "undecided", "reason": ""})
+    (line,) = section(undecided)["lines"]
+    assert line["floor"]["words"].startswith("Not computed: the audit was run without findings")
+    (line,) = section(undecided, theory({}, kind="trajectory"))["lines"]
+    assert line["floor"]["words"] == (
+        "Not computed: the bound is that of one gradient, and this protocol sends something else"
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,8 +117,8 @@ def test_why_a_floor_is_missing(kind: str) -> None:
 )
 def test_damaged_floors_do_not_stop_the_page(damage: Any) -> None:
     (line,) = section(row(), theory(damage))["lines"]
-    assert line["floor"]["psnr"] == "–"
-    assert line["sentence"] == ""
+    assert line["floor"]["words"] == "–"
+    assert line["sentences"] == []
 
 
 def test_outcomes_are_counted_and_the_undecided_are_decided_by_the_floor() -> None:
@@ -99,7 +142,7 @@ def test_outcomes_are_counted_and_the_undecided_are_decided_by_the_floor() -> No
     assert line["outcomes"] == [{"name": "not identifiable", "jobs": 1}]
     (line,) = section(row(0, diagnosis=undecided), theory({"reason": "too large"}))["lines"]
     assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
-    assert "too large" in line["sentence"]
+    assert "too large" in line["floor"]["words"]
 
 
 def sentences(**changes: Any) -> str:
@@ -117,7 +160,7 @@ def test_the_rounds_of_vertical_learning_have_a_table_of_their_own() -> None:
     assert line["needed"] == {"text": "12", "small": "8 to tell apart"}
     assert line["invisible"] == "2 for bank"
     assert line["follows"] == {"text": "10 of 12", "small": ""}
-    assert line["best"]["psnr"] == "20.0 dB"
+    assert line["best"]["small"] == "20.0 dB, RMSE 0.1"
     assert line["outcomes"] == [{"name": "undecided", "jobs": 1}]
     assert found["ranked"] is False
 
@@ -145,7 +188,7 @@ def test_secure_shuffling_is_named_as_what_protects() -> None:
     assert "The protection rests on the shuffling alone. Of as many batches that are known theory says: Fabri" in said
     (line,) = section(theory(rounds(announced=False)))["rounds"]
     assert line["batches"]["small"] == "of 12, kept secret"
-    assert line["best"]["psnr"] == "–"
+    assert line["best"]["words"] == "–"
 
 
 def test_a_reason_or_damage_in_place_of_rounds() -> None:

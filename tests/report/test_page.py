@@ -14,13 +14,16 @@ import pytest
 from fabricate import (
     ANALYTIC,
     AVG,
+    DLG,
     GEIPING,
     HOSTILE,
     HOSTILE_ATTRIBUTE,
     NOISE,
     PRUNING,
     SGD,
+    Fabricated,
     fabricate,
+    floor,
 )
 
 from leakscope.metrics import MEASURES
@@ -262,7 +265,8 @@ def test_a_defence_that_no_attack_knew_is_told_with_its_setting(tmp_path: Path) 
     page = Page(render(built.write(tmp_path / "audit")))
     assert "Inconclusive" in page.text
     assert page.text.count("no attack that knows this defence was run") == 1
-    assert "S2 FedSGD · GradientNoise(sigma=0.01) inconclusive no attack that knows" in page.text
+    assert "S2 FedSGD · GradientNoise(sigma=0.01) inconclusive" in page.text
+    assert "S2 no attack that knows this defence was run → What to do: Let attacks know it with" in page.text
 
 
 def test_findings_are_listed_with_their_fate(tmp_path: Path) -> None:
@@ -273,7 +277,7 @@ def test_findings_are_listed_with_their_fate(tmp_path: Path) -> None:
     page = Page(render(built.write(tmp_path / "audit")))
     assert "Findings: 2 done, 1 failed, 1 of 4 missing" in page.text
     assert "floor S1 0 0 done 0.5 floor S2 0 0 failed 2.2 MemoryError: 3 GB floor S3 0 0 done 0.5 <script>" in page.text
-    assert "S2 Not computed: MemoryError: 3 GB." in page.text
+    assert "S2 GradientPruning fraction=0.9 FedSGD Not computed: MemoryError: 3 GB" in page.text
     assert len(page.all("script")) == 1
 
 
@@ -328,10 +332,128 @@ def test_empty_and_unfinished_stores_have_a_page(tmp_path: Path) -> None:
     assert "Nothing audited" in Page(render(broken.write(tmp_path / "broken"))).text
 
 
+def convincing(built: Fabricated) -> Fabricated:
+    """Adds what a pass needs: the easiest case recovered, and theory that allows no more than attacks reach."""
+    for row in [row for row in built.jobs if row["job"]["seed"] == 0 and not row["job"]["control"] and row["result"]]:
+        job = {**row["job"], "control": "planted", "control_kind": "positive"}
+        examples = [{**example, "psnr": 60.0} for example in row["result"]["examples"]]
+        result = {**row["result"], "examples": examples, "flags": []}
+        planted = {"key": f"planted{len(built.jobs)}", "position": len(built.jobs), "job": job, "result": result}
+        built.jobs.append({**row, **planted})
+    for entry in built.findings:
+        entry["content"] = floor(12.0)
+    built.meta["plan"]["total"] = len(built.jobs)
+    return built
+
+
 def test_within_policy_and_inconclusive(tmp_path: Path) -> None:
     options: dict[str, Any] = {"settings": ((SGD, "none"),), "level": (0.3,)}
-    assert "Within policy" in Page(render(fabricate(**options, failures=False).write(tmp_path / "a"))).text
+    text = Page(render(convincing(fabricate(**options, failures=False)).write(tmp_path / "a"))).text
+    assert "Within policy" in text
+    assert "What to do" not in text
+    assert "not recovered beyond the policy; the best attempt is by inverting-gradients" in text
     assert "Inconclusive" in Page(render(fabricate(**options, failures=True).write(tmp_path / "b"))).text
+
+
+def test_recovered_is_said_only_of_what_was(tmp_path: Path) -> None:
+    weak = render(fabricate(settings=((SGD, "none"),), level=(0.3,)).write(tmp_path / "weak"))
+    banner = Page(weak).text[: Page(weak).text.index("Threat model, model and protocol")]
+    assert "best attempt" in banner
+    assert not re.search(r", recovered by|was recovered", banner)
+    assert not re.search(r'alt="[^"]*recovered', weak)
+    strong = render(fabricate(settings=((SGD, "none"),), level=(0.03,)).write(tmp_path / "strong"))
+    assert ", recovered by inverting-gradients" in Page(strong).text
+    assert 'alt="example 0, recovered"' in strong
+
+
+def test_a_result_that_only_the_attack_calls_recovered_is_not_called_so(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"),), level=(0.3,), examples=1, seeds=1, failures=False)
+    for row in built.jobs:
+        row["result"]["diagnosis"] = {"outcome": "recovered", "reason": "it fits"}
+    text = Page(render(built.write(tmp_path / "audit"))).text
+    assert "Why undecided: it fits; the attack itself took it for recovered" in text
+
+
+def test_what_was_audited_stands_at_the_top_with_its_warnings(tmp_path: Path) -> None:
+    built = fabricate(examples=1, seeds=1)
+    built.meta["audited"] = [
+        {"text": "weights: random, seed 0", "warning": True},
+        {"text": f"3 attacks {HOSTILE}", "warning": False},
+        *({"warning": True}, "damage", None),
+    ]
+    page = Page(render(built.write(tmp_path / "audit")))
+    banner = page.text[: page.text.index("Outcome by setting")]
+    assert "What was audited Warning: weights: random, seed 0 3 attacks <script>" in banner
+    assert len([a for a in page.all("li") if a.get("class") == "warning"]) == 1
+    assert len(page.all("script")) == 1
+    built.meta["audited"] = "damage"
+    assert "Warning:" not in Page(render(built.write(tmp_path / "damaged"))).text
+
+
+def test_equal_reasons_are_told_once_with_their_remedy(tmp_path: Path) -> None:
+    built = fabricate(examples=4, failures=False, level=(0.3, 0.3, 0.4))
+    built.meta["policy"]["max_ssim"] = 0.99
+    for row in built.jobs:
+        for example in row["result"]["examples"]:
+            example["ssim"] = None
+    text = Page(render(built.write(tmp_path / "audit"))).text
+    banner = text[: text.index("Highest PSNR")]
+    assert banner.count("SSIM could not be measured") == 1
+    assert (
+        "S1, S2, S3 example 0: SSIM could not be measured, but the policy limits it (also examples 1, 2, 3)" in banner
+    )
+    assert banner.count("→ What to do: Drop max_ssim from the policy.") == 1
+
+
+def test_the_matrix_has_every_attack_in_every_setting(tmp_path: Path) -> None:
+    page = Page(render(fabricate().write(tmp_path / "audit")))
+    start = page.text.index("Attack S1 S2 S3 Baseline")
+    part = page.text[start : page.text.index("All measures, with intervals")]
+    number, ends = r"[\d.]+", r"[\d.]+ to [\d.]+"
+    cell = rf"{number} {ends} lift [+−][\d.]+ "
+    assert re.search(rf"inverting-gradients ({cell}){{3}}{number} ", part)
+    assert re.search(rf"deep-leakage ({cell}1 failed ){{3}}{number} ", part)
+    assert re.search(rf"analytic {cell}refused refused {number} ", part)
+    assert "S2, S3 analytic refused: the first layer must be linear with a bias; got Conv2d(1, 12)" in part
+    assert "S2 FedSGD · GradientPruning(fraction=0.9)" in part, "a legend"
+    heats = [a["class"] for a in page.all("td") if "heat" in str(a.get("class"))]
+    assert {"n heat3", "n heat0"} <= set(heats)
+    # The mean of the strongest attack is that of the summary, and no attack is above it.
+    means = [float(m) for m in re.findall(rf"({number}) {ends} lift", part)]
+    assert means[-3] == max(means)
+
+
+def test_the_matrix_tells_attacks_of_one_name_apart_and_protocols_baselines(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"), (AVG, "none")), level=(0.1, 0.2), failures=False)
+    for row in built.jobs:
+        if row["job"]["attack"] == DLG:
+            row["job"] |= {"attack": GEIPING.replace("500", "900"), "attack_name": "inverting-gradients"}
+    text = Page(render(built.write(tmp_path / "audit"))).text
+    assert "inverting-gradients iterations=500" in text
+    assert "inverting-gradients iterations=900" in text
+    assert "Attack S1 S2 Baseline of S1 Baseline of S2" in text
+
+
+def test_long_reprs_are_folded_and_no_label_is_cut(tmp_path: Path) -> None:
+    long = "GradientNoise(" + ", ".join(f"option{n}={n}.5" for n in range(9)) + ")"
+    built = fabricate(settings=((AVG, "none"), (AVG, long)), level=(0.1, 0.3), examples=1)
+    text = render(built.write(tmp_path / "audit"))
+    assert re.search(r"<summary><code>GradientNoise\(…\)</code></summary><code>GradientNoise\(option0", text)
+    assert not re.search(r"<text[^>]*>[^<]*…</text>", text)
+    label = "S2 GradientNoise(option0=0.5, option1=1.5, option2=2.5)"
+    chart = text[text.index("dots-narrow-d") : text.index("</svg>", text.index("dots-narrow-d"))]
+    shown = " ".join(re.findall(r'<text class="label"[^>]*>([^<]*)</text>', chart))
+    assert label in shown
+
+
+def test_labels_stand_beside_their_chance(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"),), level=(0.3,), examples=2)
+    built.meta["plan"]["label_chance"] = 0.25
+    built.meta["policy"]["max_label_accuracy"] = 0.5
+    text = Page(render(built.write(tmp_path / "audit"))).text
+    assert "100 % chance 25 %" in text
+    assert "A setting also leaks when more than 50 % of labels are recovered and more than by chance." in text
+    assert "At least one limit of the policy is exceeded." in text, "no example was recovered, labels were"
 
 
 def test_damaged_artifacts_do_not_stop_the_page(tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ def a_table(*, private: bool = False, text: str = "words") -> Reproduction:
     losses = {f"{text} {n}": tuple(2.0 / (n + step) for step in range(1, 200)) for n in range(2)}
     curves = Curves(title=text, x_label=text, y_label="loss", lines={**losses, "broken": (1.0, math.inf, math.nan)})
     rows = (
-        Row(text, "PSNR (dB)", 18.9, 19.24, (18.0, 20.4), 40, "matches", text),
+        Row(text, "PSNR (dB)", 18.9, 19.24, (18.0, 20.4), 40, "matches", text, 1.89),
+        Row("three of three", "label accuracy (%)", 100.0, 100.0, (29.2, 100.0), 3, "too few to tell", "", 10.0),
         Row("DP", "loss", 2.69, 5147994882048.0, (1e12, 9e12), 2, "above"),
         Row("one", "loss", None, -0.5, (-0.5, -0.5), 1, "measured"),
         Row("absent", "loss", 1.0, None, None, 0, "not run", "not run: no data"),
@@ -41,12 +42,30 @@ def test_page_has_the_rows_the_curves_and_the_pictures() -> None:
     assert "19.24</b><small>18 to 20.4</small>" in page
     assert "5.148e+12" in page
     assert "−0.5</b><small></small>" in page  # one value has no spread
-    assert "1 matches, 1 above, 1 measured, 1 not run." in page
+    assert "1 matches, 1 above, 1 too few to tell, 1 measured, 1 not run." in page
+    assert "18.9<small>± 1.89</small>" in page
+    assert "100</b><small>29.2 to 100</small>" in page
     assert page.count("<polyline") == 6  # three curves, each in the legend too
     assert "words 1, ends at 0.01" in page
     assert "12.3 dB" in page
     assert "3.2 s" in page
     assert page == render_reproduction(a_table())
+
+
+def test_page_and_printed_table_say_rule_command_versions_and_machine(run_here: Path) -> None:
+    page = render_reproduction(dataclasses.replace(a_table(), seed=0))
+    printed = " ".join(CliRunner().invoke(app, ["reproduce", "cafe/faces"]).output.split())
+    for text, name in ((page, "words"), (printed, "cafe/faces")):
+        assert f"leakscope reproduce {name} --scale smoke" in text
+        assert "else 10 % of its number" in text
+        assert torch.__version__ in text
+        assert "threads of torch" in text
+
+
+def test_no_guess_is_called_recovered() -> None:
+    page = render_reproduction(a_table())
+    assert "recovered" not in page
+    assert "attack&#39;s guess of sample 2" in page
 
 
 def test_everything_is_escaped_and_nothing_is_fetched() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from leakscope.report import svg
 from leakscope.report.pictures import draw, png
-from leakscope.report.words import short_names, split_repr
+from leakscope.results.names import short_names, split_repr
 
 NAN = math.nan
 

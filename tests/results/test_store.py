@@ -323,13 +323,6 @@ def test_errors_are_cut_and_name_no_folders(tmp_path: Path) -> None:
     assert "ann" not in kept.error
 
 
-def test_numbers_that_json_lacks_cost_no_row(tmp_path: Path) -> None:
-    with Store.create(tmp_path, {"of": {"condition": math.inf}}) as store:
-        store.record(row(result={"examples": [{"index": 0, "psnr": math.inf}], "info": {"kappa": math.nan}}), None, {})
-        assert store.meta("of") == {"condition": None}
-        assert store.rows()[0].raw == {"examples": [{"index": 0, "psnr": None}], "info": {"kappa": None}}
-
-
 def test_everything_is_for_its_owner_only(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
@@ -349,3 +342,17 @@ def test_the_salt_is_that_of_the_store(tmp_path: Path) -> None:
     with Store.create(tmp_path, {"salt": "ab"}):
         pass
     assert stored_salt(tmp_path) == "ab"
+
+
+def test_numbers_that_json_lacks_are_stored_as_null_wherever_they_come_from(tmp_path: Path) -> None:
+    # The condition number of a ReLU net is infinite where a direction leaves no trace.
+    infinite = {"condition": math.inf, "curve": (1.0, math.nan), "tensor": torch.tensor([math.inf])}
+    with Store.create(tmp_path, {"policy": infinite}) as store:
+        store.set_meta("audited", infinite)
+        store.record(row(result={**RESULT, "info": infinite}), history={"objective": [math.inf]})
+        store.record_finding(finding(content=infinite))
+        stored = {"condition": None, "curve": [1.0, None], "tensor": [None]}
+        assert store.meta("policy") == store.meta("audited") == stored
+        assert store.rows()[0].raw == {**RESULT, "info": stored}
+        assert store.history(KEY) == {"objective": [None]}
+        assert store.findings()[0].content == stored

@@ -1,12 +1,21 @@
 """From a spec to a verdict: plan the grid, run each job, keep the rows, judge them.
 
-The room can be called: ``leakscope.audit(model=net, data=(x, y))`` is ``leakscope.audit.audit(...)``. Names
-are loaded on first use, so that a spec can be looked at without loading the libraries that run it.
+The room can be called, and is then its function ``audit``:
+
+    import leakscope as ls
+    result = ls.audit(model=net, data=(x, y), attacks=["inverting-gradients"], out="run")
+    print(result)                # the verdict in one paragraph
+    result.report("page.html")   # the same with tables, curves and pictures
+    result.rows, result.verdict  # everything that was measured
+
+``run_spec("spec.yaml")`` runs a file. Names are loaded on first use, so that a spec can be looked at without loading
+the libraries that run it.
 """
 
 from __future__ import annotations
 
 import importlib
+import inspect
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -32,10 +41,15 @@ _NAMES = {
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
 
+#: What help shows of the room; the other names are there, but each has a page of its own.
+__all__ = ["audit"]
+
+
 class _Room(ModuleType):
     """Lets the name of the room serve as the name of its main function."""
 
     def __call__(self, **settings: Any) -> Audit:
+        """Audit ``model`` on ``data``; help(leakscope.audit.audit) tells of every argument."""
         from leakscope.audit.run import audit
 
         return audit(**settings)
@@ -45,6 +59,8 @@ sys.modules[__name__].__class__ = _Room
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__signature__":  # that of the function, for editors and inspect
+        return inspect.signature(importlib.import_module(f"{__name__}.run").audit)
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,10 +27,10 @@ from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
-from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
-from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, plain
+from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
 
 TRACEBACK_LINES = 12
 
@@ -139,7 +139,7 @@ class Bench:
             "peak_memory_mb": peak,
         }
         if job.control is None:
-            result["diagnosis"] = plain(dataclasses.asdict(diagnose(observation, reconstruction)))
+            result["diagnosis"] = _diagnosis(observation, reconstruction)
             if "labels uncertain" in reconstruction.flags and not _all_right(measured):
                 result["given_labels"] = self._with_labels(job, attack, progress)
         return Outcome(
@@ -302,6 +302,17 @@ def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float])
 def _all_right(measured: Evaluation) -> bool:
     """Whether the attack named every label; one that names none has no wrong ones."""
     return all(row.get("label_correct") in (True, None) for row in measured.rows)
+
+
+def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict[str, Any]:
+    """Why the result is what it is; theory that fails says so and costs the attempt nothing."""
+    try:
+        found = diagnose(observation, reconstruction)
+    except Exception as error:  # noqa: BLE001 - any model may come, and the attack's result stands without it
+        reason = f"the diagnosis failed with {type(error).__name__}: {first_line(str(error))}"
+        found = Diagnosis(outcome="undecided", reason=reason, unknowns=reconstruction.inputs.numel())
+    facts: dict[str, Any] = plain(dataclasses.asdict(found))
+    return facts
 
 
 def _now() -> str:

@@ -10,11 +10,10 @@ import torch
 from leakscope.audit.findings import Subject
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
-from leakscope.limits import Floor, affordable_steps, cramer_rao
+from leakscope.limits import Floor, affordable_floor, cramer_rao
 from leakscope.matching import GradientMap
 
-#: Up to so many unknowns the floor is exact; above them it is estimated from so many random directions and steps.
-EXACT_UNKNOWNS = 1024
+#: Where the floor cannot be exact it is estimated from so many random directions and steps.
 PROBES = 4
 STEPS = 200
 
@@ -33,15 +32,18 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
         return {"reason": f"what {type(defense).__name__} does to a gradient is not known to the calculation"}
     wide = subject.observation.without_channel().to(device="cpu", dtype=torch.float64)
     mapping = GradientMap.of(wide, subject.y)
+    plan = affordable_floor(mapping, probes=PROBES, steps=STEPS)
+    if isinstance(plan, str):
+        return {"reason": plan}
+    method, steps = plan
     flat = mapping.flat(subject.x.double())
-    exact = mapping.unknowns <= EXACT_UNKNOWNS
     floor = cramer_rao(
         mapping,
         flat,
         channel.with_least_noise(_rounding(subject, mapping, flat)),
-        method="auto" if exact else "estimate",
+        method=method,
         probes=PROBES,
-        steps=min(STEPS, affordable_steps(mapping)),
+        steps=steps,
     )
     return _facts(floor, mapping, channel)
 

@@ -63,7 +63,7 @@ def attack_part(value: Any) -> Part:
 
 def task_part(value: Any) -> Part:
     """A task by name, or the user's own: a class that inherits Task, or a function loss(outputs, targets)."""
-    from leakscope.contracts.registry import import_object
+    from leakscope.contracts.imports import import_object
     from leakscope.contracts.task import TASKS, CustomLoss, Task
 
     if callable(value) and not isinstance(value, Task | type):
@@ -89,6 +89,20 @@ def data_names() -> list[str]:
     from leakscope.data import DATA
 
     return list(DATA)
+
+
+def check_own_model(name: str, seed: int) -> None:
+    """ValueError where ``package.module:factory`` cannot be imported, or may not be."""
+    from leakscope.models import model_factory
+
+    model_factory(name, seed)
+
+
+def check_own_data(name: str) -> None:
+    """ValueError where ``package.module:function`` cannot be imported, or may not be."""
+    from leakscope.contracts.imports import import_object
+
+    import_object("data", name)
 
 
 def in_memory_model(value: Any) -> dict[str, Any]:

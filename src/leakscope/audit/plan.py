@@ -43,12 +43,12 @@ class Job:
 
 
 def canonical(value: Any) -> str:
-    """One text for equal JSON values.
+    """One text for equal JSON values; infinity and NaN, which a setting may be, have theirs too.
 
     >>> canonical({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
     """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def content_hash(value: Any) -> str:

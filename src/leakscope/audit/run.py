@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import platform
 import secrets
 import tempfile
 from collections.abc import Callable, Mapping
@@ -13,18 +12,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy
-import torch
-
-from leakscope import __version__
 from leakscope.audit.attempts import Outcome
+from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
+from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, job_facts, plain, without_folders
+from leakscope.results.records import FindingRow, Row, counted, job_facts, plain, without_folders
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
@@ -61,6 +58,10 @@ class Audit:
         from leakscope.report import write_report
 
         return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
+
+    def __str__(self) -> str:
+        kept = "a temporary folder" if self._temporary is not None else self.directory
+        return f"{self.verdict} {counted(len(self.rows), 'job')} in {kept}."
 
     def __repr__(self) -> str:
         worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"
@@ -111,8 +112,12 @@ def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    *,
+    allow_code: bool = False,
 ) -> Audit:
     """Run a spec (checked, a mapping, or a YAML file's path) in the folder ``out``, resuming what is there.
+
+    ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
 
     ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
     after each round; then {"event": "planned", "total", "finished"}, and for each job
@@ -120,7 +125,7 @@ def run_spec(
     "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
     "finding" is the kind of finding where it is no attempt.
     """
-    checked = load_spec(spec)
+    checked = load_spec(spec, allow_code=allow_code)
 
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
@@ -173,6 +178,7 @@ def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
         store.set_meta("spec", _told_spec(setup))
         store.set_meta("data", _told_data(setup))
         store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
+        store.set_meta("audited", _audited(setup))
         store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
     except BaseException:
         store.close()
@@ -187,14 +193,9 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
         "salt": setup.salt,
         "spec_hash": content_hash(known),
         "identity": known,
-        "versions": {
-            "leakscope": __version__,
-            "torch": torch.__version__,
-            "numpy": numpy.__version__,
-            "python": platform.python_version(),
-            "platform": f"{platform.system()}-{platform.machine()}",
-        },
+        "versions": versions(),
         "plan": plan_summary(setup, jobs),
+        "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -243,6 +244,10 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(item) for item in value]
     return without_folders(value) if isinstance(value, str) else value
+
+
+def _audited(setup: Setup) -> list[dict[str, Any]]:
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:

@@ -20,6 +20,7 @@ from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.contracts.caps import COUNT, JOBS, SPEC_BYTES
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
 
@@ -106,7 +107,10 @@ def _named(value: Any, kind: type[_Strict], in_memory: Callable[[Any], dict[str,
 
 
 def _model_name(model: ModelSpec) -> ModelSpec:
-    if model.instance is not None or ":" in model.name:
+    if model.instance is not None:
+        return model
+    if ":" in model.name:
+        parts.check_own_model(model.name, model.seed)  # now, while it is known who named it
         return model
     return model.model_copy(update={"name": find_name(model.name, parts.model_names())})
 
@@ -114,7 +118,10 @@ def _model_name(model: ModelSpec) -> ModelSpec:
 def _data_name(data: DataSpec) -> DataSpec:
     if (data.mean is None) != (data.std is None):
         raise ValueError("expected both mean and std, or neither")
-    if data.instance is not None or ":" in data.name:
+    if data.instance is not None:
+        return data
+    if ":" in data.name:
+        parts.check_own_data(data.name)
         return data
     return data.model_copy(update={"name": find_name(data.name, parts.data_names())})
 
@@ -231,9 +238,8 @@ def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 
 def _protocols(info: ValidationInfo) -> list[Part]:
-    """Those of the spec that is being checked; none where they are wrong, which is told anyway."""
-    protocols: list[Part] = info.data.get("protocols", [])
-    return protocols
+    """Those of the spec that is being checked; the default where they are wrong, which is told anyway."""
+    return info.data.get("protocols") or [parts.protocol_part("fedsgd")]
 
 
 def _dtype(value: str | None) -> str | None:
@@ -345,8 +351,12 @@ class AuditSpec(_Strict):
         return self.model_dump(mode="json")
 
 
-def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str]) -> AuditSpec:
-    """The spec in a YAML file (or in a mapping); SpecError if it cannot be read or is wrong."""
+def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *, allow_code: bool = False) -> AuditSpec:
+    """The spec in a YAML file (or in a mapping); SpecError if it cannot be read or is wrong.
+
+    A file is data: code that it names (``package.module:Name``) must lie in the current folder or beside the file,
+    unless ``allow_code``. A mapping is the caller's own word.
+    """
     if isinstance(source, Mapping | AuditSpec):
         return AuditSpec.parse(source)
     path = Path(source)
@@ -354,12 +364,15 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str]) ->
         text = read_whole(path, SPEC_BYTES).decode("utf-8")
     except ValueError as error:
         raise SpecError([f"cannot be read: {error}"], str(path)) from error
-    return parse_yaml(text, str(path))
+    return parse_yaml(text, str(path), path.parent, allow_code=allow_code)
 
 
-def parse_yaml(text: str, source: str = "audit spec") -> AuditSpec:
-    """The spec in ``text``."""
-    return AuditSpec.parse(read_yaml(text, source), source)
+def parse_yaml(
+    text: str, source: str = "audit spec", folder: Path | None = None, *, allow_code: bool = False
+) -> AuditSpec:
+    """The spec in ``text``, which lies in ``folder``."""
+    with names_of_a_spec(folder or Path.cwd(), allowed=allow_code):
+        return AuditSpec.parse(read_yaml(text, source), source)
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:

@@ -21,10 +21,12 @@ from leakscope.contracts.task import outputs_of
 from leakscope.federation import FedAvg
 from leakscope.federation.client import batch_gradient, own_randomness
 from leakscope.federation.trajectory import Trajectory
-from leakscope.limits import cosine_profile, drift_bound, leading_shares
+from leakscope.limits import GRADIENTS_WORK, cosine_profile, drift_bound, effort_of, leading_shares
 
 MAX_STEPS = 50
 MIN_STEPS = 3
+#: Gradients that the segment along the update takes: twenty-one places, and the search between two of them.
+PROFILE_GRADIENTS = 35
 #: Entries of all gradients (and again of all weights) held at a time: 200 MB each in float32.
 MAX_ENTRIES = 50_000_000
 
@@ -46,6 +48,11 @@ def describe_update(subject: Subject) -> dict[str, Any]:
     size = sum(value.numel() for value in message.update.values())
     limit = max(MIN_STEPS, min(MAX_STEPS, MAX_ENTRIES // size))
     model = subject.observation.model  # the one the client was sent
+    gradients = limit + PROFILE_GRADIENTS + protocol.epochs
+    effort = effort_of(model, subject.observation.input_shape, len(subject.x))
+    refusal = effort.refusal("this", 3 * gradients, GRADIENTS_WORK, numbers=math.inf)
+    if refusal is not None:
+        return {"reason": refusal}
     path = protocol.trajectory(
         model, subject.x, subject.y, subject.defense, subject.draws(), limit=limit, task=subject.task
     )

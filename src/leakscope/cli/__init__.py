@@ -2,36 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
+import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator
+from typing import Annotated, Any, NoReturn
 
 import typer
 
+from leakscope.audit.output import unfailing_output
 from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
+from leakscope.cli.help import PlainCommand, PlainGroup
 from leakscope.cli.limits import limits
 from leakscope.cli.listing import list_names
 from leakscope.cli.pages import compare, report, reproduce
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
+#: Characters of an error that are printed; a file may hold a name of megabytes.
+MAX_MESSAGE = 4000
 CTRL_C = 130  # what typer makes of a KeyboardInterrupt
 
 app = typer.Typer(
     help="What can somebody who sees a federated-learning update learn about the data behind it?",
     no_args_is_help=True,
     add_completion=False,
+    cls=PlainGroup,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     epilog="Exit codes of audit: 0 within policy, 1 leaks above policy, 2 interrupted, 3 internal error, "
     "4 usage or spec error, 5 nothing audited or inconclusive.",
 )
-app.command()(audit)
-app.command()(attack)
-app.command()(limits)
-app.command()(reproduce)
-app.command(name="list")(list_names)
-app.command()(report)
-app.command()(compare)
+app.command(cls=PlainCommand)(audit)
+app.command(cls=PlainCommand)(attack)
+app.command(cls=PlainCommand)(limits)
+app.command(cls=PlainCommand)(reproduce)
+app.command(name="list", cls=PlainCommand)(list_names)
+app.command(cls=PlainCommand)(report)
+app.command(cls=PlainCommand)(compare)
 
 
 @app.callback(invoke_without_command=True)
@@ -47,16 +55,48 @@ def top(
 
 def main() -> NoReturn:
     """The entry point: every expected problem is one clear message and the right exit code."""
+    with unfailing_output(), _signals_end_it() as received:
+        code = _run()
+        if code == CTRL_C:
+            cause = f"Ended by {received[0]}" if received else "Interrupted"
+            _say(f"{cause}. Finished jobs are kept; the same command resumes.")
+            code = INTERRUPTED
+    sys.exit(code)
+
+
+def _run() -> int:
     try:
         code = app(standalone_mode=False)
     except KeyboardInterrupt:  # before a command has begun
-        code = CTRL_C
+        return CTRL_C
     except Exception as error:  # noqa: BLE001 - the outermost frame: sorts errors into exit codes
-        sys.exit(_explain(error))
-    if code == CTRL_C:
-        _say("Interrupted. Finished jobs are kept; the same command resumes.")
-        code = INTERRUPTED
-    sys.exit(code if isinstance(code, int) else 0)
+        return _explain(error)
+    return code if isinstance(code, int) else 0
+
+
+@contextlib.contextmanager
+def _signals_end_it() -> Iterator[list[str]]:
+    """SIGTERM and SIGHUP end a command like Ctrl-C; yields the name of the one that did.
+
+    What the caller of the command ignores stays ignored: that is how nohup works.
+    """
+    received: list[str] = []
+    ending = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+    def end(number: int, _frame: Any) -> None:
+        received.append(signal.Signals(number).name)
+        for one in handled:  # the way out is not to be interrupted by more of the same
+            signal.signal(one, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    handled = [number for number in ending if signal.getsignal(number) == signal.SIG_DFL]
+    for number in handled:
+        signal.signal(number, end)
+    try:
+        yield received
+    finally:
+        for number in [] if received else handled:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _explain(error: Exception) -> int:
@@ -67,20 +107,46 @@ def _explain(error: Exception) -> int:
     if isinstance(error, click.ClickException):
         _say(f"Error: {error.format_message()}")
         return USAGE
-    if isinstance(error, ValueError | TypeError | OSError):
-        _say(f"Error: {error}")
-        return USAGE
-    from leakscope.audit import ExecutorError
+    from leakscope.audit import ExecutorError, SpecError
+    from leakscope.results import StoreError
 
-    if isinstance(error, ExecutorError):
+    told = isinstance(error, OSError | ExecutorError | SpecError | StoreError)
+    if told or (isinstance(error, ValueError | TypeError) and _is_told(error)):
         _say(f"Error: {error}")
         return USAGE
     import traceback
 
     _say("".join(traceback.format_exception(error)))
-    _say("This is a defect in leakscope. Nothing that was finished is lost.")
+    _say("This is a defect in leakscope, or in code of yours that it ran. Nothing that was finished is lost.")
     return INTERNAL
 
 
+def _is_told(error: Exception) -> bool:
+    """Whether a ``raise`` of leakscope's own ends the traceback: a mistake of the user's that was looked for.
+
+    A ValueError or TypeError that surfaces from a library, or from a slip in an expression, is nobody's usage error.
+    """
+    import dis
+
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    if place is None or not str(place.tb_frame.f_globals.get("__name__")).startswith("leakscope."):
+        return False
+    return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
+
+
 def _say(text: str) -> None:
-    print(text, file=sys.stderr)
+    print(capped(text), file=sys.stderr)
+
+
+def capped(text: str, most: int = MAX_MESSAGE) -> str:
+    """A message of any length with its middle left out; the end often says what to do.
+
+    >>> capped("abcdefghij", 6)
+    'abcd [4 characters left out] ij'
+    """
+    if len(text) <= most:
+        return text
+    end = most // 3
+    return f"{text[: most - end]} [{len(text) - most:,} characters left out] {text[-end:]}"

@@ -23,13 +23,18 @@ def attack(
     ] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
 ) -> None:
-    """Attack a captured update and write what was recovered: pictures, tensors and the attack's own opinion."""
+    """Attack a captured update.
+
+    What was recovered is written: pictures, tensors and the attack's own opinion.
+    """
     from leakscope.audit.parts import attack_part
-    from leakscope.cli.console import step_progress
+    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.cli.progress import step_progress
     from leakscope.contracts.files import read_observation_files
     from leakscope.contracts.observation import Observation
     from leakscope.limits import diagnose as explain
     from leakscope.models import MODELS, build_model
+    from leakscope.results.records import counted
 
     tensors, facts = read_observation_files(observation)
     name = model or facts["model_name"]
@@ -46,10 +51,11 @@ def attack(
         result = recover(observed, seed=seed, device=device, progress=progress)
     result = dataclasses.replace(result, diagnosis=explain(observed, result, thorough=diagnose))
     _write(result, observed, {"attack": repr(recover), "seed": seed}, out)
+    console = make_console()
     for line in (*result.flags, *result.notes):
-        print(f"note: {line}")
-    print(f"{result.diagnosis.outcome}: {result.diagnosis.reason}")
-    print(f"returned {len(result.inputs)} inputs in {result.info['seconds']:.1f} s: {out}")
+        say(console, f"Note: {line}")
+    say(console, f"{result.diagnosis.outcome}: {result.diagnosis.reason}")
+    say_path(console, f"Returned {counted(len(result.inputs), 'input')} in {result.info['seconds']:.1f} s:", out)
 
 
 def _write(result: Any, observed: Any, facts: dict[str, Any], out: Path) -> None:

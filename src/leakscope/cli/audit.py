@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,9 +11,11 @@ import typer
 
 from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
 from leakscope.audit.yaml_text import SpecError, read_yaml
-from leakscope.cli.parsing import parse_part, parse_parts
+from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, Verbose, relative
+from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
 from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
 
@@ -23,7 +26,13 @@ def _help(key: str, example: str = "", model: Any = AuditSpec) -> Any:
     return typer.Option(help=f"{sentence[0].upper()}{sentence[1:]}{f'; {example}' if example else ''}.")
 
 
-_MAX_PSNR = next(setting.help for setting in settings_of(Policy) if setting.name == "max_psnr")
+_LIMITS = {setting.name: f"Policy: {setting.help}." for setting in settings_of(Policy)}
+
+
+class Labels(StrEnum):
+    no = "no"
+    counts = "counts"
+    yes = "yes"
 
 
 def audit(
@@ -44,8 +53,15 @@ def audit(
     defense: Annotated[list[str] | None, _help("defenses", "gradient-pruning:fraction=0.9; repeatable")] = None,
     attack: Annotated[list[str] | None, _help("attacks", "dlg:iterations=500; repeatable")] = None,
     knowledge: Annotated[str | None, _help("knowledge", "adaptive_server lets attacks know the defence")] = None,
+    labels: Annotated[
+        Labels | None,
+        typer.Option(
+            help="What attacks know of the labels, whatever --knowledge says: nothing, how many of each, all."
+        ),
+    ] = None,
     seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
-    max_psnr: Annotated[float | None, typer.Option(help=f"Policy: {_MAX_PSNR}.")] = None,
+    max_psnr: Annotated[float | None, typer.Option(help=_LIMITS["max_psnr"])] = None,
+    max_label_accuracy: Annotated[float | None, typer.Option(help=_LIMITS["max_label_accuracy"])] = None,
     findings: Annotated[
         bool | None, typer.Option("--findings/--no-findings", help="Theory beside the attacks.")
     ] = None,
@@ -57,10 +73,21 @@ def audit(
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
     show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
+    no_progress: NoProgress = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
-    """Audit a model and its protocol: attack updates, compare with the truth, judge, write a report."""
+    """Audit what the updates of a model leak.
+
+    Updates are attacked, the results compared with the truth and judged, and a report is written.
+    """
+    output = Output.of(quiet=quiet, verbose=verbose, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
     if weights and not model:
         raise ValueError("--weights: expected together with --model")
+    limits = {"max_psnr": max_psnr, "max_label_accuracy": max_label_accuracy}
     chosen = {
         "model": {"name": model, "weights": weights} if model and weights else model,
         "data": _data_option(data, data_path, spec),
@@ -72,7 +99,7 @@ def audit(
         "attacks": parse_parts(attack),
         "knowledge": knowledge,
         "seeds": seeds,
-        "policy": None if max_psnr is None else {"max_psnr": max_psnr},
+        "policy": {name: limit for name, limit in limits.items() if limit is not None} or None,
         "findings": findings,
         "workers": workers,
         "threads": threads,
@@ -82,7 +109,7 @@ def audit(
         "executor": "serial" if serial else None,
     }
     options = {key: value for key, value in chosen.items() if value is not None}
-    raise typer.Exit(_run(spec, options, out))
+    raise typer.Exit(_run(spec, options, labels, out, output, allow_code))
 
 
 def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
@@ -93,17 +120,33 @@ def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
     return {"path": path} if name is None else {"name": name, "path": path}
 
 
-def _run(spec: Path | None, options: dict[str, Any], out: Path) -> int:
+def _run(
+    spec: Path | None, options: dict[str, Any], labels: Labels | None, out: Path, output: Output, allow_code: bool
+) -> int:
     settings = _default(options) if spec is None else _merged(spec, options)
     settings.setdefault("executor", "processes")
-    checked = AuditSpec.parse(settings, str(spec or "audit"))
+    # What is typed is the user's own word; what stands in the file is data.
+    with names_of_a_spec(spec.parent if spec else Path.cwd(), allowed=allow_code, typed=own_names(options)):
+        checked = AuditSpec.parse(settings, str(spec or "audit"))
+        if labels is not None:  # on top of the preset or the mapping, which only the checked spec tells
+            settings["knowledge"] = {**checked.knowledge, "labels": labels.value}
+            checked = AuditSpec.parse(settings, str(spec or "audit"))
     from leakscope.audit.run import run_spec
-    from leakscope.cli.console import audit_progress, print_verdict
+    from leakscope.cli.console import make_console, print_verdict
+    from leakscope.cli.progress import audit_progress
+    from leakscope.results.export import audit_document, audit_table
 
-    with audit_progress() as progress:
+    with audit_progress(show=output.progress, verbose=output.verbose, quiet=output.quiet) as progress:
         result = run_spec(checked, out, progress)
-    print_verdict(result, result.report())
-    return result.verdict.exit_code
+    page, verdict = result.report(), result.verdict
+    console = make_console(stderr=output.for_machines)
+    print_verdict(result, page, console, quiet=output.quiet, verbose=output.verbose)
+    files = {"folder": relative(out), "report": relative(page)}
+    output.write(
+        lambda: audit_document(result.store, verdict, files),
+        lambda: audit_table(result.store, verdict),
+    )
+    return verdict.exit_code
 
 
 def _merged(spec: Path, options: dict[str, Any]) -> dict[str, Any]:

@@ -1,194 +1,285 @@
-"""What the command line draws: progress bars and tables."""
+"""What the command line prints for people: tables that fit the width, and the verdict with its reasons."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+import os
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich import box
+from rich.cells import cell_len
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
+
+#: Between two columns of a table.
+_GAP = 2
+#: Reasons that are printed unless every one is asked for.
+MAX_REASONS = 8
 
 
-@contextmanager
-def audit_progress() -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Yields a callback for the audit's events: a bar on a terminal, a line a job elsewhere."""
-    console = Console(stderr=True)
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    ) as view:
-        task = view.add_task("audit", total=None)
-
-        def tell(event: dict[str, Any]) -> None:
-            if event["event"] == "trained":
-                text = f"training, loss {event['loss']:.3g}"
-                view.update(task, total=event["total"], completed=event["done"], description=text)
-                if not console.is_terminal:
-                    console.print(f"[round {event['done']}/{event['total']}] {text}", markup=False, highlight=False)
-            elif event["event"] == "planned":
-                view.update(task, total=event["total"], completed=event["finished"], description="audit")
-                if event["finished"]:
-                    console.print(f"resuming: {event['finished']} of {event['total']} jobs are done")
-            elif event["event"] == "finished":
-                line = _job_line(event)
-                view.update(task, completed=event["completed"], description=event["job"]["attack_name"])
-                if not console.is_terminal or event["status"] == "failed":
-                    text = f"[{event['completed']}/{event['total']}] {line}"
-                    console.print(text, markup=False, highlight=False, soft_wrap=True)
-
-        yield tell
+def make_console(*, stderr: bool = False) -> Console:
+    """A console without escape codes in a pipe, and none at all where NO_COLOR is set."""
+    plain_text = bool(os.environ.get("NO_COLOR"))
+    return Console(stderr=stderr, highlight=False, markup=False, color_system=None if plain_text else "auto")
 
 
-def _job_line(event: dict[str, Any]) -> str:
-    """One job in one line: what it was, where, and what came out."""
-    job = event["job"]
-    result = f"{decibels(event['psnr'])} dB" if job["finding"] is None else f"{event['seconds']:.1f} s"
-    if event["error"]:
-        result = event["error"].splitlines()[0]
-    place = f"control ({job['control']})" if job["control"] else job["defense"]
-    return f"{'finding ' if job['finding'] else ''}{job['attack_name']} | {place} | {result}"
+def say(console: Console, text: str, indent: int = 0, style: str = "") -> None:
+    """A paragraph, wrapped between words; what is indented hangs below its beginning."""
+    console.print(Padding(Text(text, style=style, overflow="fold"), (0, 0, 0, indent)) if indent else Text(text, style))
 
 
-@contextmanager
-def step_progress() -> Iterator[Callable[[int, int, float], None]]:
-    """Yields a callback for an attack's steps."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal) as view:
-        task = view.add_task("attack", total=None)
-
-        def tell(done: int, total: int, value: float) -> None:
-            view.update(task, completed=done, total=total, description=f"objective {value:.3g}")
-
-        yield tell
+def say_path(console: Console, what: str, path: Path | str) -> None:
+    """A path in one piece, so that it can be copied."""
+    console.print(f"{what} {path}", soft_wrap=True)
 
 
-@contextmanager
-def named_progress() -> Iterator[Callable[[str, int, int], None]]:
-    """Yields a callback for long work in parts: a bar on a terminal, elsewhere a line every quarter of a minute."""
-    console = Console(stderr=True)
-    with Progress(console=console, disable=not console.is_terminal, transient=True) as view:
-        task = view.add_task("", total=None)
-        spoken = time.monotonic()
+def fitted(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
+    """A width for each column (``cells`` by column) in which no word is cut; None where there is no such.
 
-        def tell(name: str, done: int, total: int) -> None:
-            nonlocal spoken
-            view.update(task, completed=done, total=total, description=name)
-            if not console.is_terminal and time.monotonic() - spoken > 15:
-                console.print(f"[{done}/{total}] {name}", markup=False, highlight=False)
-                spoken = time.monotonic()
-
-        yield tell
-
-
-def print_table(title: str | None, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    table = Table(title=title)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(str(cell) for cell in row))
-    Console(highlight=False).print(table)
+    >>> fitted([["S1", "S2"], ["a few long words", "one"]], 12), fitted([["S1"], ["indivisible"]], 12)
+    ([2, 8], None)
+    """
+    longest_words = [max((cell_len(w) for text in column for w in text.split()), default=1) for column in cells]
+    longest_lines = [
+        max((cell_len(line) for text in column for line in text.splitlines()), default=1) for column in cells
+    ]
+    widths, room = list(longest_words), width - _GAP * (len(cells) - 1)
+    if sum(widths) > room:
+        return None
+    while sum(widths) < room:
+        # The column whose longest text takes the most lines gains the most from another character.
+        neediest = max(range(len(widths)), key=lambda n: longest_lines[n] / widths[n])
+        if longest_lines[neediest] <= widths[neediest]:
+            break
+        widths[neediest] += 1
+    return widths
 
 
-def print_listing(lines: Iterable[tuple[str, str]]) -> None:
-    table = Table(box=None, show_header=False)
+def print_table(
+    title: str | None, columns: Iterable[str], rows: Iterable[Iterable[object]], console: Console | None = None
+) -> None:
+    """A table where its words fit side by side; where not, a block of lines for each row."""
+    console = console or make_console()
+    heads = list(columns)
+    lines = [[str(cell) for cell in row] for row in rows]
+    if title:
+        say(console, title, style="bold")
+    widths = fitted([list(column) for column in zip(heads, *lines, strict=True)], console.width)
+    if widths is None:
+        _print_blocks(console, heads, lines)
+        return
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head, size in zip(heads, widths, strict=True):
+        table.add_column(Text(head), width=size)
     for line in lines:
-        table.add_row(*line)
-    Console(highlight=False).print(table)
+        table.add_row(*map(Text, line))
+    console.print(table)
+
+
+def _print_blocks(console: Console, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
+    for line in lines:
+        say(console, f"{heads[0]}: {line[0]}")
+        for head, cell in zip(heads[1:], line[1:], strict=True):
+            if cell:
+                say(console, f"{head}: {cell}", indent=2)
+
+
+def print_listing(lines: Iterable[tuple[str, str]], console: Console | None = None) -> None:
+    """Names with a text each, the texts in a column of their own."""
+    console = console or make_console()
+    entries = list(lines)
+    room = max((cell_len(name) for name, _ in entries), default=0)
+    if room > console.width // 2:
+        for name, text in entries:
+            say(console, name)
+            say(console, text, indent=2)
+        return
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True, width=room)
+    table.add_column(overflow="fold")
+    for name, text in entries:
+        table.add_row(Text(name), Text(text))
+    console.print(table)
 
 
 def print_limits(title: str, limits: Any) -> None:
     """What theory says, in small tables, each with its remark below."""
     from leakscope.report import tables_of
 
-    console = Console(highlight=False)
-    console.print(title, style="bold", markup=False)
+    console = make_console()
+    say(console, title, style="bold")
     for table in tables_of(limits):
+        console.print()
         if table.rows:
-            print_table(table.title, table.columns, table.rows)
+            print_table(table.title, table.columns, table.rows, console)
         else:
-            console.print(f"{table.title}:", markup=False, style="italic")
+            say(console, f"{table.title}:", style="bold")
         if table.note:
-            console.print(f"  {table.note}", markup=False)
-    console.print(f"Conclusion: {limits.conclusion}", style="bold", markup=False)
+            say(console, table.note, indent=2)
+    console.print()
+    say(console, f"Conclusion: {limits.conclusion}", style="bold")
 
 
-def print_reproduction(title: str, result: Any, page: Path | None = None, pictures: bool | None = None) -> None:
+def print_reproduction(
+    title: str, result: Any, page: Path | None, pictures: bool | None, console: Console, quiet: bool = False
+) -> None:
     """Published and measured numbers side by side, then where the page is and what it leaves out."""
-    print_table(
-        title,
-        ("setting", "measure", "published", "measured", "interval", "n", "verdict", "note"),
-        (
+    if not quiet:
+        notes = list(dict.fromkeys(row.note for row in result.rows if row.note))
+        print_table(
+            title,
+            ("setting", "measure", "published", "tolerance", "measured", "95 %", "n", "verdict", "note"),
             (
-                row.setting,
-                row.measure,
-                plain(row.published),
-                plain(row.measured),
-                "-" if row.interval is None else f"{plain(row.interval[0])} to {plain(row.interval[1])}",
-                row.count,
-                row.verdict,
-                row.note,
-            )
-            for row in result.rows
-        ),
-    )
+                (
+                    row.setting,
+                    row.measure,
+                    figure(row.published),
+                    figure(row.tolerance),
+                    figure(row.measured),
+                    "-" if row.interval is None else f"{figure(row.interval[0])} to {figure(row.interval[1])}",
+                    row.count,
+                    row.verdict,
+                    f"({notes.index(row.note) + 1})" if row.note else "",
+                )
+                for row in result.rows
+            ),
+            console,
+        )
+        print_listing([(f"({number})", note) for number, note in enumerate(notes, start=1)], console)
+        say(console, result.caption)
+    verdicts = [row.verdict for row in result.rows]
+    counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
+    say(console, f"Result: {counts}", style="bold")
     if page is None:
         return
-    console = Console(highlight=False)
-    if pictures is None and any(grid.private for grid in result.pictures):
-        console.print("Private pictures are left out of the page; --pictures shows them.", markup=False)
-    console.print(f"Page:  {page}", markup=False, soft_wrap=True)
+    if not quiet and pictures is None and any(grid.private for grid in result.pictures):
+        say(console, "Private pictures are left out of the page; --pictures shows them.")
+    say_path(console, "Page:  ", page)
 
 
-def print_comparison(title: str, rows: Iterable[Any]) -> None:
+def print_comparison(title: str, lines: Sequence[Any], console: Console) -> None:
     """Two audits, setting by setting."""
+    from leakscope.results.names import short_names
+
+    protocols, defenses = short_names(line.protocol for line in lines), short_names(line.defense for line in lines)
+    names = setting_names(lines)
     print_table(
         title,
-        ("setting", "attack", "PSNR first", "PSNR second", "difference", "intervals overlap"),
+        ("setting", "attack", "first, dB", "second, dB", "difference", "intervals overlap"),
         (
             (
-                row.setting,
-                row.attack,
-                decibels(row.psnr_a),
-                decibels(row.psnr_b),
-                decibels(row.difference),
-                {True: "yes", False: "no", None: "-"}[row.overlap],
+                names[line.protocol, line.defense],
+                line.attack,
+                decibels(line.psnr_a),
+                decibels(line.psnr_b),
+                decibels(line.difference),
+                {True: "yes", False: "no", None: "-"}[line.overlap],
             )
-            for row in rows
+            for line in lines
         ),
+        console,
     )
+    console.print()
+    legend = [(name, f"{protocols[protocol]} · {defenses[defense]}") for (protocol, defense), name in names.items()]
+    print_listing(legend, console)
 
 
-def print_verdict(result: Any, page: Path) -> None:
-    """The verdict of an audit with what it rests on."""
-    several = len({row.protocol for row in result.verdict.settings}) > 1
+def setting_names(lines: Iterable[Any]) -> dict[tuple[str, str], str]:
+    """A short name for each setting of a comparison, in order."""
+    cells = dict.fromkeys((line.protocol, line.defense) for line in lines)
+    return {cell: f"S{number}" for number, cell in enumerate(cells, start=1)}
+
+
+def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = False, verbose: bool = False) -> None:
+    """What was audited, the settings, what gave no result, and the verdict: why, and what to do."""
+    verdict = result.verdict
+    if not quiet:
+        _print_audited(result.store.meta("audited"), console)
+        _print_settings(verdict, console)
+        _print_remarks(verdict, console)
+        _print_fates(result, console)
+        console.print()
+    say(console, f"Verdict: {verdict.outcome.upper()}", style="bold")
+    if not quiet:
+        _print_reasons(verdict, console, verbose)
+    say_path(console, "Report: ", page)
+
+
+def _print_audited(audited: Any, console: Console) -> None:
+    lines = [line for line in audited or [] if isinstance(line, dict) and line.get("text")]
+    if not lines:
+        return
+    say(console, "Audited", style="bold")
+    for line in lines:
+        warning = line.get("warning") is True
+        say(console, f"{'Warning: ' if warning else ''}{line['text']}", indent=2, style="bold" if warning else "")
+    console.print()
+
+
+def _print_settings(verdict: Any, console: Console) -> None:
+    from leakscope.results.names import name_settings
+
+    settings = name_settings(verdict)
     print_table(
-        "Strongest attack for each example, by setting",
-        ("setting", "mean PSNR (95 %)", "no information", "identified", "labels", "outcome"),
+        "Strongest attack on each example, by setting",
+        ("setting", "mean PSNR (95 %)", "no info", "identified", "labels", "outcome"),
         (
             (
-                f"{row.protocol}, {row.defense}" if several else row.defense,
-                f"{decibels(row.mean_psnr)} dB ({decibels(row.interval[0])} to {decibels(row.interval[1])})",
-                f"{decibels(row.baseline_psnr)} dB",
+                setting.name,
+                f"{decibels(row.mean_psnr)} ({decibels(row.interval[0])} to {decibels(row.interval[1])})",
+                decibels(row.baseline_psnr),
                 percent(row.identification),
                 percent(row.label_accuracy),
                 row.outcome,
             )
-            for row in result.verdict.settings
+            for setting, row in ((setting, setting.verdict) for setting in settings)
         ),
+        console,
     )
-    console = Console(highlight=False)
-    for reason in result.verdict.reasons:
-        console.print(f"  {reason}", markup=False)
-    console.print(f"Verdict: {result.verdict.outcome.upper()}", style="bold")
-    console.print(f"Report:  {page}", markup=False, soft_wrap=True)
+    console.print()
+    print_listing([(setting.name, setting.short) for setting in settings], console)
+    say(console, "PSNR in dB; no info: the same attack without the update; labels: share recovered.")
+
+
+def _print_fates(result: Any, console: Console) -> None:
+    from leakscope.results.wording import shared_fates
+
+    fates = shared_fates(result.rows, result.findings)
+    if fates:
+        console.print()
+    for fate in fates:
+        say(console, str(fate)[0].upper() + str(fate)[1:])
+
+
+def _print_remarks(verdict: Any, console: Console) -> None:
+    """What the policy does not limit, once for all settings it holds for."""
+    from leakscope.results.names import name_settings
+
+    remarks: dict[str, list[str]] = {}
+    for setting in name_settings(verdict):
+        for remark in setting.verdict.remarks:
+            remarks.setdefault(remark, []).append(setting.name)
+    for remark, names in remarks.items():
+        say(console, f"Note: {', '.join(names)}: {remark}")
+
+
+def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
+    from leakscope.results.wording import shared_reasons
+
+    reasons = shared_reasons(verdict)
+    shown = reasons if verbose else reasons[:MAX_REASONS]
+    for reason in shown:
+        console.print()
+        say(console, f"Why: {reason}", indent=2)
+        if reason.remedy:
+            say(console, f"What to do: {reason.remedy}", indent=2)
+    if len(shown) < len(reasons):
+        console.print()
+        say(console, f"{len(reasons) - len(shown)} more reasons are in the report; -v prints them.", indent=2)
+    console.print()
 
 
 def decibels(value: float | None) -> str:
@@ -199,5 +290,5 @@ def percent(value: float | None) -> str:
     return "-" if value is None or value != value else f"{100 * value:.0f} %"
 
 
-def plain(value: float | None) -> str:
+def figure(value: float | None) -> str:
     return "-" if value is None or value != value else f"{value:.4g}"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.parsing import parse_shape
+from leakscope.cli.parsing import ALLOW_CODE, parse_shape
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,6 +48,7 @@ def limits(
     ] = False,
     probes: Annotated[int, typer.Option(help="Random directions of an estimate.")] = 8,
     seed: Annotated[int, typer.Option(help="Seed of inputs, batches, dropout and probes.")] = 0,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
     """What theory says can be recovered, before any attack."""
@@ -60,14 +61,15 @@ def limits(
             raise ValueError("--noise-scale times-clip: expected together with --noise and --clip")
         settings["noise"] = noise * clip
     channel = Channel(**settings, prune_scope=prune_scope.value) if settings else None
-    from leakscope.cli.console import named_progress, print_limits
+    from leakscope.cli.console import print_limits
+    from leakscope.cli.progress import named_progress
 
     with named_progress() as progress:
         options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}
         if spec is not None:
             flags = {"--model": model, "--input": input, "--batch": batch, "--samples": samples, "--rounds": rounds}
             twice = {**flags, "--classes": classes, "--data": data, "--index": index}
-            results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options)
+            results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options, allow_code)
         elif model is None:
             raise ValueError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
         else:
@@ -75,8 +77,10 @@ def limits(
             shape, facts = _examples(data, index or 0, samples if samples is not None else count, input)
             results = [_of_model(model, shape, facts, classes, count, samples, rounds, options)]
     if as_json:
-        contents = [limits.as_dict() for _, limits in results]
-        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1))
+        from leakscope.results.records import plain
+
+        contents = plain([limits.as_dict() for _, limits in results])
+        print(json.dumps(contents[0] if len(contents) == 1 else contents, indent=1, allow_nan=False))
     else:
         for title, limits in results:
             print_limits(title, limits)
@@ -129,14 +133,14 @@ def _of_model(
     return _vertical_title(name, limits, shape), limits
 
 
-def _of_spec(path: Path, twice: list[str], options: Options) -> list[tuple[str, Any]]:
+def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -> list[tuple[str, Any]]:
     """The limits of every vertical protocol of a spec, and those of one gradient where there are others."""
     if twice:
         raise ValueError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
     from leakscope.audit import load_spec
     from leakscope.audit.setup import build_setup
 
-    setup = build_setup(load_spec(path))
+    setup = build_setup(load_spec(path, allow_code=allow_code))
     spec, (x, y) = setup.spec, setup.batch(0)
     shape = tuple(x.shape[1:])
     results: list[tuple[str, Any]] = []

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from leakscope.cli.output import AsCsv, AsJson, Output
+
 if TYPE_CHECKING:
     from leakscope.contracts.registry import Registry
 
@@ -39,23 +41,73 @@ _TABLES = {
 def list_names(
     what: Annotated[Listable, typer.Argument(help="What to list.")],
     name: Annotated[str | None, typer.Argument(help="One of them, or package.module:Class: its settings.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
-    """Names that can be typed elsewhere, with one line each; of one of them every setting."""
-    from leakscope.cli.console import print_listing, print_table
+    """List attacks, models and so on.
 
+    Names that can be typed elsewhere, with one line each; of one of them every setting.
+    """
+    output = Output.of(as_json=as_json, as_csv=as_csv)
     module, attribute = _TABLES[what]
     table: Registry[Any] = getattr(importlib.import_module(module), attribute)
-    if name is None:
-        lines = [(e.name, f"{e.summary} ({e.source})" if e.source else e.summary) for e in table.values()]
-        print_listing(lines)
-        return
+    entries = [_entry(table, name)] if name is not None else [_facts(entry) for entry in table.values()]
+    if output.for_machines:
+        from leakscope.results.export import document
+
+        content = document("list", {"what": what.value, "entries": entries})
+        settings = entries[0]["settings"] if name is not None else None
+        short = [{key: entry[key] for key in ("name", "summary", "source")} for entry in entries]
+        output.write(lambda: content, lambda: short if settings is None else settings)
+    elif name is None:
+        from leakscope.cli.console import print_listing
+
+        print_listing(
+            [(e["name"], f"{e['summary']} ({e['source']})" if e["source"] else e["summary"]) for e in entries]
+        )
+    else:
+        _print_entry(entries[0])
+
+
+def _facts(entry: Any) -> dict[str, Any]:
+    return {"name": entry.name, "summary": entry.summary, "source": entry.source, "settings": None}
+
+
+def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
+    """One entry of a table, or a class of the user's, with its settings."""
     from leakscope.contracts.settings import Described, settings_of
 
     target = table.target(name)
-    if not (isinstance(target, type) and issubclass(target, Described)):
-        entry = table.find(name)
-        options = ", ".join(entry.options()) if hasattr(entry, "options") else ""
-        print_listing([(entry.name, entry.summary), ("options", options or "none")])
+    nameless: dict[str, Any] = {"name": name, "summary": "", "source": "", "settings": None}
+    facts = nameless if ":" in name else _facts(table.find(name))
+    if isinstance(target, type) and issubclass(target, Described):
+        facts["settings"] = [
+            {
+                "name": setting.name,
+                "expected": setting.expected,
+                "default": None if setting.required else repr(setting.default),
+                "required": setting.required,
+                "help": setting.help,
+            }
+            for setting in settings_of(target)
+        ]
+    elif ":" not in name and hasattr(entry := table.find(name), "options"):
+        facts["settings"] = [
+            {"name": option, "expected": "", "default": None, "required": False, "help": ""}
+            for option in entry.options()
+        ]
+    return facts
+
+
+def _print_entry(facts: dict[str, Any]) -> None:
+    from leakscope.cli.console import make_console, print_listing, print_table, say
+
+    settings = facts["settings"]
+    if not settings or not any(setting["expected"] for setting in settings):
+        options = ", ".join(setting["name"] for setting in settings or ())
+        print_listing([(facts["name"], facts["summary"]), ("options", options or "none")])
         return
-    rows = [(s.name, s.expected, "required" if s.required else repr(s.default), s.help) for s in settings_of(target)]
-    print_table(name, ("setting", "expected", "default", "meaning"), rows)
+    if facts["summary"]:
+        say(make_console(), f"{facts['name']}: {facts['summary']}")
+    rows = [(s["name"], s["expected"], "required" if s["required"] else s["default"], s["help"]) for s in settings]
+    print_table(None, ("setting", "expected", "default", "meaning"), rows)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+
+from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, relative
 
 
 class Scale(StrEnum):
@@ -25,19 +28,40 @@ def reproduce(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the page.")
     ] = None,
+    quiet: Quiet = False,
+    no_progress: NoProgress = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
-    """Run a published table and put published and measured numbers side by side."""
-    from leakscope.cli.console import print_reproduction, step_progress
+    """Run a published table again.
+
+    Published and measured numbers are put side by side.
+    """
+    output = Output.of(quiet=quiet, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
+    from leakscope.cli.console import make_console, print_reproduction
+    from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
     from leakscope.report import write_reproduction
+    from leakscope.results.export import document
 
-    with step_progress() as progress:
+    with step_progress(table, show=output.progress) as progress:
         result = run(table, scale=scale.value, progress=progress)
     page = None
     if out is not None or result.pictures or result.curves:
         folder = out or Path("leakscope-reproduce") / table.replace("/", "-")
         page = write_reproduction(result, folder / "report.html", pictures)
-    print_reproduction(f"{table} ({scale.value})", result, page, pictures)
+    console = make_console(stderr=output.for_machines)
+    print_reproduction(f"{table} ({scale.value})", result, page, pictures, console, quiet)
+    facts = {**result.as_dict(), "files": {} if page is None else {"report": relative(page)}}
+    output.write(
+        lambda: document("reproduce", facts), lambda: [_flat(row) for row in document("reproduce", facts)["rows"]]
+    )
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+    """A row with the ends of its interval side by side."""
+    low, high = row["interval"] or (None, None)
+    return {**{key: value for key, value in row.items() if key != "interval"}, "low": low, "high": high}
 
 
 def report(
@@ -46,22 +70,69 @@ def report(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show the pictures the audit kept.")
     ] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
     """Write the report of an audit again, finished or not."""
+    output = Output.of(as_json=as_json, as_csv=as_csv)
+    from leakscope.cli.console import make_console, say_path
     from leakscope.report import write_report
+    from leakscope.results.export import audit_document, audit_table
+    from leakscope.results.store import Store
+    from leakscope.results.verdict import judge_store
 
-    print(write_report(directory, to, pictures=pictures))
+    page = write_report(directory, to, pictures=pictures)
+    say_path(make_console(stderr=output.for_machines), "Report:", page)
+    if output.for_machines:
+        files = {"folder": relative(directory), "report": relative(page)}
+        with Store.open(directory) as store:
+            verdict = judge_store(store)
+            output.write(lambda: audit_document(store, verdict, files), lambda: audit_table(store, verdict))
 
 
 def compare(
     first: Annotated[Path, typer.Argument(help="Folder of an audit.")],
     second: Annotated[Path, typer.Argument(help="Folder of another audit.")],
     to: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
 ) -> None:
     """Compare two audits setting by setting."""
-    from leakscope.cli.console import print_comparison
+    output = Output.of(as_json=as_json, as_csv=as_csv)
+    from leakscope.cli.console import make_console, print_comparison, say_path
     from leakscope.report import compare_tables, write_comparison
 
-    print_comparison(f"{first} against {second}", compare_tables(first, second))
+    lines = compare_tables(first, second)
+    console = make_console(stderr=output.for_machines)
+    print_comparison(f"{first} (first) against {second} (second)", lines, console)
     if to is not None:
-        print(write_comparison(first, second, to))
+        say_path(console, "Page:", write_comparison(first, second, to))
+    if output.for_machines:
+        _write_comparison_document(output, (first, second), lines, to)
+
+
+def _write_comparison_document(
+    output: Output, folders: tuple[Path, Path], lines: Sequence[Any], to: Path | None
+) -> None:
+    from leakscope.cli.console import setting_names
+    from leakscope.results.export import document
+    from leakscope.results.store import Store
+    from leakscope.results.verdict import judge_store
+
+    sides = {}
+    for side, folder in zip(("first", "second"), folders, strict=True):
+        with Store.open(folder) as store:
+            sides[side] = {"folder": relative(folder), "outcome": judge_store(store).outcome}
+    names = setting_names(lines)
+    flat = [{"setting": names[line.protocol, line.defense], **_comparison(line)} for line in lines]
+    files = {} if to is None else {"page": relative(to)}
+    facts = document("compare", {**sides, "lines": flat, "files": files})
+    output.write(lambda: facts, lambda: facts["lines"])
+
+
+def _comparison(line: Any) -> dict[str, Any]:
+    numbers: dict[str, Any] = {}
+    for side, (psnr, (low, high), examples) in zip(("first", "second"), line.sides, strict=True):
+        numbers |= {f"psnr_{side}": psnr, f"low_{side}": low, f"high_{side}": high, f"examples_{side}": examples}
+    same = {name: getattr(line, name) for name in ("protocol", "defense", "attack")}
+    return {**same, **numbers, "difference": line.difference, "overlap": line.overlap}

@@ -8,6 +8,22 @@ from typing import Any
 #: NAME or NAME:key=value,key=value, where the name may be package.module:Class.
 _WORD = re.compile(r"(?P<name>[^=,]+?)(?::(?P<options>[^:=,]+=.*))?", re.DOTALL)
 
+#: The help of an option that several commands have.
+ALLOW_CODE = "Run code that the spec names (package.module:Name) even if it is of an installed package."
+
+
+def own_names(value: Any) -> set[str]:
+    """Every ``package.module:Name`` in what was typed.
+
+    >>> sorted(own_names({"attacks": ["dlg", {"mine:Best": {"steps": 3}}], "model": "mine:Net"}))
+    ['mine:Best', 'mine:Net']
+    """
+    if isinstance(value, dict):
+        return own_names([*value, *value.values()])
+    if isinstance(value, list):
+        return set().union(*map(own_names, value))
+    return {value} if isinstance(value, str) and ":" in value else set()
+
 
 def parse_part(text: str) -> Any:
     """``name:key=value,key=value`` as a spec says it: {name: {key: value}}.

@@ -43,6 +43,13 @@ class Defense(Described):
         """
         return Channel() if type(self) is Defense else None
 
+    def epsilon_for(self, passes: int | None) -> float | None:
+        """Epsilon of differential privacy after each example entered so many gradients; None where none is promised.
+
+        Without ``passes`` it is what the defence's own settings say.
+        """
+        return None
+
     @property
     def needs_example_gradients(self) -> bool:
         return type(self).protect_example_gradients is not Defense.protect_example_gradients

@@ -146,6 +146,10 @@ class Protocol(Described, ABC):
         """A protocol that meets the same problems in less time; itself unless it plays many rounds."""
         return self
 
+    def passes(self, examples: int) -> int:
+        """How often at most each of a client's examples enters a gradient that leaves it in one round."""
+        return 1
+
     def easiest(self) -> Self:
         """The case of this protocol from which most can be recovered; positive controls are run on it."""
         return self

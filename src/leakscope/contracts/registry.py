@@ -7,12 +7,8 @@ Kebab-case, snake_case and class names all find the same entry. Where a name has
 from __future__ import annotations
 
 import difflib
-import importlib
-import os
 import re
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -35,8 +31,10 @@ def kebab(class_name: str) -> str:
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", class_name).lower()
 
 
-def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = ()) -> str:
+def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = (), own: str = "") -> str:
     """The entry of ``known`` that ``name`` means; ``aliases`` are further (alias, entry) pairs.
+
+    ``own`` says what else may be typed.
 
     >>> find_name("Fed_SGD", ["fedsgd", "fedavg"])
     'fedsgd'
@@ -51,7 +49,7 @@ def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]
         return table[folded(name)]
     close = difflib.get_close_matches(folded(name), table, n=1, cutoff=0.6)
     hint = f"; did you mean {table[close[0]]}?" if close else ""
-    raise ValueError(f"expected one of {', '.join(entries)}, got {name!r}{hint}")
+    raise ValueError(f"expected one of {', '.join(entries)}{f', or {own}' if own else ''}, got {name!r}{hint}")
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,16 @@ class Registry(Mapping[str, E], Generic[E]):
             raise TypeError(f"{self.kind}: expected a name, got {type(name).__name__}")
         aliases = [(e.target.__name__, e.name) for e in self._entries.values() if hasattr(e.target, "__name__")]
         try:
-            return self._entries[find_name(name, self._entries, aliases)]
+            return self._entries[find_name(name, self._entries, aliases, "package.module:Name for your own")]
         except ValueError as error:
-            raise ValueError(f"unknown {self.kind} {name!r}: {error}; or package.module:Name for your own") from None
+            raise ValueError(f"unknown {self.kind} {name!r}: {error}") from None
 
     def target(self, name: str) -> Any:
         """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
         if ":" not in str(name):
             return self.find(name).target
+        from leakscope.contracts.imports import import_object
+
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
             raise ValueError(
@@ -126,46 +126,3 @@ class Registry(Mapping[str, E], Generic[E]):
     def name_of(self, cls: type) -> str:
         """The name under which a class stands in the table, or what its name would be."""
         return next((entry.name for entry in self._entries.values() if entry.target is cls), kebab(cls.__name__))
-
-
-@contextmanager
-def working_directory_importable() -> Iterator[None]:
-    """The current directory at the front of sys.path, only for as long as an import takes."""
-    folder = os.getcwd()
-    sys.path.insert(0, folder)
-    try:
-        # A module written a moment ago is invisible until the finder forgets its listing of the folder.
-        importlib.invalidate_caches()
-        yield
-    finally:
-        if folder in sys.path:
-            sys.path.remove(folder)
-
-
-def import_object(kind: str, name: str) -> Callable[..., Any]:
-    """The callable that ``package.module:Name`` names; one ValueError that says which part of it is wrong."""
-    module_name, _, attribute = name.partition(":")
-    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example mypackage.parts:Mine")
-    try:
-        with working_directory_importable():
-            module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise ValueError(
-                f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
-            ) from error
-        raise ValueError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
-    except Exception as error:
-        raise ValueError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
-    target: Any = module
-    for part in attribute.split("."):
-        if not hasattr(target, part):
-            names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-            raise ValueError(
-                f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
-            )
-        target = getattr(target, part)
-    if not callable(target):
-        raise ValueError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
-    return target

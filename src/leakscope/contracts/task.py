@@ -16,7 +16,8 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.registry import Entry, Registry, import_object
+from leakscope.contracts.imports import import_object
+from leakscope.contracts.registry import Entry, Registry
 from leakscope.contracts.settings import Described, setting
 
 Reduction = Literal["mean", "sum"]

@@ -14,7 +14,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.registry import Entry, Registry, import_object
+from leakscope.contracts.imports import import_object
+from leakscope.contracts.registry import Entry, Registry
 from leakscope.data.cifar import load_cifar10, load_cifar100
 from leakscope.data.embedded import load_tiles
 from leakscope.data.examples import Examples, from_tensors
@@ -92,10 +93,11 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
 
 
 def _own(name: str, options: dict[str, Any]) -> Examples:
+    reader = import_object("data", name)
     try:
-        examples = import_object("data", name)(**options)
-    except TypeError as error:
-        raise ValueError(f"data {name!r}: {error}") from error
+        examples = reader(**options)
+    except Exception as error:
+        raise ValueError(f"data {name!r}: calling it raised {type(error).__name__}: {error}") from error
     if isinstance(examples, tuple) and len(examples) == 2:
         examples = from_tensors(*examples, name=name)
     if not isinstance(examples, Examples):

@@ -14,6 +14,7 @@ each example enters each batch by a draw of its own; with shuffled batches it is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,15 @@ class DPSGD(Defense):
         if self.epsilon is not None:
             return self.epsilon
         return epsilon_of(self.noise, self.sampling_rate, self.steps, self.delta)
+
+    def epsilon_for(self, passes: int | None) -> float:
+        """For shuffled passes through the data, each example once in each.
+
+        >>> round(DPSGD(epsilon=1.0).epsilon_for(5), 2), DPSGD(epsilon=1.0, steps=5).epsilon_for(5)
+        (2.42, 1.0)
+        """
+        steps = self.steps if passes is None else max(self.steps, math.ceil(passes / self.sampling_rate))
+        return self.promised if steps == self.steps else epsilon_of(self.noise, self.sampling_rate, steps, self.delta)
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
         sigma = self.noise * self.clip

@@ -48,6 +48,9 @@ class FedAvg(OneMessage):
     def findings(self) -> tuple[str, ...]:
         return ("trajectory",)
 
+    def passes(self, examples: int) -> int:
+        return self.epochs
+
     def easiest(self) -> FedAvg:
         """One plain pass: of one example that is one gradient."""
         return replace(self, epochs=1, optimizer="sgd", momentum=0.0)

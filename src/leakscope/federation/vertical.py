@@ -74,6 +74,9 @@ class Vertical(Protocol):
         """The first of its rounds, of which there may be hundreds."""
         return dataclasses.replace(self, rounds=1, whole_rounds=None)
 
+    def passes(self, examples: int) -> int:
+        return self.count_rounds(examples)
+
     def easiest(self) -> Vertical:
         """The model stands still, which is the adversary's best case."""
         return dataclasses.replace(self, lr=0.0)

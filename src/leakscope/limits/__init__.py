@@ -19,8 +19,9 @@ from leakscope.limits.counting import (
     output_side,
     single_example,
 )
-from leakscope.limits.cramer_rao import Floor, cramer_rao
+from leakscope.limits.cramer_rao import Floor, affordable_floor, cramer_rao
 from leakscope.limits.diagnosis import diagnose
+from leakscope.limits.effort import GRADIENTS_WORK, Effort, effort_of
 from leakscope.limits.index_alignment import (
     RoundsNeeded,
     determined_inputs,
@@ -36,5 +37,4 @@ from leakscope.limits.report import Limits, limits
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_bound, leading_shares, parallel_beta
 from leakscope.limits.vertical import VerticalLimits, WorkerLimits, layer_signals, vertical_limits
-from leakscope.matching.gradient_map import affordable_steps
 from leakscope.network.kinks import kinks

@@ -34,15 +34,19 @@ from torch import Tensor
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
-from leakscope.limits.jacobian import make_jacobian, too_large
+from leakscope.limits.effort import PRODUCTS_WORK, effort_of
+from leakscope.limits.jacobian import make_jacobian, not_unasked, too_large
 from leakscope.limits.trace import inverse_trace, signs
-from leakscope.matching.gradient_map import MAX_PRODUCTS, GradientMap, Linearisation, Progress
+from leakscope.matching.gradient_map import MAX_PRODUCTS, GradientMap, Linearisation, Progress, affordable_steps
 
 Method = Literal["auto", "exact", "estimate"]
 
 #: Defaults of the estimate: how many random directions, and how many steps of conjugate gradients for each.
 PROBES = 8
 STEPS = MAX_PRODUCTS
+#: With fewer steps no probe ever settles. Where so few fit into a minute by the size of the update, the floor is left.
+USEFUL_STEPS = 12
+_FEWEST_STEPS = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +190,27 @@ def cramer_rao(
         if method == "exact":
             raise ValueError(f"cramer_rao: not possible exactly: {spectrum}. Use method='estimate'.")
     return _estimate(mapping, view, probes, steps, seed, progress)
+
+
+def affordable_floor(
+    mapping: GradientMap, *, probes: int = PROBES, steps: int = MAX_PRODUCTS
+) -> tuple[Method, int] | str:
+    """How the floor can be computed in a minute or two, with how many steps of an estimate; or why it cannot be."""
+    examples = mapping.shape[0]
+    effort = effort_of(mapping.victim.model, mapping.inputs.shape, examples)
+    if not_unasked(mapping.unknowns, effort) is None:
+        return "auto", min(steps, affordable_steps(mapping))
+    reason = effort.refusal("the floor", probes * USEFUL_STEPS, PRODUCTS_WORK)
+    if reason is not None:
+        return reason
+    if affordable_steps(mapping) < _FEWEST_STEPS:
+        largest = mapping.entries * examples * affordable_steps(mapping) // _FEWEST_STEPS
+        return (
+            f"the floor was not computed: an update of {mapping.entries:,} entries from {examples} examples, and it is "
+            f"for {largest:,} in all at most; take fewer examples or a smaller model"
+        )
+    fitting = int(PRODUCTS_WORK / max(1.0, effort.operations * probes))
+    return "estimate", min(steps, max(USEFUL_STEPS, affordable_steps(mapping)), fitting)
 
 
 def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Channel]:

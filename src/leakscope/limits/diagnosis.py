@@ -21,6 +21,7 @@ from torch.func import vjp
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
+from leakscope.limits.effort import effort_of
 from leakscope.matching import GradientMap
 from leakscope.matching.least_squares import SKETCH
 
@@ -29,9 +30,11 @@ EXPLAINED = 0.1
 #: Unknowns up to which the Jacobian is made without being asked for: seconds.
 QUICK_UNKNOWNS = 1024
 QUICK_WORK = 2**27
+QUICK_COLUMNS_WORK = 2e10
 #: ... and at all: minutes, and a gigabyte or two. Work is unknowns times entries of the update.
 MAX_UNKNOWNS = 5000
 MAX_WORK = 2**32
+THOROUGH_COLUMNS_WORK = 5e11
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
 
@@ -142,4 +145,5 @@ def _obstacle(observation: Observation, result: Reconstruction, entries: int, th
     if unknowns > limit or unknowns * entries > work:
         more = "too many" if thorough else "thorough=True allows more"
         return f"the Jacobian of {unknowns} unknowns and {entries} entries was not computed; {more}"
-    return None
+    effort = effort_of(observation.model, observation.input_shape, len(result.inputs))
+    return effort.refusal("the Jacobian", unknowns, THOROUGH_COLUMNS_WORK if thorough else QUICK_COLUMNS_WORK)

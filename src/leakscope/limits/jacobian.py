@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.observation import Observation
 from leakscope.equations.decomposition import Decomposition, JacobianRank, decompose
+from leakscope.limits.effort import COLUMNS_WORK, Effort, effort_of
 from leakscope.matching.gradient_map import GradientMap, Progress
 
 #: Above these the Jacobian is never made: unknowns, and entries of the matrix (two gigabytes in float64).
 MAX_UNKNOWNS = 5000
 MAX_ENTRIES = 2**28
-#: Up to so many unknowns the Jacobian is made unasked: above, it can take minutes.
+#: Up to so many unknowns the Jacobian of a small model is made unasked: above, it can take minutes.
 QUICK_UNKNOWNS = 1024
 
 
@@ -34,6 +35,13 @@ def too_large(unknowns: int, columns: int) -> str | None:
     if unknowns * columns > MAX_ENTRIES:
         return f"the Jacobian has {unknowns} x {columns} entries; it is made up to {MAX_ENTRIES} in all"
     return None
+
+
+def not_unasked(unknowns: int, effort: Effort) -> str | None:
+    """Why the Jacobian of a model is not made unless asked for; None where it is."""
+    if unknowns > QUICK_UNKNOWNS:
+        return f"{unknowns} unknowns; above {QUICK_UNKNOWNS} only if asked for (--exact)"
+    return effort.refusal("the Jacobian", unknowns, COLUMNS_WORK)
 
 
 def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | None = None) -> Tensor | str:
@@ -122,8 +130,9 @@ def decompose_at(
     mapping: GradientMap, flat: Tensor, *, exact: bool = False, vectors: bool = False, progress: Progress | None = None
 ) -> Decomposition | str:
     """The singular values of the Jacobian at ``flat``, or why they were not computed."""
-    unknowns = mapping.unknowns
-    if unknowns > QUICK_UNKNOWNS and not exact:
-        return f"{unknowns} unknowns; above {QUICK_UNKNOWNS} only if asked for (--exact)"
+    if not exact:
+        reason = not_unasked(mapping.unknowns, effort_of(mapping.victim.model, mapping.inputs.shape, mapping.shape[0]))
+        if reason is not None:
+            return reason
     matrix = make_jacobian(mapping, flat, progress=progress)
     return matrix if isinstance(matrix, str) else decompose(matrix, vectors=vectors)

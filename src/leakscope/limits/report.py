@@ -17,11 +17,12 @@ from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.task import label_count
 from leakscope.equations.decomposition import Decomposition, JacobianRank
 from leakscope.limits.bounds import Order, order_bounds
-from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, cramer_rao
-from leakscope.limits.jacobian import QUICK_UNKNOWNS, decompose_at, gradient_map_at
+from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, affordable_floor, cramer_rao
+from leakscope.limits.effort import MAX_OPERATIONS, effort_of
+from leakscope.limits.jacobian import decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
-from leakscope.matching.gradient_map import GradientMap, affordable_steps
+from leakscope.matching.gradient_map import GradientMap
 from leakscope.network.activations import Unsupported
 from leakscope.network.layers import Structure, structure
 
@@ -138,6 +139,11 @@ def limits(
     (15, 4, True, 4)
     """
     shape = _checked(model, input_shape, batch, num_classes)
+    if not exact and not effort_of(model, shape).whole:
+        raise ValueError(
+            f"limits: one pass of one example takes more than {MAX_OPERATIONS:.0e} operations, too much for theory to "
+            "be quick; take smaller inputs or a smaller model, or ask for it all the same (--exact)"
+        )
     net = structure(model, shape)
     if len(net.output_shape) != 1:
         raise ValueError(f"model: expected one row of logits for each example, got outputs {net.output_shape}")
@@ -197,9 +203,12 @@ def _floor(
     mapping: GradientMap, flat: Tensor, channel: Channel, spectrum: Decomposition | str, exact: bool, **options: Any
 ) -> Floor | str:
     """The floor, or why there is none."""
-    # Where the rank was computed the floor can be exact too, and where it was not even asked for, it is estimated.
-    method: Method = "auto" if exact or mapping.unknowns <= QUICK_UNKNOWNS else "estimate"
-    steps = STEPS if exact else affordable_steps(mapping)
+    plan: tuple[Method, int] | str = ("auto", STEPS)
+    if not exact:
+        plan = affordable_floor(mapping, probes=options["probes"])
+    if isinstance(plan, str):
+        return plan
+    method, steps = plan
     at_hand = None if isinstance(spectrum, str) else spectrum
     try:
         return cramer_rao(mapping, flat, channel, method=method, steps=steps, decomposition=at_hand, **options)

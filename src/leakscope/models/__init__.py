@@ -18,7 +18,8 @@ from torch import nn
 
 from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES, PARAMETERS
 from leakscope.contracts.checks import brief
-from leakscope.contracts.registry import Entry, Registry, import_object
+from leakscope.contracts.imports import import_object
+from leakscope.contracts.registry import Entry, Registry
 from leakscope.contracts.task import Shape
 from leakscope.models.chains import chain_cnns, fcn3
 from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
@@ -107,9 +108,7 @@ def build_model(
         num_classes = positive_int(num_classes, "build_model: num_classes")
     if ":" in spec:
         facts = {"input_shape": input_shape, "num_classes": num_classes, "seed": seed}
-        # Importing may draw numbers too. It has a state of its own, for a second import draws none.
-        with _private_random_state(seed):
-            factory = import_object("model", spec)
+        factory = model_factory(spec, seed)
         if isinstance(factory, nn.Module):
             raise ValueError(
                 f"model {spec!r}: it is a model already, expected a function or class that builds one. "
@@ -140,6 +139,12 @@ def parameter_count(model: nn.Module) -> int:
     8
     """
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def model_factory(spec: str, seed: int = 0) -> Any:
+    """What ``package.module:factory`` names. Importing may draw random numbers; they come from ``seed``."""
+    with _private_random_state(seed):
+        return import_object("model", spec)
 
 
 @contextmanager

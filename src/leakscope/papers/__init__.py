@@ -18,7 +18,6 @@ from leakscope.papers.base import (
     Progress,
     Reproduction,
     Row,
-    sampling_tolerance,
     verdict,
 )
 
@@ -30,10 +29,10 @@ PAPERS: Registry[PaperTable] = Registry(
 def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None, *, seed: int = 0) -> Reproduction:
     """Measure again what the table called ``name`` reports, at a scale of "smoke", "small" or "paper".
 
-    A row's verdict is "matches" if the published number lies in the bootstrap interval of ours or within a tolerance of
-    it (for shares, two standard errors of the published one at our number of examples), otherwise "above" or "below":
-    where ours lies; it is "measured" where there is no published number to compare with. A row whose data is not there
-    is "not run" and says why; ValueError where no row could be run. The same seed gives the same rows.
+    A row's verdict is "matches", "above" or "below" where the 95 % interval of ours lies wholly within the tolerance of
+    the published number or wholly on one side of it, otherwise "too few to tell"; it is "measured" where there is no
+    published number to compare with. A row whose data is not there is "not run" and says why; ValueError where no row
+    could be run. The same seed gives the same rows.
     """
     table = PAPERS.find(name)
     if scale not in table.scales:

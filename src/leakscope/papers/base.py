@@ -3,39 +3,66 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
+import torch
+from scipy.stats import beta
+from scipy.stats import t as student
 from torch import Tensor
 
+from leakscope.audit.versions import versions
 from leakscope.contracts.registry import Entry
 from leakscope.data import Examples, load_data
-from leakscope.metrics import interval
 
 Progress = Callable[[int, int, float], None]
-Verdict = Literal["matches", "above", "below", "measured", "not run"]
+Verdict = Literal["matches", "above", "below", "too few to tell", "measured", "not run"]
+Interval = tuple[float, float]
+Kind = Literal["sample", "shares", "exact"]
 #: Points of a curve that ``as_dict`` keeps.
 SHORT = 50
+#: How far from a published number, in parts of it, ours may be and still count as the same.
+TOLERANCE = 0.1
+LEVEL = 0.95
+
+
+#: The rule of a row's verdict, as tables tell it.
+RULE = (
+    f"A row matches, or is above or below, only where the {LEVEL:.0%} interval of ours lies wholly within the "
+    f"tolerance of the published number or wholly beyond it; otherwise there are too few examples to tell. The "
+    f"tolerance is the spread or rounding that the paper states, else {TOLERANCE:.0%} of its number."
+).replace("%", " %")
+
+
+def machine() -> dict[str, str]:
+    """What the numbers may depend on; no name of a host or a user."""
+    return {
+        "processors": str(os.cpu_count() or 1),
+        "threads of torch": str(torch.get_num_threads()),
+    }
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published number beside ours; ``measured`` and ``interval`` are None where it was not run or not finite.
+    """One published number beside ours; ``measured`` is None where it was not run or not finite.
 
     ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none.
-    ``interval`` is the 95 % bootstrap interval of the measured mean over ``count`` examples.
+    ``interval`` is the 95 % interval of the measured mean over ``count`` examples, None where they have none;
+    ``tolerance`` how far from the published number counts as the same.
     """
 
     setting: str
     measure: str
     published: float | None
     measured: float | None
-    interval: tuple[float, float] | None
+    interval: Interval | None
     count: int
     verdict: Verdict
     note: str = ""
+    tolerance: float | None = None
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -80,7 +107,10 @@ class Findings:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table as reproduced at one scale; the rows are the same for the same seed."""
+    """A table as reproduced at one scale; the rows are the same for the same seed.
+
+    ``versions`` and ``machine`` say with what it was made, and name nobody.
+    """
 
     name: str
     title: str
@@ -91,10 +121,28 @@ class Reproduction:
     seconds: float = field(compare=False, default=0.0)
     pictures: tuple[PictureGrid, ...] = field(compare=False, default=())
     curves: tuple[Curves, ...] = field(compare=False, default=())
+    versions: Mapping[str, str] = field(compare=False, default_factory=versions)
+    machine: Mapping[str, str] = field(compare=False, default_factory=machine)
+    rule: ClassVar[str] = RULE
+
+    @property
+    def command(self) -> str:
+        """What to run for the same rows."""
+        if self.seed:
+            return f"leakscope.papers.reproduce({self.name!r}, {self.scale!r}, seed={self.seed})"
+        return f"leakscope reproduce {self.name} --scale {self.scale}"
+
+    @property
+    def caption(self) -> str:
+        """What the table rests on, for below it."""
+        made_with = ", ".join(f"{name} {value}" for name, value in (*self.versions.items(), *self.machine.items()))
+        return f"{self.rule} To run it again: {self.command} ({made_with})."
 
     def as_dict(self) -> dict[str, Any]:
         """The whole as JSON can hold it: no pixels, and of each curve some points, null where not finite."""
-        facts = {name: getattr(self, name) for name in ("name", "title", "paper", "scale", "seed")}
+        names = ("name", "title", "paper", "scale", "seed", "command")
+        facts = {name: getattr(self, name) for name in names}
+        facts |= {"rule": self.rule, "versions": dict(self.versions), "machine": dict(self.machine)}
         rows = [asdict(row) | {"interval": row.interval and list(row.interval)} for row in self.rows]
         pictures = [{"title": p.title, "captions": list(p.captions), "private": p.private} for p in self.pictures]
         curves = [
@@ -139,42 +187,71 @@ def examples_or_reason(name: str, **options: Any) -> Examples | str:
 
 
 def measured_row(
-    setting: str, measure: str, published: float | None, values: Sequence[float], note: str = "", tolerance: float = 0.0
+    setting: str,
+    measure: str,
+    published: float | None,
+    values: Sequence[float],
+    note: str = "",
+    *,
+    tolerance: float | None = None,
+    kind: Kind = "sample",
 ) -> Row:
-    """The row of ``values``: their mean, its interval, and the verdict against the published number where it exists."""
+    """The row of ``values``: their mean, its interval, and the verdict against the published number where it exists.
+
+    ``tolerance`` is what the paper's own spread or digits leave open, by default the share :data:`TOLERANCE` of its
+    number. Values are a sample; "shares" are each 0 or 100 %, and one that is "exact" was computed, not sampled.
+    """
     mean = sum(values) / len(values)
-    spread = interval(values)
-    judgement: Verdict = "measured" if published is None else verdict(published, mean, spread, tolerance)
-    return Row(setting, measure, published, mean, spread, len(values), judgement, note)
+    spread = (mean, mean) if kind == "exact" else share_interval(values) if kind == "shares" else mean_interval(values)
+    if published is None:
+        return Row(setting, measure, None, mean, spread, len(values), "measured", note)
+    allowed = TOLERANCE * abs(published) if tolerance is None else tolerance
+    judgement = verdict(published, spread, allowed)
+    return Row(setting, measure, published, mean, spread, len(values), judgement, note, allowed)
 
 
-def verdict(published: float, measured: float, interval: tuple[float, float], tolerance: float = 0.0) -> Verdict:
-    """ "matches" if the published number lies in the interval or within ``tolerance`` of ours; else which side ours is.
+def verdict(published: float, interval: Interval | None, tolerance: float) -> Verdict:
+    """The interval decides, by lying within ``tolerance`` of the published number or beyond it; else nothing does.
 
-    >>> verdict(89.9, 95.0, (85.0, 100.0)), verdict(89.9, 100.0, (100.0, 100.0)), verdict(100.0, 50.0, (20.0, 80.0))
-    ('matches', 'above', 'below')
-    >>> verdict(89.9, 100.0, (100.0, 100.0), tolerance=13.5)
-    'matches'
+    >>> verdict(90.0, (88.0, 93.0), 9.0), verdict(90.0, (29.2, 100.0), 9.0), verdict(90.0, (20.0, 70.0), 9.0)
+    ('matches', 'too few to tell', 'below')
     """
-    low, high = interval
-    if low <= published <= high or abs(measured - published) <= tolerance:
+    low, high = (math.nan, math.nan) if interval is None else interval
+    if published - tolerance <= low and high <= published + tolerance:
         return "matches"
-    return "above" if measured > published else "below"
+    if low > published + tolerance:
+        return "above"
+    return "below" if high < published - tolerance else "too few to tell"
 
 
-def sampling_tolerance(published: float, count: int) -> float:
-    """Two standard errors, in points, of a share of ``published`` percent estimated from ``count`` examples.
+def mean_interval(values: Sequence[float]) -> Interval | None:
+    """Student's interval of a mean, which is honest for few values; None for one, which has no spread.
 
-    The bootstrap interval has no width where all examples agree, however few they are; this keeps three hits of
-    three from reading as better than a published 90 %.
-
-    >>> round(sampling_tolerance(89.9, 20), 2), sampling_tolerance(100.0, 20)
-    (13.48, 0.0)
+    >>> mean_interval([20.0]) is None, [round(end, 1) for end in mean_interval([20.0, 22.0])]
+    (True, [8.3, 33.7])
     """
-    if not 0 <= published <= 100 or count < 1:
-        raise ValueError(f"expected a percentage and at least one example, got {published} and {count}")
-    share = published / 100
-    return 200 * math.sqrt(share * (1 - share) / count)
+    count = len(values)
+    if count < 2:
+        return None
+    mean = sum(values) / count
+    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
+    reach = error * float(student.ppf((1 + LEVEL) / 2, count - 1))
+    return mean - reach, mean + reach
+
+
+def share_interval(values: Sequence[float]) -> Interval:
+    """Clopper and Pearson's interval, in percent, of a share of which each value is 0 or 100.
+
+    It keeps its width where all examples agree: three hits of three say little.
+
+    >>> [round(end, 1) for end in share_interval([100.0, 100.0, 100.0])]
+    [29.2, 100.0]
+    """
+    count, hits = len(values), sum(value > 50 for value in values)
+    tail = (1 - LEVEL) / 2
+    low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, count - hits + 1))
+    high = 1.0 if hits == count else float(beta.ppf(1 - tail, hits + 1, count - hits))
+    return 100 * low, 100 * high
 
 
 def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
@@ -184,13 +261,13 @@ def not_run(setting: str, measure: str, published: float | None, reason: str) ->
 
 @dataclass(frozen=True)
 class Line:
-    """A row before it is measured; that of a ``share`` in percent has a :func:`sampling_tolerance`."""
+    """A row before it is measured; the values of a ``share`` are each 0 or 100 %."""
 
     setting: str
     measure: str
     published: float | None
     note: str = ""
-    tolerance: float = 0.0
+    tolerance: float | None = None
     share: bool = False
 
 
@@ -223,8 +300,8 @@ def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None
             if progress is not None:
                 progress(done, total, sum(values[group.main]) / len(values[group.main]))
         for name, numbers in values.items():
-            line, tolerance = lines[name], lines[name].tolerance
-            if line.share and line.published is not None:
-                tolerance = sampling_tolerance(line.published, len(numbers))
-            rows.append(measured_row(line.setting, line.measure, line.published, numbers, line.note, tolerance))
+            line = lines[name]
+            kind: Kind = "shares" if line.share else "sample"
+            place = (line.setting, line.measure, line.published)
+            rows.append(measured_row(*place, numbers, line.note, tolerance=line.tolerance, kind=kind))
     return rows

@@ -84,7 +84,9 @@ def run_counting(scale: str, seed: int, progress: Progress | None = None) -> lis
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
         setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
         note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
-        rows.append(measured_row(setting, "least hidden units", published, [bound], note, tolerance=0.0005))
+        rows.append(
+            measured_row(setting, "least hidden units", published, [bound], note, tolerance=0.0005, kind="exact")
+        )
         if progress is not None:
             progress(len(rows), len(BOUNDS), bound)
     return rows

@@ -29,7 +29,16 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedAvg, FederatedTraining, FedSGD, cached_training
 from leakscope.models import build_model
-from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, examples_or_reason, measured_rows
+from leakscope.papers.base import (
+    TOLERANCE,
+    Group,
+    Line,
+    PaperTable,
+    Progress,
+    Row,
+    examples_or_reason,
+    measured_rows,
+)
 
 MEASURE = "MSE, lower is better for the attacker"
 #: Pixels minus 0.5.
@@ -121,7 +130,9 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
             # The defaults stand beside the published settings' number.
             published = {name: cell.published[name.removesuffix(", defaults")] for name in table}
             lines = {
-                name: Line(f"{cell}, {name}", MEASURE, value, _note(cell, scale), ROUNDING)
+                name: Line(
+                    f"{cell}, {name}", MEASURE, value, _note(cell, scale), max(ROUNDING, TOLERANCE * (value or 0))
+                )
                 for name, value in published.items()
             }
             yield Group(lines, examples if isinstance(examples, str) else trials(cell, examples), "Hybrid, defaults")

@@ -162,7 +162,7 @@ class Cell:
     clients: tuple[int, int, int] = (1, 3, 100)
     title: str = ""
     #: What the paper prints after its +-: ours matches within it.
-    spread: float = 0.0
+    spread: float | None = None
 
     def count(self, scale: str) -> int:
         return self.clients[("smoke", "small", "paper").index(scale)]
@@ -310,7 +310,7 @@ def _run(
         note = f"{len(people)} of {cell.clients[-1]} clients{', search cut short' if scale == 'smoke' else ''}"
         published = {**cell.published, **(extra if cell is cells[0] else {})}
         lines = {
-            name: Line(*words(cell, name), value, note, 0.0 if name in extra else cell.spread)
+            name: Line(*words(cell, name), value, note, None if name in extra else cell.spread)
             for name, value in published.items()
         }
         trials = examples if isinstance(examples, str) else map(partial(measure, cell), people)

@@ -1,6 +1,13 @@
 """Rows of a store in, one self-contained HTML page out; the comparison of two stores; the page of a published table."""
 
-from leakscope.report.compare import Comparison, compare, compare_tables, write_comparison
+from leakscope.report.compare import (
+    Comparison,
+    Difference,
+    compare,
+    compare_differences,
+    compare_tables,
+    write_comparison,
+)
 from leakscope.report.limits_tables import Table, limits_tables
 from leakscope.report.page import render, write_report
 from leakscope.report.reproduction import render_reproduction, write_reproduction

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
 from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.names import short_names
 from leakscope.results.records import NAN, Row, mapping, mean
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict, judge_store
 
 STRONGEST = "strongest for each example"
+NOTHING = words.DASH
 _Table = dict[tuple[str, str, str], list[float]]
 _Side = tuple[float, tuple[float, float], int]
 
@@ -68,12 +72,21 @@ def spread(values: Sequence[float]) -> tuple[float, float]:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """What one audit has otherwise than the other; NOTHING where it has nothing of the kind."""
+
+    name: str
+    first: str
+    second: str
+
+
+@dataclass(frozen=True)
 class _Audit:
-    """What is compared of one audit."""
+    """What is compared of one audit; ``facts`` by kind, to be told apart where they differ."""
 
     rows: list[Row]
     verdict: Verdict
-    facts: dict[str, str]
+    facts: dict[str, Any]
 
     @classmethod
     def read(cls, directory: FileName) -> _Audit:
@@ -81,13 +94,11 @@ class _Audit:
             model, data, versions = (mapping(store.meta(key)) for key in ("model", "data", "versions"))
             rows = store.rows()
             facts = {
-                "Model": str(model.get("name")),
-                "Data": str(data.get("name")),
-                "Data fingerprint": str(data.get("fingerprint"))[:16],
-                "Spec hash": str(store.meta("spec_hash"))[:16],
-                "Jobs": str(len(rows)),
-                "Created": str(store.meta("created")),
-                "Versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
+                "spec": mapping(store.meta("spec")),
+                "weights": {"fingerprint": str(model.get("fingerprint") or NOTHING)[:16]},
+                "data": {"fingerprint": str(data.get("fingerprint") or NOTHING)[:16], "examples": data.get("count")},
+                "version": versions,
+                "jobs": {status: sum(row.status == status for row in rows) for status in ("done", "failed", "refused")},
             }
             return cls(rows, judge_store(store), facts)
 
@@ -114,6 +125,43 @@ class _Audit:
                 examples.setdefault(example.index, []).append(example.value("psnr"))
         table |= {place: [mean(values) for values in examples.values()] for place, examples in seeds.items()}
         return {place: [v for v in values if not math.isnan(v)] for place, values in table.items()}
+
+
+def compare_differences(dir_a: FileName, dir_b: FileName) -> list[Difference]:
+    """What the two audits have otherwise: keys of the spec, weights, data, versions, and how many jobs are done."""
+    return _differences(_Audit.read(dir_a).facts, _Audit.read(dir_b).facts)
+
+
+def _differences(first: Any, second: Any, name: str = "") -> list[Difference]:
+    """One line a place in which two JSON values differ; parts of a list are told apart by their names.
+
+    >>> _differences({"spec": {"seeds": [0], "batch": 1}}, {"spec": {"seeds": [0, 1], "batch": 1}})
+    [Difference(name='spec: seeds', first='[0]', second='[0, 1]')]
+    >>> a, b = [{"name": "dlg", "options": {"lr": 1}}], [{"name": "dlg", "options": {"lr": 2}}, {"name": "sme"}]
+    >>> [(d.name, d.first, d.second) for d in _differences({"attacks": a}, {"attacks": b})]
+    [('attacks: dlg options lr', '1', '2'), ('attacks: sme', '–', 'present')]
+    """
+    first, second = _by_name(first), _by_name(second)
+    if isinstance(first, dict) and isinstance(second, dict):
+        keys = list(dict.fromkeys((*first, *second)))
+        places = {key: f"{name}: {key}" if name and ":" not in name else f"{name} {key}".strip() for key in keys}
+        found = [_differences(first.get(key), second.get(key), places[key]) for key in keys]
+        return [difference for each in found for difference in each]
+    return [] if first == second else [Difference(name, _told(first), _told(second))]
+
+
+def _by_name(value: Any) -> Any:
+    """A list of parts as a mapping, where each part has a name of its own."""
+    names = [mapping(part).get("name") for part in value] if isinstance(value, list) else []
+    if not names or len(set(map(str, names))) < len(names) or not all(isinstance(name, str) for name in names):
+        return value
+    return {name: {key: part[key] for key in part if key != "name"} for name, part in zip(names, value, strict=True)}
+
+
+def _told(value: Any) -> str:
+    if value is None:
+        return NOTHING
+    return "present" if isinstance(value, dict) else value if isinstance(value, str) else json.dumps(value)
 
 
 def compare_tables(dir_a: FileName, dir_b: FileName) -> list[Comparison]:
@@ -147,14 +195,32 @@ def compare(directories: Sequence[FileName]) -> str:
     lines = _compared(first, second)
     context = {
         "measure": MEASURES["psnr"],
-        "outcomes": [first.verdict.outcome, second.verdict.outcome],
-        "facts": [(name, value, second.facts[name]) for name, value in first.facts.items()],
-        "lines": lines,
-        "protocols": words.short_names(line.protocol for line in lines),
-        "defenses": words.short_names(line.defense for line in lines),
+        "audits": list(
+            zip("AB", folder_names(directories), (first.verdict.outcome, second.verdict.outcome), strict=True)
+        ),
+        "differences": _differences(first.facts, second.facts),
+        "shared": [line for line in lines if line.examples_a and line.examples_b],
+        "alone": [line for line in lines if not (line.examples_a and line.examples_b)],
+        "protocols": short_names(line.protocol for line in lines),
+        "defenses": short_names(line.defense for line in lines),
         "strongest": STRONGEST,
     }
     return fill("compare.html.j2", context)
+
+
+def folder_names(directories: Sequence[FileName]) -> list[str]:
+    """The folders by as much of their end as tells them apart; what lies before may name people.
+
+    >>> folder_names(["/home/jo/runs/a", "/home/jo/runs/b"]), folder_names(["/home/jo/1/out", "/home/jo/2/out"])
+    (['a', 'b'], ['1/out', '2/out'])
+    """
+    parts = [Path(directory).resolve().parts for directory in directories]
+    longest = max(map(len, parts))
+    for count in range(1, longest + 1):
+        names = ["/".join(part[-count:]) for part in parts]
+        if len(set(names)) == len(set(parts)):
+            return names
+    return ["/".join(part) for part in parts]
 
 
 def write_comparison(dir_a: FileName, dir_b: FileName, path: FileName) -> Path:

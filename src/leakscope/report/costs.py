@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from leakscope.report import svg, words
-from leakscope.report.settings import Setting
 from leakscope.report.words import fixed
+from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, counted, number
 
 #: A loss beyond so many times the first one is drawn at the edge: training that fails must not flatten the rest.

@@ -1,4 +1,4 @@
-"""Originals beside reconstructions: which pictures may be shown, and how they are laid out."""
+"""Originals beside attempts at them: which pictures may be shown, and how they are laid out."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_EXAMPLES = 40
 SHOWN_AT_ONCE = 6
 
 _PRIVATE = (
-    "The data is private, so its pictures and their reconstructions are left out of this page. To keep and "
+    "The data is private, so its pictures and what attacks made of them are left out of this page. To keep and "
     "show them, run the audit again with --pictures, then leakscope report DIR --pictures."
 )
 _HIDDEN = "Pictures were left out on request; leakscope report DIR --pictures shows what the store holds."
@@ -65,7 +65,7 @@ class Gallery:
         original, guess, label = originals[place], guesses[place], self.label_of(example)
         try:
             first = draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o")
-            alt = f"reconstruction of example {index}"
+            alt = f"example {index}, recovered" if example.leaks else f"attempt at example {index}"
             return first, draw(guess, alt=alt, identity=f"{identity}-r", behind=original)
         except ValueError:
             self.unreadable.add(key)

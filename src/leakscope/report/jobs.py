@@ -11,9 +11,11 @@ from typing import Any
 
 from leakscope.metrics import Measure
 from leakscope.report import svg, words
-from leakscope.report.settings import PSNR, Setting, main_measures
+from leakscope.report.limits import settled
+from leakscope.report.settings import PSNR, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
-from leakscope.results.records import NAN, ExampleRecord, FindingRow, Row, mean, number
+from leakscope.results.names import Setting, short_names
+from leakscope.results.records import NAN, DiagnosisRecord, ExampleRecord, FindingRow, Row, mean, number
 from leakscope.results.store import Store
 from leakscope.results.summary import measures_of
 
@@ -116,12 +118,19 @@ def _facts(row: Row) -> list[tuple[str, str]]:
         diagnosis = result.diagnosis
         facts += [
             ("Knows the defence", "yes" if result.adaptive else ""),
-            ("Why", "" if diagnosis is None else f"{diagnosis.outcome}: {diagnosis.reason}"),
+            ("Why", "" if diagnosis is None else _why(diagnosis, result.whole_psnr)),
             ("Notes", "; ".join(result.notes)),
             ("Run", _in_one_line(result.info)),
             ("Not measured", "; ".join(f"{key}: {reason}" for key, reason in result.reasons.items())),
         ]
     return [*facts, ("Finished", str(row.finished or ""))]
+
+
+def _why(diagnosis: DiagnosisRecord, psnr: float) -> str:
+    """Why a result is what it is; an attack may take its own for recovered, and the truth says whether it was."""
+    outcome = settled(diagnosis.outcome, psnr, {})
+    taken = "; the attack itself took it for recovered" if diagnosis.outcome == "recovered" != outcome else ""
+    return f"{outcome}: {diagnosis.reason}{taken}"
 
 
 def _in_one_line(values: Mapping[str, Any]) -> str:
@@ -147,7 +156,7 @@ def curves_section(store: Store, rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.result is not None and row.status == "done" and row.counts:
             attacks.setdefault(row.job.attack, []).append((row.result.best_psnr, row))
-    short = words.short_names(attacks)
+    short = short_names(attacks)
     sections: list[dict[str, Any]] = []
     for attack, candidates in attacks.items():
         for psnr, row in sorted(candidates, key=lambda c: (math.inf if math.isnan(c[0]) else -c[0], c[1].position)):

@@ -10,8 +10,8 @@ from typing import Any
 from leakscope.contracts.reconstruction import DIAGNOSES, RECOVERED
 from leakscope.report import rounds as vertical
 from leakscope.report import words
-from leakscope.report.settings import Setting
 from leakscope.report.words import fixed
+from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, number
 
 _RECOVERED_PSNR = -20 * math.log10(RECOVERED)
@@ -31,23 +31,36 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
         if floor is None and not outcomes:
             continue
         best = _best_psnr(done, floor)
+        named = any(finding.setting == setting.cell for finding in findings)
         counts = [{"name": name, "jobs": outcomes[name]} for name in DIAGNOSES if outcomes[name]]
         line = {"setting": setting, "best": _error(best, 10 ** (-best / 20)), "outcomes": counts}
         if floor is not None and floor.kind == "rounds":
             rounds.append({**line, **vertical.describe(floor)})
         else:
             content = {} if floor is None else floor.content
-            sentence = f"Not computed: {floor.reason}." if floor and floor.reason else _sentence(content, best)
-            lines.append({**line, "floor": _floor_cells(content), "sentence": sentence})
+            sentences = [sentence for sentence in (_sentence(content, best),) if sentence]
+            lines.append({**line, "floor": _floor_cells(content, _why_none(floor, named)), "sentences": sentences})
     ranked = any(line["floor"]["rank"] != words.DASH for line in lines)
-    return {"lines": lines, "ranked": ranked, "rounds": rounds, "sentences": vertical.shared(rounds)}
+    told = {"meanings": vertical.shared(lines), "sentences": vertical.shared(rounds)}
+    return {"lines": lines, "ranked": ranked, "rounds": rounds, **told}
 
 
-def _floor_cells(content: Mapping[str, Any]) -> dict[str, str]:
-    """The numbers of the floor as text; dashes where there are none."""
+def _why_none(floor: FindingRow | None, other_findings: bool) -> str:
+    """Why there is no floor; empty where there is one, or damage in its place."""
+    if floor is not None:
+        return floor.reason
+    if other_findings:
+        return "the bound is that of one gradient, and this protocol sends something else"
+    return "the audit was run without findings, or has not come to them yet"
+
+
+def _floor_cells(content: Mapping[str, Any], why_none: str) -> dict[str, str]:
+    """The floor in words and numbers, or why there is none."""
     shown = _error(number(content.get("psnr")), number(content.get("rmse")), str(content.get("method") or ""))
     if content.get("infinite"):
-        shown = {"psnr": "infinite error", "small": "some directions leave no trace"}
+        shown = {"words": "no complete copy", "small": "parts of the inputs leave no trace in the update"}
+    elif why_none:
+        shown = {"words": f"Not computed: {why_none}", "small": ""}
     ends = content.get("interval")
     low, high = map(number, ends) if isinstance(ends, list) and len(ends) == 2 else (NAN, NAN)
     interval = "" if math.isnan(low) else f"{low:.2g} to {high:.2g}"
@@ -60,33 +73,35 @@ def _floor_cells(content: Mapping[str, Any]) -> dict[str, str]:
 
 def _error(psnr: float, rmse: float, method: str = "") -> dict[str, str]:
     if math.isnan(psnr):
-        return {"psnr": words.DASH, "small": ""}
-    return {"psnr": f"{fixed(psnr)} dB", "small": f"RMSE {rmse:.2g}" + (f", {method}" if method else "")}
+        return {"words": words.DASH, "small": ""}
+    small = f"{fixed(psnr)} dB, RMSE {rmse:.2g}" + (f", {method}" if method else "")
+    return {"words": words.likeness(psnr), "small": small}
 
 
 def _sentence(content: Mapping[str, Any], best: float) -> str:
     """What floor and best attack say together."""
     if content.get("infinite") and not best >= _RECOVERED_PSNR:
-        return "In some directions the inputs leave no trace: without prior knowledge they cannot all be recovered."
+        return "Parts of the inputs leave no trace: without prior knowledge they cannot all be recovered."
     floor = number(content.get("psnr"))
     if (math.isnan(floor) and not content.get("infinite")) or math.isnan(best):
         return ""
     if best >= _RECOVERED_PSNR:
-        meaning = "The inputs were recovered; between the best attack and the floor are digits only."
+        meaning = "The inputs were recovered; what theory allows beyond the best attack are digits only."
     elif best > floor + 1:
-        above = "The best attack is above the floor of attacks without prior knowledge"
+        above = "The best attack does better than theory allows to one without prior knowledge"
         meaning = f"{above}: what it knows of pictures helps it."
     elif _unsettled(content):
         meaning = "Theory does not exclude a better attack."
     elif floor - best > 10 and floor >= _RECOVERED_PSNR:
         meaning = (
-            f"Theory allows {floor - best:.0f} dB more than the best attack reached: this setting does not protect "
-            "the inputs, it only withstood the attacks that were run."
+            f"Theory allows {words.likeness(floor)}, and the best attack reached {words.likeness(best)} "
+            f"({floor - best:.0f} dB less): this setting does not protect the inputs, it only withstood the attacks "
+            "that were run."
         )
     else:
         meaning = "The best attack is near what theory allows."
     note = content.get("note")
-    return f"{meaning} The floor is a lower estimate of the error: {note}." if note else meaning
+    return f"{meaning} The least error is estimated too low: {note}." if note else meaning
 
 
 def _best_psnr(done: Sequence[Row], floor: FindingRow | None) -> float:
@@ -101,11 +116,11 @@ def _outcomes(done: Sequence[Row], floor: FindingRow | None) -> Counter[str]:
     for row in done:
         if row.result is not None and row.result.diagnosis is not None:
             content = floor.content if floor is not None and row.job.batch == floor.batch else {}
-            counts[_settled(row.result.diagnosis.outcome, row.result.whole_psnr, content)] += 1
+            counts[settled(row.result.diagnosis.outcome, row.result.whole_psnr, content)] += 1
     return counts
 
 
-def _settled(outcome: str, psnr: float, floor: Mapping[str, Any]) -> str:
+def settled(outcome: str, psnr: float, floor: Mapping[str, Any]) -> str:
     """The attack's own opinion where the truth agrees; else truth tells if it recovered, and the floor if it could."""
     if psnr >= _RECOVERED_PSNR:
         return "recovered"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from leakscope.limits.cramer_rao import Floor
 from leakscope.limits.report import Limits
 from leakscope.limits.security import LayerSystem
+from leakscope.report.words import likeness
 
 FACTS = ("what", "value", "meaning")
 #: The error of always guessing the middle of the range, at most: above it the floor excludes nothing of interest.
@@ -127,13 +128,14 @@ def _floor(limits: Limits) -> Table:
     if floor is None or channel is None:
         return Table(title, (), (), limits.floor_reason)
     spread = "" if floor.interval is None else " ({} to {})".format(*map(brief, floor.interval))
-    psnr = f"{floor.psnr:.1f} dB" if math.isfinite(floor.psnr) else brief(floor.psnr)
-    if math.isinf(floor.psnr):
-        psnr = "no limit" if floor.psnr > 0 else "nothing is certain"
+    psnr = f"at most {floor.psnr:.1f} dB" if math.isfinite(floor.psnr) else "no number of dB"
+    allowed = "not computed" if math.isnan(floor.psnr) else likeness(floor.psnr)
+    if floor.psnr == -math.inf:
+        allowed = "no complete copy"
     rows = [
         ("what is seen", f"|g| = {brief(floor.gradient_norm)}", channel.describe()),
         ("least RMSE", brief(floor.rmse) + spread, "root-mean-square error, in units of the value range"),
-        ("highest PSNR", psnr, "the same in decibels, peak 1"),
+        ("what theory allows", allowed, f"{psnr}; every 20 dB more make the error ten times smaller"),
         ("loosened RMSE", brief(floor.loosened), "the cheap lower bound sqrt(n / trace of the Fisher information)"),
     ]
     if floor.rank is not None:

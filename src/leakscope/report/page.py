@@ -14,14 +14,16 @@ from typing import Any
 import yaml
 
 from leakscope.metrics import MEASURES
-from leakscope.report import jobs, settings, words
+from leakscope.report import jobs, reasons, settings, words
 from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
-from leakscope.report.settings import Setting
+from leakscope.report.matrix import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
+from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
+from leakscope.results.reasons import Reason
 from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
@@ -29,7 +31,7 @@ from leakscope.results.verdict import Verdict, judge_store
 
 MAX_DAMAGE = 5
 HEADLINES = {
-    "leaks": ("Leaks above policy", "At least one private example was recovered beyond what the policy allows."),
+    "leaks": ("Leaks above policy", "At least one limit of the policy is exceeded."),
     "within policy": (
         "Within policy",
         "No attack tried here reached the limits. This is evidence on these attacks, not proof against all.",
@@ -65,17 +67,23 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     """Everything the template names."""
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
-    named = settings.name_settings(verdict)
+    named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     named_reasons = {reason for setting in verdict.settings for reason in setting.named_reasons}
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
+    if verdict.worst is not None and verdict.worst.leaks:
+        subtitle = "At least one private example was recovered beyond what the policy allows."
     return {
         "title": title,
         "subtitle": subtitle,
         "outcome": verdict.outcome,
-        # Reasons of the verdict that belong to no setting; those of the settings are shown with them.
-        "doubts": [*(reason for reason in verdict.reasons if reason not in named_reasons), *_damage(store)],
+        "audited": _audited(store.meta("audited")),
+        # Those of the verdict that belong to no setting come after those of the settings.
+        "reasons": reasons.grouped(
+            named, [*(reason for reason in verdict.reasons if reason not in named_reasons), *_damage(store)]
+        ),
+        "remarks": reasons.remarks(named),
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
         "worst": _worst(verdict, named, gallery),
@@ -86,6 +94,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "settings": named,
         "summary": settings.settings_table(named, summaries, meta["data"]),
         "all_measures": settings.all_measures(named, summaries),
+        "matrix": matrix_section(rows, named),
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
         "updates": updates_section(findings, named),
@@ -110,21 +119,28 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     }
 
 
-def _damage(store: Store) -> list[str]:
+def _damage(store: Store) -> list[Reason]:
     """What was damaged or deleted since it was written, and that it can be made again."""
     found = store.damage()
     lines = [f"Job {key[:12]}: {what}" for key, what in list(found.items())[:MAX_DAMAGE]]
     if not lines:
         return []
     more = [f"{counted(len(found) - MAX_DAMAGE, 'more job')} like this"] if len(found) > MAX_DAMAGE else []
-    return [f"{'; '.join(lines + more)}. The same audit in the same folder makes it again."]
+    return [Reason("; ".join(lines + more), "The same audit in the same folder makes it again")]
+
+
+def _audited(meta: Any) -> list[tuple[str, bool]]:
+    """What was audited, a line each, and whether it is a warning; nothing in stores that do not say."""
+    lines = meta if isinstance(meta, list) else []
+    return [(str(line["text"]), line.get("warning") is True) for line in lines if mapping(line).get("text")]
 
 
 def policy_lines(policy: Policy) -> list[str]:
     """The policy in words, a line a measure that it limits.
 
-    >>> policy_lines(Policy(max_identification=0.5))[1]
-    'A setting also leaks when more than 50 % of examples are identified.'
+    >>> policy_lines(Policy(max_identification=0.5, max_label_accuracy=0.9))[1:]
+    ['A setting also leaks when more than 50 % of examples are identified.', \
+'A setting also leaks when more than 90 % of labels are recovered and more than by chance.']
     """
     lines: list[str] = []
     for measure in (settings.PSNR, *settings.main_measures(MEASURES.values())):
@@ -141,6 +157,9 @@ def policy_lines(policy: Policy) -> list[str]:
         if measure is settings.PSNR and policy.min_lift > 0:
             lift = f" and at least {policy.min_lift:g} dB above the zero-information baseline"
         lines.append(f"An example{also} counts as leaked when its {measure.label} is {bound}{lift}.")
+    if policy.max_label_accuracy is not None:
+        share = f"more than {words.percent(policy.max_label_accuracy)} of labels are recovered"
+        lines.append(f"A setting also leaks when {share} and more than by chance.")
     return lines
 
 
@@ -186,6 +205,8 @@ def _facts(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str,
 
 def _protocol(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
     """In full what was combined: each protocol, defence and attack once, as the rows name it."""
+    # The record of a control names no attack where it is a guess.
+    rows = [row for row in rows if row.counts]
     return [
         ("How updates are made", list(dict.fromkeys(row.job.protocol for row in rows))),
         ("Examples behind one observation", [str(size) for size in sorted({len(row.job.indices) for row in rows})]),

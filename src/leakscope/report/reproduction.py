@@ -32,10 +32,12 @@ def render_reproduction(result: Any, pictures: bool | None = None) -> str:
     ``pictures`` None shows those that are not private, True shows all, False none.
     """
     count = Counter(row.verdict for row in result.rows)
-    verdicts = [name for name in ("matches", "above", "below", "measured", "not run") if count[name]]
+    known = ("matches", "above", "below", "too few to tell", "measured", "not run")
+    verdicts = [name for name in known if count[name]]
     context = {
         "result": result,
         "seconds": words.duration(result.seconds),
+        "provenance": [*result.versions.items(), *result.machine.items()],
         "verdicts": ", ".join(f"{count[name]} {name}" for name in verdicts),
         "charts": [_chart(curves, f"curves{n}") for n, curves in enumerate(result.curves)],
         "grids": [_grid(grid, pictures, f"grid{n}") for n, grid in enumerate(result.pictures)],
@@ -75,9 +77,9 @@ def _chart(curves: Any, identity: str) -> dict[str, Any]:
 def _grid(grid: Any, pictures: bool | None, identity: str) -> dict[str, Any]:
     if grid.private if pictures is None else not pictures:
         return {"title": grid.title, "message": _HIDDEN if pictures is False else _PRIVATE}
-    originals, recovered = (
-        [draw(value, alt=f"{what} {n}", identity=f"{identity}-{what[0]}{n}") for n, value in enumerate(values)]
-        for what, values in (("original of sample", grid.originals), ("recovered sample", grid.recovered))
+    originals, guesses = (
+        [draw(value, alt=f"{what} sample {n}", identity=f"{identity}-{what[0]}{n}") for n, value in enumerate(values)]
+        for what, values in (("original of", grid.originals), ("attack's guess of", grid.recovered))
     )
-    cells = list(zip(originals, recovered, grid.captions, strict=True))
+    cells = list(zip(originals, guesses, grid.captions, strict=True))
     return {"title": grid.title, "message": "", "cells": cells, "note": channel_note(grid.originals.shape[1:])}

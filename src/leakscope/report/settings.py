@@ -1,68 +1,19 @@
-"""The settings of an audit: their names on the page, the table and the chart of the strongest attacks, all measures."""
+"""The settings of an audit on the page: the table and the chart of the strongest attacks, all measures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure
 from leakscope.report import svg, words
 from leakscope.report.words import figure, percent, span
+from leakscope.results.names import Setting
 from leakscope.results.records import highest, mean, number
-from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.summary import MeasureSummary, SettingSummary
-from leakscope.results.verdict import Verdict
 
 PSNR = MEASURES["psnr"]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One protocol with one defence, as the page names it."""
-
-    name: str
-    verdict: SettingVerdict
-    protocol_short: str
-    defense_short: str
-
-    @property
-    def protocol(self) -> str:
-        return self.verdict.protocol
-
-    @property
-    def defense(self) -> str:
-        return self.verdict.defense
-
-    @property
-    def cell(self) -> tuple[str, str]:
-        """Protocol and defence, as records name their setting."""
-        return self.protocol, self.defense
-
-    @property
-    def title(self) -> str:
-        return f"{self.protocol}, defence {self.defense}"
-
-    @property
-    def short(self) -> str:
-        return f"{self.protocol_short} · {self.defense_short}"
-
-    @property
-    def defense_parts(self) -> tuple[str, str]:
-        """The name of the defence, and its options."""
-        name, _, options = self.defense_short.partition("(")
-        return name, options.removesuffix(")")
-
-
-def name_settings(verdict: Verdict) -> list[Setting]:
-    """Every setting in the order of the verdict."""
-    protocols = words.short_names(s.protocol for s in verdict.settings)
-    defenses = words.short_names(s.defense for s in verdict.settings)
-    return [
-        Setting(f"S{position}", setting, protocols[setting.protocol], defenses[setting.defense])
-        for position, setting in enumerate(verdict.settings, start=1)
-    ]
 
 
 def main_measures(measures: Iterable[Measure]) -> list[Measure]:
@@ -85,6 +36,12 @@ def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSumma
             # An example that any attempt identifies is identified, by the strongest or not.
             if measure.per == "setting":
                 shown[place] = (percent(verdict.identification), chance)
+            elif measure.name == "label_accuracy":
+                blind = verdict.label_baseline
+                shown[place] = (
+                    percent(verdict.label_accuracy),
+                    "" if math.isnan(blind) else f"chance {percent(blind)}",
+                )
         line = {
             "setting": setting,
             "interval": span(verdict.interval, len(verdict.examples)),

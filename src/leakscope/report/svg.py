@@ -6,12 +6,16 @@ Every text that enters a chart is escaped here; every chart has a title and a de
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 from markupsafe import Markup, escape
 
 MAX_POINTS = 160
+#: Height of a line of a label, and how many characters of one fit above a row of a narrow chart.
+LINE, _ABOVE = 16, 40
 #: Beyond this PSNR pictures look the same; an exact copy must not squeeze everything else into a corner.
 MAX_DECIBEL = 60.0
 
@@ -146,12 +150,15 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
 
     With ``label_width`` 0 the labels stand above the rows, for narrow screens.
     """
+    room = max(8, (label_width - 20) // 8) if label_width else _ABOVE
+    labels = [_wrapped(row.label, room) for row in rows]
     left, pitch, top = (label_width, 34, 26) if label_width else (14, 50, 26)
+    ends = list(accumulate((pitch + LINE * (len(label) - 1) for label in labels), initial=top))
     shown = [v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)]
     low = min([0.0, *shown])
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
-    bottom = top + pitch * len(rows)
+    bottom = ends[-1]
     x = _Scale(low, high, left, width - 22)
     allowed = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
     described = allowed + " ".join(row.sentence for row in rows)
@@ -166,20 +173,29 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
         at = f"{x(policy):.1f}"
         out.append(_line("policy", at, at, top - 6, bottom))
         out.append(_text("policy-label", f"{x(policy) + shift:.1f}", top - 11, f"policy {policy:g} dB", anchor))
-    for number, row in enumerate(rows):
-        y = top + pitch * number + (pitch / 2 if label_width else pitch - 14)
-        out.append(_dot_row(row, x, y, label_width))
+    for row, label, (start, end) in zip(rows, labels, pairwise(ends), strict=True):
+        y = (start + end) / 2 if label_width else end - 14
+        out.append(_dot_row(row, label, x, y, label_width))
     return Markup("".join(out) + "</svg>")
 
 
-def _dot_row(row: DotRow, x: _Scale, y: float, label_width: int) -> str:
+def _wrapped(label: str, room: int) -> list[str]:
+    """A label in lines of at most so many characters; nothing of it is left out.
+
+    >>> _wrapped("S2 GradientNoise(sigma=0.01) · FedSGD", 30)
+    ['S2 GradientNoise(sigma=0.01) ·', 'FedSGD']
+    """
+    return textwrap.wrap(label, room, break_on_hyphens=False) or [""]
+
+
+def _dot_row(row: DotRow, label: Sequence[str], x: _Scale, y: float, label_width: int) -> str:
     parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(row.sentence)}</title>']
-    room = max(8, (label_width - 20) // 8) if label_width else 40
-    text = row.label if len(row.label) <= room else row.label[: room - 1] + "…"
-    if label_width:
-        parts.append(_text("label", label_width - 12, f"{y + 4:.1f}", text, "end"))
-    else:
-        parts.append(_text("label", x.start, f"{y - 14:.1f}", text))
+    for place, text in enumerate(label):
+        if label_width:
+            height = y + 4 + LINE * (place - (len(label) - 1) / 2)
+            parts.append(_text("label", label_width - 12, f"{height:.1f}", text, "end"))
+        else:
+            parts.append(_text("label", x.start, f"{y - 14 - LINE * (len(label) - 1 - place):.1f}", text))
     parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
     if math.isfinite(row.low) and math.isfinite(row.high):
         parts.append(_line("interval", f"{x(row.low):.1f}", f"{x(row.high):.1f}", f"{y:.1f}", f"{y:.1f}"))
@@ -264,9 +280,9 @@ def line_plot(
 def signal_pair(
     original: Sequence[float] | None, guess: Sequence[float] | None, *, title: str, identity: str
 ) -> Markup:
-    """A signal in [0, 1] and its reconstruction, one above the other's trace."""
+    """A signal in [0, 1] and an attack's guess of it, one above the other's trace."""
     width, height, margin = 200, 90, 6
-    names = [n for n, v in (("original", original), ("reconstruction", guess)) if v is not None]
+    names = [n for n, v in (("original", original), ("attack's guess", guess)) if v is not None]
     out = [_open(identity, width, height, title, "Lines of the " + " and the ".join(names) + " over [0, 1].")]
     y = _Scale(0.0, 1.0, height - margin, margin)
     for name, values in (("original", original), ("guess", guess)):

@@ -33,7 +33,8 @@ def fill(template: str, context: dict[str, Any]) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"fixed": words.fixed, "short": words.short, "counted": counted, "number": number}
+    environment.filters |= {"fixed": words.fixed, "short": words.short, "head": words.head}
+    environment.filters |= {"counted": counted, "number": number}
     environment.tests["finite"] = math.isfinite
     script = _resource("table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

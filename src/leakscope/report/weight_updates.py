@@ -9,8 +9,8 @@ from typing import Any
 from markupsafe import Markup
 
 from leakscope.report import svg, words
-from leakscope.report.settings import Setting
 from leakscope.report.words import fixed
+from leakscope.results.names import Setting
 from leakscope.results.records import FindingRow, counted, mean, number
 
 MAX_LINES = 12

@@ -1,24 +1,35 @@
-"""Words and numbers of the page: formatting, short names, and the glossary. Nothing here knows the store."""
+"""Words and numbers of the page: formatting and the glossary. Nothing here knows the store."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.results.names import split_repr
 
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
 MAX_LABEL = 80
+
+#: Below which PSNR a reconstruction is what. Always guessing the middle of the range has 6 dB or more.
+_LIKENESS = (
+    (6.0, "nothing better than a blank picture"),
+    (13.0, "hardly more than a blank picture"),
+    (20.0, "a rough likeness"),
+    (30.0, "a recognisable picture"),
+    (50.0, "a nearly identical picture"),
+    (100.0, "a copy that no eye tells from the original"),
+)
 
 #: What the page shows beside measures: name, span and meaning.
 TERMS: tuple[tuple[str, str, str], ...] = (
     (
         "Baseline",
         "dB",
-        "The zero-information baseline: PSNR of the same attack when the update is replaced by Gaussian noise of the "
-        "same norm in each tensor: what its prior alone achieves with zero information about the example.",
+        "What can be had with no information on the example: the best of what the same attack makes of noise in place "
+        "of the update, or of the update of other examples with the same labels, and of the mean and the nearest of "
+        "other examples of the data.",
     ),
     ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
     ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
@@ -137,61 +148,20 @@ def explain_flag(flag: str) -> str:
     return FLAGS.get(flag.partition(":")[0].strip().lower(), UNKNOWN_FLAG)
 
 
-def split_repr(text: str) -> tuple[str, list[str]]:
-    """Name and top-level arguments of a repr.
+def head(text: str) -> str:
+    """A repr without its arguments.
 
-    >>> split_repr("FedAvg(epochs=5, order=(1, 2))")
-    ('FedAvg', ['epochs=5', 'order=(1, 2)'])
-    >>> split_repr("none")
-    ('none', [])
+    >>> head("DLG(iterations=300)"), head("LinearLayer()"), head("none")
+    ('DLG(…)', 'LinearLayer()', 'none')
     """
-    name, bracket, rest = text.partition("(")
-    if not bracket or not rest.endswith(")"):
-        return text, []
-    arguments, depth, current = [], 0, ""
-    for character in rest[:-1]:
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == "," and depth == 0:
-            arguments.append(current.strip())
-            current = ""
-        else:
-            current += character
-    return name, [a for a in (*arguments, current.strip()) if a]
+    name, arguments = split_repr(text)
+    return f"{name}(…)" if arguments else text
 
 
-def short_names(reprs: Iterable[str]) -> dict[str, str]:
-    """For each repr its name with only those arguments that tell it from others of the same name.
+def likeness(psnr: float) -> str:
+    """How near a reconstruction of this PSNR is, in words that need no decibels.
 
-    >>> short_names(["Noise(sigma=1, kind='a')", "Noise(sigma=2, kind='a')", "Prune(fraction=0.9)", "none"])
-    {"Noise(sigma=1, kind='a')": 'Noise(sigma=1)', "Noise(sigma=2, kind='a')": 'Noise(sigma=2)', \
-'Prune(fraction=0.9)': 'Prune(fraction=0.9)', 'none': 'no defence'}
+    >>> likeness(-35.0), likeness(16.0), likeness(25.0), likeness(157.0)
+    ('nothing better than a blank picture', 'a rough likeness', 'a recognisable picture', 'an essentially exact copy')
     """
-    unique = list(dict.fromkeys(reprs))
-    families: dict[str, list[set[str]]] = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        families.setdefault(name, []).append(set(arguments))
-    result = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        family = families[name]
-        if len(family) > 1:
-            arguments = [a for a in arguments if not all(a in other for other in family)]
-        elif any(is_word(a) for a in arguments):
-            # A single one is told by its numbers; words such as scope='tensor' are mostly defaults.
-            arguments = [a for a in arguments if not is_word(a)][:3]
-        else:
-            arguments = arguments[:3]
-        result[text] = "no defence" if text == "none" else name + (f"({', '.join(arguments)})" if arguments else "")
-    return result
-
-
-def is_word(argument: str) -> bool:
-    """Whether an argument of a repr is a word or a switch and not a number.
-
-    >>> is_word("scope='tensor'"), is_word("fraction=0.9")
-    (True, False)
-    """
-    value = argument.partition("=")[2]
-    return value[:1] in ("'", '"') or value in ("True", "False", "None")
+    return next((text for limit, text in _LIKENESS if psnr < limit), "an essentially exact copy")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import sqlite3
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from torch import Tensor
 from leakscope.contracts.caps import JSON_BYTES
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.files import read_tensors
-from leakscope.results.records import FindingRow, Row, job_facts, mapping, plain, storable_error
+from leakscope.results.records import FindingRow, Row, job_facts, mapping, number, plain, storable_error
 
 STORE_FORMAT = 3
 DATABASE = "audit.sqlite"
@@ -51,7 +52,7 @@ _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("spec", "identity", "versions", "plan", "model", "data", "policy"), dict),
-    **{"threat_model": list, "audited": list, "salt": str},
+    **{"threat_model": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
 _BROKEN = "broken"
@@ -294,10 +295,12 @@ def stored_salt(directory: str | os.PathLike[str]) -> str | None:
 
 
 def _fate(row: Row | FindingRow) -> _Fate:
-    return storable_error(row.error), None if row.seconds is None else float(row.seconds), row.finished
+    seconds = number(row.seconds)  # NaN would come back as nothing, and the row as damaged
+    return storable_error(row.error), None if math.isnan(seconds) else seconds, row.finished
 
 
 def _dump(value: Any) -> str:
+    """JSON of whatever a job, a finding or a user's part left; an infinite condition number must not cost the audit."""
     return json.dumps(plain(value), allow_nan=False)
 
 

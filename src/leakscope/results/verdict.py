@@ -39,6 +39,11 @@ class Verdict:
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
+    def __str__(self) -> str:
+        from leakscope.results.wording import paragraph
+
+        return paragraph(self)
+
 
 def judge_store(store: Store) -> Verdict:
     """The verdict on everything ``store`` holds, under its own policy, with missing jobs noticed."""

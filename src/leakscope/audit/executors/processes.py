@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import time
 from collections import deque
@@ -24,12 +25,15 @@ import torch
 
 from leakscope.audit.attempts import Bench, Outcome, failure_text
 from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
+from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, build_setup
-from leakscope.contracts.registry import working_directory_importable
+from leakscope.contracts.imports import own_folders
 
 STARTS_IN_A_ROW = 3
 """Workers that die before they are ready, one after the other, until the audit gives up."""
+_FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))
+_HELD_BACK = (*_FROM_TERMINAL, signal.SIGTERM)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
@@ -112,10 +116,10 @@ class _Crew:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=_serve, args=(theirs, self._packed, self._threads), daemon=True)
-        with _thread_variables(self._threads), _interrupts_held_back():
+        with _inheritance(self._threads), _interrupts_held_back():
             process.start()
+            self._workers.append(_Worker(process, ours))
         theirs.close()
-        self._workers.append(_Worker(process, ours))
 
     def _turn(self) -> None:
         """Wait until some worker has something to say, dies, or has used up its time."""
@@ -224,7 +228,7 @@ class _Crew:
                 with contextlib.suppress(OSError):
                     worker.pipe.send_bytes(pickle.dumps(None))
             else:
-                worker.process.terminate()
+                worker.process.kill()
         for worker in self._workers:
             worker.process.join(5)
             self._stop(worker)
@@ -234,17 +238,23 @@ class _Crew:
 
 def _serve(pipe: Connection, packed: bytes, threads: int) -> None:
     """A worker's life: prepare once, then jobs until the parent says None or is gone."""
-    # Ctrl-C reaches the whole group; the parent decides what becomes of it.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # What a terminal sends reaches the whole group; the parent decides what becomes of it.
+    for number in _FROM_TERMINAL:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
+    with unfailing_output():  # what a user's model prints may have no reader any more
+        _work(pipe, packed)
 
+
+def _work(pipe: Connection, packed: bytes) -> None:
     def say(kind: str, content: Any) -> None:
         pipe.send_bytes(pickle.dumps((kind, content)))
 
     try:
-        with working_directory_importable():  # the user's own parts may live in the current folder
-            spec, model_print, data_print, salt = pickle.loads(packed)
+        spec, model_print, data_print, salt = pickle.loads(packed)
         setup = build_setup(spec, salt=salt)
         for what, ours, theirs in (
             ("model", setup.model_fingerprint, model_print),
@@ -308,11 +318,14 @@ def _check_not_bootstrapping() -> None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads."""
+    """No signal ends the audit between the start of a worker and its entry in the books.
+
+    A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads either.
+    """
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
     try:
         yield
     finally:
@@ -320,13 +333,22 @@ def _interrupts_held_back() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _thread_variables(threads: int) -> Iterator[None]:
-    """The environment that a process inherits at its start; libraries read it once, when they are loaded."""
-    before = {name: os.environ.get(name) for name in _THREAD_VARIABLES}
-    os.environ.update({name: str(threads) for name in _THREAD_VARIABLES})
+def _inheritance(threads: int) -> Iterator[None]:
+    """What a process inherits at its start: libraries read how many threads they may use once, when they are loaded.
+
+    And it must not import from the current folder what Python or an installed package has: a spawned interpreter looks
+    there first, and multiprocessing hands on the search path of a parent that does. The user's folders come last.
+    """
+    variables = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONSAFEPATH": "1"}
+    before, path = {name: os.environ.get(name) for name in variables}, list(sys.path)
+    here = ["", os.getcwd()]
+    last = [*own_folders(), *([os.getcwd()] if set(here) & set(path) else [])]
+    os.environ.update(variables)
+    sys.path[:] = [*(entry for entry in path if entry not in here), *last]
     try:
         yield
     finally:
+        sys.path[:] = path
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)

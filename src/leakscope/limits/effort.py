@@ -1,0 +1,153 @@
+"""What one pass through a model takes, counted and not timed: what theory cannot do is refused beforehand.
+
+Derivatives of a gradient take some times as long as a pass through the model, and hold some times what it makes on the
+way. Both are counted on one real pass, which is ended once it is over any limit, so that refusing a model is quick
+however large it is; and by count the answer is the same on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from leakscope.contracts.protocol import client_copy
+
+#: Operations of a pass times passes, a minute or two on one processor: for products with a Jacobian and its transpose,
+#: for columns of a Jacobian, and for plain gradients.
+PRODUCTS_WORK = 2e10
+COLUMNS_WORK = 7e10
+GRADIENTS_WORK = 2e12
+#: Numbers that a pass makes on the way; second derivatives hold about a hundred bytes for each.
+MAX_NUMBERS = 1e7
+#: Where a pass of one example, or of two, is ended: too much for any of these.
+MAX_OPERATIONS = 1e10
+
+_ADVICE = "take smaller inputs, fewer examples or a smaller model"
+
+
+@dataclass(frozen=True)
+class Effort:
+    """One pass of a batch: multiplications and additions, and numbers made on the way; ``whole`` unless it was ended.
+
+    >>> print(Effort(6e9, 2e6).refusal("the floor", passes=48, work=2e10))
+    the floor was not computed: one pass takes 6e+09 operations, and it takes 48 passes of 4e+08 at most; take smaller \
+inputs, fewer examples or a smaller model
+    """
+
+    operations: float
+    numbers: float
+    whole: bool = True
+
+    def refusal(self, what: str, passes: float, work: float, numbers: float = MAX_NUMBERS) -> str | None:
+        """Why ``what`` is not computed; None where its passes take no more than ``work`` and ``numbers`` in all."""
+        over = "" if self.whole else "more than "
+        if not self.whole or self.operations * passes > work:
+            size = f"{over}{self.operations:.0e} operations"
+            limit = f"it takes {passes:.0f} passes of {min(work / passes, MAX_OPERATIONS):.0e} at most"
+        elif self.numbers > numbers:
+            size = f"{self.numbers:.0e} numbers on its way"
+            limit = f"it holds derivatives of {numbers:.0e} at most, a gigabyte"
+        else:
+            return None
+        return f"{what} was not computed: one pass takes {size}, and {limit}; {_ADVICE}"
+
+
+def effort_of(model: nn.Module, input_shape: tuple[int, ...], examples: int = 1) -> Effort:
+    """What one pass of so many examples takes; nothing where the model cannot be run, which others tell better.
+
+    >>> effort_of(nn.Linear(100, 10), (100,), examples=3)
+    Effort(operations=6000.0, numbers=30.0, whole=True)
+    """
+    count = _Count()
+    # Two where there are several: BatchNorm in train mode cannot normalise a single number.
+    rows = min(2, examples)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        try:
+            twin = client_copy(model, "eval").float().cpu()
+            x = torch.full((rows, *input_shape), 0.5)
+            with count:
+                twin(x)
+        except _PassEnded:
+            pass
+        except Exception:  # noqa: BLE001 - the user's model may raise anything
+            return Effort(0, 0)
+    scale = examples / rows
+    return Effort(count.operations * scale, count.numbers * scale, count.operations <= MAX_OPERATIONS)
+
+
+class _PassEnded(Exception):
+    """The pass is over the limit already."""
+
+
+class _Count(TorchFunctionMode):
+    """Adds up what every function of torch does that the model calls, by itself or through its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = self.numbers = 0
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
+    ) -> Any:
+        answer = function(*arguments, **(options or {}))
+        made = list(_tensors(answer))
+        self.numbers += sum(value.numel() for value in made)
+        rule = _OPERATIONS.get(getattr(function, "__name__", ""))
+        if rule is not None and made:
+            self.operations += rule(list(_tensors([arguments, (options or {}).values()])), made[0])
+        if self.operations > MAX_OPERATIONS:
+            raise _PassEnded
+        return answer
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple | type({}.values())):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _per_output(inputs: list[Tensor], made: Tensor) -> int:
+    """Each output reads one row of the weights."""
+    return 2 * made.numel() * inputs[1].numel() // max(1, len(inputs[1]))
+
+
+def _per_input(inputs: list[Tensor], made: Tensor) -> int:
+    return 2 * inputs[0].numel() * inputs[1].numel() // max(1, len(inputs[1]))
+
+
+def _product(inputs: list[Tensor], made: Tensor) -> int:
+    return 2 * made.numel() * inputs[0].shape[-1]
+
+
+def _attention(inputs: list[Tensor], made: Tensor) -> int:
+    return 4 * inputs[0].numel() * inputs[1].shape[-2]
+
+
+def _recurrent(inputs: list[Tensor], made: Tensor) -> int:
+    """Every step of the sequence reads all weights."""
+    steps = made.numel() // made.shape[-1]
+    return 2 * steps * sum(math.prod(weights.shape) for weights in inputs if weights.dim() == 2)
+
+
+def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
+    """The projections; torch counts nothing inside of this function."""
+    return 2 * inputs[0].numel() * sum(len(weights) for weights in inputs[3:] if weights.dim() == 2)
+
+
+_Rule = Callable[[list[Tensor], Tensor], int]
+_OPERATIONS: Mapping[str, _Rule] = {
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _per_output),
+    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _per_input),
+    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm", "einsum"), _product),
+    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    "scaled_dot_product_attention": _attention,
+    "multi_head_attention_forward": _self_attention,
+}

@@ -1,0 +1,148 @@
+"""Results for machines: documents of plain JSON values with a versioned schema, and flat tables for CSV.
+
+Labels of private examples stay out (whether a guess is right does not), and so do tracebacks, which name folders.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from leakscope import __version__
+from leakscope.metrics import MEASURES
+from leakscope.results.names import Setting, name_settings
+from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, plain
+from leakscope.results.setting_verdict import StrongestExample
+from leakscope.results.store import Store
+from leakscope.results.verdict import Verdict
+from leakscope.results.wording import shared_reasons
+
+#: Version of the schema of each document; it grows when a key is renamed, removed or means something else.
+VERSIONS = {"audit": 1, "compare": 1, "reproduce": 1, "list": 1}
+_MODEL = ("name", "parameters", "fingerprint", "training")
+_DATA = ("name", "private", "shape", "num_classes", "task", "count", "fingerprint")
+_ROW = ("setting", "protocol", "defense", "attack", "attack_name", "control", "seed", "batch")
+_FATE = ("key", "status", "reason", "seconds", "flags")
+
+
+def document(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
+    """``content`` under the name and version of its schema; NaN and infinity are null.
+
+    >>> document("list", {"entries": []})["schema"]
+    'leakscope/list/1'
+    """
+    return {"schema": f"leakscope/{kind}/{VERSIONS[kind]}", "leakscope": __version__, **plain(content)}
+
+
+@cache
+def schema(kind: str) -> dict[str, Any]:
+    """The JSON Schema of a kind of document, which the package ships."""
+    text = resources.files("leakscope.results").joinpath("schemas", f"{kind}-{VERSIONS[kind]}.json").read_text("utf-8")
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> dict[str, Any]:
+    """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are."""
+    settings = name_settings(verdict)
+    names = {setting.cell: setting.name for setting in settings}
+    rows = store.rows()
+    content = {
+        "outcome": verdict.outcome,
+        "exit_code": verdict.exit_code,
+        "summary": str(verdict),
+        "reasons": [dataclasses.asdict(reason) for reason in shared_reasons(verdict)],
+        "audited": store.meta("audited") or [],
+        "model": _some(store.meta("model"), _MODEL),
+        "data": _some(store.meta("data"), _DATA),
+        "threat_model": store.meta("threat_model") or [],
+        "policy": mapping(store.meta("policy")),
+        "versions": mapping(store.meta("versions")),
+        "created": store.meta("created"),
+        "worst": None if verdict.worst is None else _strongest(verdict.worst, names),
+        "settings": [_setting(setting, names) for setting in settings],
+        "jobs": [{**_row(row, names), "examples": [_example(e) for e in row.examples]} for row in rows],
+        "findings": [_finding(finding, names) for finding in store.findings()],
+        "files": dict(files),
+    }
+    return document("audit", content)
+
+
+def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
+    """A line for every example of every job, and one for each job without a result."""
+    names = {setting.cell: setting.name for setting in name_settings(verdict)}
+    blank = {"index": None, "score": None, **dict.fromkeys(measure.key for measure in MEASURES.values())}
+    lines = []
+    for row in store.rows():
+        facts = {**_row(row, names), "flags": "; ".join(row.flags)}
+        examples = [{"index": e.index, "score": e.score, **e.values} for e in row.examples] or [{}]
+        lines += [plain({**facts, **blank, **{k: v for k, v in e.items() if k in blank}}) for e in examples]
+    return lines
+
+
+def json_text(content: Mapping[str, Any]) -> str:
+    """A document as it is printed."""
+    return json.dumps(content, indent=1, allow_nan=False) + "\n"
+
+
+def csv_text(lines: Sequence[Mapping[str, Any]]) -> str:
+    r"""Lines with the same keys as CSV with a head; nothing where a value is missing.
+
+    >>> csv_text([{"name": "a, b", "psnr": None}, {"name": "c", "psnr": 2.5}])
+    'name,psnr\n"a, b",\nc,2.5\n'
+    """
+    stream = io.StringIO()
+    writer = csv.DictWriter(stream, list(dict.fromkeys(key for line in lines for key in line)), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(lines)
+    return stream.getvalue()
+
+
+def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
+    return {key: mapping(facts).get(key) for key in keys}
+
+
+def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    verdict = setting.verdict
+    place = ("protocol", "defense", "outcome", "remarks")
+    numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
+    counts = ("label_baseline", "flags", "done", "failed", "refused", "missing")
+    return {
+        "name": setting.name,
+        "title": setting.short,
+        **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
+        "reasons": [dataclasses.asdict(reason) for reason in verdict.reasons],
+        "examples": [_strongest(example, names) for example in verdict.examples],
+    }
+
+
+def _strongest(example: StrongestExample, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    same = ("index", "attack", "attack_name", "seed", "key", "leaks", "baseline_psnr", "lift", "values")
+    return {
+        "setting": names[example.protocol, example.defense],
+        **{name: getattr(example, name) for name in same},
+    }
+
+
+def _row(row: Row, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    facts = {
+        "setting": names.get(row.job.setting) if row.counts else None,  # a control serves every defence
+        **{name: getattr(row.job, name) for name in _ROW if name != "setting"},
+        **{name: getattr(row, name) for name in _FATE},
+    }
+    return {name: facts[name] for name in (*_ROW, *_FATE)}
+
+
+def _example(example: ExampleRecord) -> dict[str, Any]:
+    return {"index": example.index, "score": example.score, "values": dict(example.values)}
+
+
+def _finding(finding: FindingRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    same = ("kind", "protocol", "defense", "seed", "batch", "key", "status", "reason", "seconds", "content")
+    return {"setting": names.get(finding.setting), **{name: getattr(finding, name) for name in same}}
