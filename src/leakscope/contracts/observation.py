@@ -277,7 +277,7 @@ class Observation:
         )
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:
-        """The same observation with another update, for null controls and for defences of a captured update."""
+        """The same observation with another update, for blind controls and for defences of a captured update."""
         return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
 
     def save(self, path: str | os.PathLike[str]) -> None:
