@@ -123,7 +123,7 @@ def run_spec(
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
-    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}, where
+    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}; the
       advice is None unless it will take long;
     - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
       "status", "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the
