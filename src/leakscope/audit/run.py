@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.growth import Plan, grown_spec, grown_statements
 from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
+from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
@@ -26,8 +27,6 @@ from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 class Audit:
@@ -82,7 +81,7 @@ def audit(
     value_range: ValueRange | None = None,
     num_classes: int | None = None,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
@@ -92,7 +91,8 @@ def audit(
     ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
     policy, executor, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
-    result.
+    result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
+    see :func:`run_spec`.
     """
     if protocol is not None and protocols is not None:
         raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
@@ -113,7 +113,7 @@ def audit(
 def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     *,
     allow_code: bool = False,
 ) -> Audit:
@@ -121,24 +121,32 @@ def run_spec(
 
     ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
 
-    ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
-    after each round; then {"event": "planned", "total", "finished"}, and for each job
-    {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
-    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
-    "finding" is the kind of finding where it is no attempt.
+    ``progress`` as in :func:`audit`. A function is told of these events:
+
+    - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
+    - {"event": "planned", "total", "finished"};
+    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}; the
+      advice is None unless it will take long;
+    - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
+      "status", "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the
+      store, whose "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec, allow_code=allow_code)
+    with listener(progress) as tell:
+        return _audit(checked, out, tell)
 
+
+def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None) -> Audit:
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
 
     # Keys of jobs hold fingerprints, so that the salt of a store that is there is needed before its jobs are planned.
     salt = None if out is None else stored_salt(out)
-    setup = build_setup(checked, trained, secrets.token_hex(16) if salt is None else salt)
+    setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    executor: Executor = EXECUTORS.target(checked.executor)(checked.workers, checked.timeout)
+    executor: Executor = EXECUTORS.target(spec.executor)(spec.workers, spec.timeout, progress is not None)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
@@ -262,10 +270,12 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
     completed = len(jobs) - len(todo)
 
     def emit(event: dict[str, Any]) -> None:
-        if progress is not None:
+        if progress is not None and "job" in event:
             job: Job = event["job"]
             facts = {**job_facts(describe(setup, job)), "finding": job.finding}
             progress({**event, "job": facts, "key": job.key, "position": job.position})
+        elif progress is not None:
+            progress(event)
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed
