@@ -47,10 +47,10 @@ class RemedyGroup:
     reasons: list[SharedReason]
 
 
-def by_remedy(verdict: Verdict) -> list[RemedyGroup]:
-    """Every reason once, those with the same remedy together, in the order in which they first come."""
+def by_remedy(verdict: Verdict, others: Iterable[Reason] = ()) -> list[RemedyGroup]:
+    """Every reason once, ``others`` last, those with the same remedy together, in the order in which they first come."""
     groups: dict[str, list[SharedReason]] = {}
-    for reason in shared_reasons(verdict):
+    for reason in (*shared_reasons(verdict), *(SharedReason((), other.text, other.remedy) for other in others)):
         groups.setdefault(reason.remedy.rstrip("."), []).append(reason)
     return [RemedyGroup(remedy, reasons) for remedy, reasons in groups.items()]
 

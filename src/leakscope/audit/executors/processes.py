@@ -55,7 +55,7 @@ def pack(setup: Setup) -> bytes:
     """The spec as workers are sent it, objects included; ExecutorError if it cannot leave this process."""
     _check_not_bootstrapping()
     try:
-        return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint))
+        return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint, setup.salt))
     except Exception as error:
         raise ExecutorError(
             f"the model or another object of this audit cannot be sent to worker processes "
@@ -254,8 +254,8 @@ def _work(pipe: Connection, packed: bytes) -> None:
         pipe.send_bytes(pickle.dumps((kind, content)))
 
     try:
-        spec, model_print, data_print = pickle.loads(packed)
-        setup = build_setup(spec)
+        spec, model_print, data_print, salt = pickle.loads(packed)
+        setup = build_setup(spec, salt=salt)
         for what, ours, theirs in (
             ("model", setup.model_fingerprint, model_print),
             ("data", setup.data_fingerprint, data_print),
