@@ -48,7 +48,7 @@ class RemedyGroup:
 
 
 def by_remedy(verdict: Verdict, others: Iterable[Reason] = ()) -> list[RemedyGroup]:
-    """Every reason once, ``others`` last, those with the same remedy together, in the order in which they first come."""
+    """Every reason once, ``others`` last; those with the same remedy together, in the order in which they come."""
     groups: dict[str, list[SharedReason]] = {}
     for reason in (*shared_reasons(verdict), *(SharedReason((), other.text, other.remedy) for other in others)):
         groups.setdefault(reason.remedy.rstrip("."), []).append(reason)
