@@ -128,6 +128,8 @@ def test_time_left_follows_the_estimate_first_and_the_pace_later() -> None:
     assert tally.share == pytest.approx(0.2)
     # By pace 160 s are left, by the estimate 60 s.
     assert tally.remaining == pytest.approx(0.2 * 160 + 0.8 * 60)
+    now = 120.0
+    assert tally.remaining == pytest.approx(480)  # the estimate has passed, the pace remains
     tally.take(finished(11, 12))
     assert tally.remaining is None
 

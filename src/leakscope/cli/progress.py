@@ -78,7 +78,9 @@ class Tally:
         if self.estimate is None:
             return by_pace if share >= 0.05 else None
         by_estimate = max(self.estimate - elapsed, 0.0)
-        return by_estimate if by_pace is None else share * by_pace + (1 - share) * max(by_estimate, 0.0)
+        if by_pace is None or by_estimate == 0.0:  # an estimate that has passed says nothing any more
+            return by_estimate if by_pace is None else by_pace
+        return share * by_pace + (1 - share) * by_estimate
 
     def left(self) -> str:
         remaining = self.remaining
