@@ -245,7 +245,7 @@ def timeless(rows: Sequence[Row | FindingRow]) -> list[tuple[Any, ...]]:
             continue
         result = json.loads(json.dumps(row.raw))
         if result is not None:
-            result.pop("peak_memory_mb")
-            result["info"].pop("seconds")
+            result.pop("peak_memory_mb", None)
+            result.get("info", {}).pop("seconds", None)
         kept.append((row.key, row.position, row.status, row.job, result, row.error))
     return kept

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -14,18 +15,18 @@ from typing import Any
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
+from leakscope.audit.growth import Plan, grown_spec, grown_statements
+from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
+from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
+from leakscope.results.records import FindingRow, Row, counted, job_facts, plain, without_folders
 from leakscope.results.setting_verdict import StrongestExample
-from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
+from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 class Audit:
@@ -80,7 +81,7 @@ def audit(
     value_range: ValueRange | None = None,
     num_classes: int | None = None,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
@@ -90,7 +91,8 @@ def audit(
     ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
     policy, executor, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
-    result.
+    result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
+    see :func:`run_spec`.
     """
     if protocol is not None and protocols is not None:
         raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
@@ -111,7 +113,7 @@ def audit(
 def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     *,
     allow_code: bool = False,
 ) -> Audit:
@@ -119,28 +121,39 @@ def run_spec(
 
     ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
 
-    ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
-    after each round; then {"event": "planned", "total", "finished"}, and for each job
-    {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
-    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
-    "finding" is the kind of finding where it is no attempt.
+    ``progress`` as in :func:`audit`. A function is told of these events:
+
+    - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
+    - {"event": "planned", "total", "finished"};
+    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}; the
+      advice is None unless it will take long;
+    - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
+      "status", "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the
+      store, whose "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec, allow_code=allow_code)
+    with listener(progress) as tell:
+        return _audit(checked, out, tell)
 
+
+def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None) -> Audit:
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
 
-    setup = build_setup(checked, trained)
+    # Keys of jobs hold fingerprints, so that the salt of a store that is there is needed before its jobs are planned.
+    salt = None if out is None else stored_salt(out)
+    setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    executor: Executor = EXECUTORS.target(checked.executor)(checked.workers, checked.timeout)
+    executor: Executor = EXECUTORS.target(spec.executor)(spec.workers, spec.timeout, progress is not None)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
     try:
-        with _open_store(setup, jobs, directory) as store:
-            _run(setup, jobs, store, executor, progress)
+        store, plan = _open_store(setup, Plan.of(setup, jobs), directory)
+        with store:
+            _run(setup, plan.numbered(jobs), store, executor, progress)
         return Audit(directory, temporary)
     except BaseException:
         if temporary is not None:
@@ -163,35 +176,38 @@ def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None
         raise SpecError([f"data: {error}"], "audit") from error
 
 
-def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
-    known = identity(setup)
+def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
+    """The folder's store, and the plan of all that was ever asked for in it."""
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        return Store.create(directory, _meta(setup, jobs, known))
+        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
     store = Store.open(directory, write=True)
     try:
-        check_same_audit(store, known)
-        # These change how the rows are made or judged, not what is in them, so the newest wish counts.
-        store.set_meta("spec", setup.spec.normalised())
-        store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
-        store.set_meta("audited", _audited(setup))
-        store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
+        check_same_audit(store, identity(setup))
+        plan = Plan.read(store).grown(plan, store.finished())
+        spec = grown_spec(store.meta("spec"), _told_spec(setup))
+        changes = {
+            **plan.meta(setup),
+            "spec": spec,
+            "data": _told_data(setup),
+            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
+            "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
+        }
+        store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
         store.close()
         raise
-    return store
+    return store, plan
 
 
-def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, Any]:
-    spec, data = setup.spec, setup.data
+def _meta(setup: Setup) -> dict[str, Any]:
+    spec = setup.spec
     return {
-        "spec": spec.normalised(),
-        "spec_hash": content_hash(known),
-        "identity": known,
+        "spec": _told_spec(setup),
+        "salt": setup.salt,
         "versions": versions(),
-        "plan": plan_summary(setup, jobs),
-        "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -201,25 +217,50 @@ def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, 
             "training": None if spec.training is None else spec.training.describe(),
             "training_losses": plain(setup.training_losses),
         },
-        "data": {
-            "name": data.name,
-            "private": data.private,
-            "credits": data.credits,
-            "shape": list(data.x.shape[1:]),
-            "num_classes": data.num_classes,
-            "task": spec.task.identity(),
-            "class_names": None if data.class_names is None else list(data.class_names),
-            "count": len(data),
-            "fingerprint": setup.data_fingerprint,
-        },
+        "data": _told_data(setup),
         "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
-def _audited(setup: Setup) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(statement) for statement in describe_audited(setup)]
+def _told_data(setup: Setup) -> dict[str, Any]:
+    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
+    return {
+        "name": setup.data_name,
+        "private": data.private,
+        "credits": "" if hidden else data.credits,
+        "shape": list(data.x.shape[1:]),
+        "num_classes": data.num_classes,
+        "task": setup.spec.task.identity(),
+        "class_names": None if setup.class_names is None else list(setup.class_names),
+        "count": len(data),
+        "fingerprint": setup.data_fingerprint,
+    }
+
+
+def _told_spec(setup: Setup) -> dict[str, Any]:
+    """The spec as results tell it: without folders, and without the file of private data."""
+    spec = setup.spec.normalised()
+    if setup.spec.show_names:
+        return spec
+    if setup.data.private and spec["data"]["path"] is not None:
+        spec["data"]["path"] = "(private)"
+    told: dict[str, Any] = _without_folders(spec)
+    return told
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return without_folders(value) if isinstance(value, str) else value
+
+
+def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    asked = {**spec, "examples": plan.axes["examples"]}
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:
@@ -229,10 +270,12 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
     completed = len(jobs) - len(todo)
 
     def emit(event: dict[str, Any]) -> None:
-        if progress is not None:
+        if progress is not None and "job" in event:
             job: Job = event["job"]
             facts = {**job_facts(describe(setup, job)), "finding": job.finding}
             progress({**event, "job": facts, "key": job.key, "position": job.position})
+        elif progress is not None:
+            progress(event)
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed

@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import COUNT
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
@@ -100,6 +101,7 @@ class FedAvg(OneMessage):
 
     def _train(self, client: ClientSide, record: Record | None = None) -> tuple[Gradient, LocalTraining]:
         trained, before, count = client.trained, client.weights(), len(client.x)
+        COUNT.check("epochs: local steps", self.steps(count))
         optimizer: torch.optim.Optimizer
         if self.optimizer == "adam":
             optimizer = torch.optim.Adam(trained.values(), lr=self.lr)

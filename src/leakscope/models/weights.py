@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.files import read_tensors
+
 #: Where training scripts put a state dictionary in a checkpoint.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "weights")
 #: What DataParallel and torch.compile put before every name.
@@ -21,7 +23,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     weights = read_weights(path)
     try:
         model.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
 
 
@@ -32,13 +34,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
 
 
 def _of_safetensors(path: Path) -> Any:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
-        return load(path.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"weights: {path}: not a readable safetensors file ({error})") from error
+        return read_tensors(path)
+    except ValueError as error:
+        raise ValueError(f"weights: {error}") from error
 
 
 def _of_torch(path: Path) -> Any:
