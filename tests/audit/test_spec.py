@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import audit_doubles as doubles
 import pytest
 
 from leakscope.attacks import DLG
-from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml
+from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml, read_yaml
 from leakscope.audit.default import DEFAULT_SPEC as DIRECT
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, Vertical
@@ -263,3 +264,44 @@ def test_the_default_knowledge_follows_the_protocols() -> None:
     assert (
         "expected one of eavesdropper, honest_server, adaptive_server, vertical_server, malicious_server, full" in told
     )
+
+
+LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 8)}]\n" for n in range(1, 30)
+)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        (LAUGHS, "line 5: with its aliases written out expected at most 5,000 values"),
+        ("[" * 100_000, "at most 40 lists and mappings in each other"),
+        ("a: &a [*a]", "does not hold itself"),
+        ("- x\n" * 10_000, "expected at most 5,000 values"),
+        ("x" * 200_000, "expected at most 131,072 bytes, got 200,000"),
+        ("a: !!python/object/apply:os.system ['true']", "got the tag !!python/object/apply:os.system"),
+        ("a: !!binary zzz", "got the tag !!binary"),
+        ("a:\n b: !!set {x}", "line 2: expected text, numbers, lists and mappings, got the tag !!set"),
+        ("a: !!timestamp 2020-13-45", "got the tag !!timestamp"),
+        ("a: !mine x", "got the tag !mine"),
+        ("batch: 1\nbatch: 2", "line 2: expected each key once, got 'batch' again"),
+        ("1: x", "expected text as a key, quoted where it reads as something else, got '1'"),
+        ("yes: x", "got 'yes'"),
+        ("? [a]\n: b", "got a list or mapping"),
+        ("a: " + "9" * 400, "expected numbers of at most 63 bits"),
+        ("a: " + "9" * 5000, "not valid YAML: a value cannot be read"),
+        ("a: !!int x", "a value cannot be read"),
+        ("a: \x00", "not valid YAML"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_yaml_that_no_spec_needs(text: str, words: str) -> None:
+    with pytest.raises(SpecError, match=re.escape(words)) as caught:
+        read_yaml(text)
+    assert len(str(caught.value)) < 700
+
+
+def test_what_yaml_has_for_people_still_works() -> None:
+    text = "base: &b {iterations: 5}\nmine:\n  <<: *b\n  lr: 1e-3\nday: 2020-01-01"
+    expected = {"base": {"iterations": 5}, "mine": {"iterations": 5, "lr": 0.001}, "day": "2020-01-01"}
+    assert read_yaml(text) == expected

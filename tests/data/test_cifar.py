@@ -130,6 +130,9 @@ def test_hostile_pickle_is_refused_without_running(tmp_path: Path, protocol: int
     assert trace.exists()
 
 
+#: A list of two references to a list of two references ...: a few bytes, and endless to print.
+ENDLESS = b"]q\x00" + b"]h\x00ah\x00aq\x00" * 60
+
 HOSTILE = {
     "eval": pickle.dumps(Hostile(eval, "1"), 2),
     "getattr chain": pickle.dumps(Hostile(getattr, "x", "y"), 4),
@@ -165,6 +168,11 @@ HOSTILE = {
     "label out of range": pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": [10]}, 2),
     "negative label": pickle.dumps({"data": np.zeros((1, 3072), np.uint8), "labels": [-1]}, 2),
     "unhashable key": b"\x80\x02}]K\x01s.",
+    "endless key": b"\x80\x02})" + b"q\x00h\x00\x86" * 60 + b"K\x01s.",
+    "endless type": b"\x80\x02cnumpy\ndtype\nq\x01" + ENDLESS + b"h\x01h\x00\x85R.",
+    "endless encoding": b"\x80\x02c_codecs\nencode\nq\x01" + ENDLESS + b"h\x01U\x01ah\x00\x86R.",
+    "a function changed": b"\x80\x02c_codecs\nencode\n}U\x0c__defaults__K\x01sb.",
+    "a class changed": b"\x80\x02cnumpy\nndarray\nN}U\x08__init__K\x01s\x86b.",
 }
 
 
@@ -174,6 +182,22 @@ def test_damaged_and_hostile_pickles(tmp_path: Path, what: str) -> None:
     file.write_bytes(HOSTILE[what])
     with pytest.raises(ValueError, match="data_batch_1: "):
         load_data("cifar10", file)
+
+
+def test_names_are_text(tmp_path: Path) -> None:
+    batch = {"data": np.zeros((1, 3072), np.uint8), "labels": [0]}
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps(batch, 2))
+    (tmp_path / "batches.meta").write_bytes(b"\x80\x02" + ENDLESS + b"}U\x0blabel_namesh\x00s.")
+    assert load_data("cifar10", tmp_path / "data_batch_1").class_names is None
+
+
+def test_a_limit_reads_no_more_than_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "data_batch_1.bin"
+    file.write_bytes(bytes(3073 * 50))
+    monkeypatch.setenv("LEAKSCOPE_MAX_BYTES", str(3072 * 4 * 10))
+    with pytest.raises(ValueError, match=r"at most 122,880 bytes, got 614,400.*limit"):
+        load_data("cifar10", tmp_path)
+    assert len(load_data("cifar10", tmp_path, limit=10)) == 10
 
 
 def test_byte_order_is_kept(tmp_path: Path) -> None:

@@ -95,6 +95,13 @@ def test_one_damaged_file_is_named(tmp_path: Path, what: str) -> None:
     assert "good" not in str(caught.value)
 
 
+def test_a_size_that_no_memory_holds_is_refused_at_once(tmp_path: Path) -> None:
+    picture(tmp_path / "a" / "1.png")
+    for resize in (1_000_000, (10**9, 1), 10**30):
+        with pytest.raises(ValueError, match="expected at most 1,073,741,824 bytes"):
+            load_data("folder", tmp_path, resize=resize)
+
+
 def test_structure_is_checked(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no subfolders"):
         load_data("folder", tmp_path)

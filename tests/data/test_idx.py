@@ -78,7 +78,7 @@ DAMAGED = {
     "data cut": (GOOD[:-1], LABELS, "claims 48 bytes"),
     "data added": (GOOD + b"x", LABELS, "claims 48 bytes|more data"),
     "no images": (idx_bytes(np.zeros((0, 4, 4))), LABELS, "claims shape"),
-    "huge": (bytes((0, 0, 8, 3)) + b"\xff" * 12, LABELS, "claims shape"),
+    "huge": (bytes((0, 0, 8, 3)) + b"\xff" * 12, LABELS, "its header claims"),
     "large claim": (bytes((0, 0, 8, 3)) + struct.pack(">3I", 1000, 1000, 1000), LABELS, "claims|truncated"),
     "labels short": (GOOD, idx_bytes(np.array([0, 1])), "3 images, but 2 labels"),
     "label out of range": (GOOD, idx_bytes(np.array([0, 1, 10])), "0 to 9, got 0 to 10"),
@@ -126,8 +126,8 @@ def test_gzip_bomb_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "train-labels-idx1-ubyte").write_bytes(LABELS)
     with pytest.raises(ValueError, match="more data than its header claims"):
         load_data("mnist", tmp_path)
-    monkeypatch.setattr(idx_module, "MAX_BYTES", 47)
-    with pytest.raises(ValueError, match="expected 1 to 47 bytes"):
+    monkeypatch.setenv("LEAKSCOPE_MAX_BYTES", "47")
+    with pytest.raises(ValueError, match="expected at most 47 bytes, got 192"):
         load_data("mnist", tmp_path)
 
 

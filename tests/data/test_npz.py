@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data import DATA, load_data
-from leakscope.data import npz as npz_module
 
 
 @pytest.mark.parametrize(
@@ -208,14 +208,45 @@ def test_bombs_are_refused_before_they_are_read(tmp_path: Path, monkeypatch: pyt
         "read",
         lambda self, n=-1: read.append(n) or original(self, n),  # type: ignore
     )
-    monkeypatch.setattr(npz_module, "MAX_BYTES", 1 << 20)
-    with pytest.raises(ValueError, match="at most 1048576 bytes, got 3145856"):
+    monkeypatch.setenv("LEAKSCOPE_MAX_BYTES", str(1 << 22))
+    with pytest.raises(ValueError, match=r"at most 4,194,304 bytes, got 12,582,912.*limit=.*MAX_BYTES=12582912"):
         load_data("npz", file)
     assert max(read) < 1000
-    # A small array in a member that is large for no reason.
+    assert len(load_data("npz", file, limit=1)) == 1, "one row is within the cap, and only it is read"
+    # A small array in a member that is large for no reason: the rest of it is not read.
     padded = archive(tmp_path / "b.npz", x=npy((3, 2), bytes(3 << 20)), y=npy((3,), bytes(3)))
-    with pytest.raises(ValueError, match="at most 1048576 bytes"):
-        load_data("npz", padded)
+    read.clear()
+    assert load_data("npz", padded).shape == (2,)
+    assert max(read) < 1000
+
+
+def test_a_header_as_long_as_it_likes_is_not_read(tmp_path: Path) -> None:
+    text = b"{'descr': '|u1', 'fortran_order': False, 'shape': (3, 2)}".ljust(30_000_000) + b"\n"
+    member = b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + bytes(6)
+    file = archive(tmp_path / "a.npz", x=member, y=npy((3,), bytes(3)))
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"a\.npz: array 'x'"):
+        load_data("npz", file)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 5_000_000
+
+
+def test_endless_rows_of_nothing_are_refused(tmp_path: Path) -> None:
+    file = archive(tmp_path / "a.npz", x=npy((10**15, 0), b""), y=npy((3,), bytes(3)))
+    with pytest.raises(ValueError, match="expected at most 1,073,741,824 bytes"):
+        load_data("npz", file)
+
+
+@pytest.mark.parametrize("scale", [None, np.float32(0.5)])
+def test_a_limit_changes_neither_range_nor_values(tmp_path: Path, scale: np.float32 | None) -> None:
+    x = np.random.default_rng(0).integers(-900, 900, (40, 12)).astype(np.int16)
+    arrays = {} if scale is None else {"scale": scale}
+    file = save(tmp_path / "a.npz", x=x, y=np.arange(40), split=np.arange(40) % 2, **arrays)
+    whole, few = load_data("npz", file, split="test"), load_data("npz", file, split="test", limit=3)
+    assert few.value_range == whole.value_range
+    assert few.num_classes == whole.num_classes
+    assert torch.equal(few.x, whole.x[:3])
 
 
 def test_damaged_archives(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 import torch
 from torch import nn
@@ -262,3 +264,40 @@ def test_name_must_be_text() -> None:
 def test_table_is_read_only() -> None:
     with pytest.raises(TypeError):
         MODELS["x"] = MODELS["mlp"]  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    "name, facts, words",
+    [
+        ("mlp", {"hidden": 10**9}, "at most 200,000,000 parameters"),
+        ("mlp", {"hidden": [60_000, 60_000]}, "LEAKSCOPE_MAX_PARAMETERS=3"),
+        ("mlp", {"hidden": [1] * 5000}, "mlp: hidden: expected at most 1,000"),
+        ("convnet", {"filters": 100_000}, "Choose smaller options"),
+        ("logistic", {"num_classes": 10**8}, "expected at most 200,000,000 parameters"),
+        ("logistic", {"num_classes": 10**300}, "expected at most 200,000,000 parameters, got far more"),
+        ("s3-vit", {"layers": 10**7, "dim": 1, "heads": 1}, "s3-vit: layers: expected at most 1,000"),
+        ("vertical-mlp", {"input_shape": (10**6,), "workers": 10**6}, "workers: expected at most 1,000"),
+        ("mlp", {"input_shape": (10**6, 10**6)}, "one example: expected at most 1,073,741,824 bytes"),
+        ("mlp", {"input_shape": (1,) * 100}, "up to 16 sizes"),
+        ("mlp", {"seed": 1 << 80}, "seed: expected an integer of at most 63 bits"),
+    ],
+    ids=str,
+)
+def test_models_that_no_memory_holds_are_refused_before_they_are_made(name: str, facts: dict, words: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=words):
+        build_model(name, **facts)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000_000
+
+
+def test_a_user_may_raise_the_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LEAKSCOPE_MAX_PARAMETERS", "100")
+    with pytest.raises(ValueError, match=r"expected at most 100 parameters, got 110\. .*LEAKSCOPE_MAX_PARAMETERS=110"):
+        build_model("logistic", input_shape=(10,), num_classes=10)
+    monkeypatch.setenv("LEAKSCOPE_MAX_PARAMETERS", "110")
+    build_model("logistic", input_shape=(10,), num_classes=10)
+    monkeypatch.setenv("LEAKSCOPE_MAX_PARAMETERS", "many")
+    with pytest.raises(ValueError, match="LEAKSCOPE_MAX_PARAMETERS: expected a whole number of parameters, got 'many'"):
+        build_model("logistic", input_shape=(10,), num_classes=10)

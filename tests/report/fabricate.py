@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leakscope.results import FindingRow, SettingVerdict
 from leakscope.results.names import Setting
+from leakscope.results.store import SCHEMA, seal
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
 AVG = "FedAvg(epochs=5, batch_size=10, lr=0.004, shuffle=True, optimizer='sgd', momentum=0.0, batchnorm='eval')"
@@ -28,14 +29,6 @@ DLG = "DeepLeakage(iterations=300, optimizer='lbfgs')"
 ANALYTIC = "AnalyticLinear()"
 HOSTILE = "<script>alert(1)</script>"
 HOSTILE_ATTRIBUTE = '"><img src=x onerror=alert(1)>'
-
-SCHEMA = """
-CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT);
-CREATE TABLE jobs(key TEXT PRIMARY KEY, position INTEGER, status TEXT, job TEXT, result TEXT, error TEXT,
-                  seconds REAL, finished TEXT);
-CREATE TABLE findings(key TEXT PRIMARY KEY, position INTEGER, kind TEXT, status TEXT, subject TEXT, content TEXT,
-                      error TEXT, seconds REAL, finished TEXT);
-"""
 
 
 @dataclass
@@ -67,21 +60,11 @@ class Fabricated:
         connection.executemany("INSERT INTO meta VALUES (?, ?)", [(k, json.dumps(v)) for k, v in self.meta.items()])
         for row in self.jobs:
             result = None if row["result"] is None else json.dumps(row["result"])
-            connection.execute(
-                "INSERT INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(row["key"], row["position"], row["status"], json.dumps(row["job"]), result),
-                    *(row["error"], row["seconds"], row["finished"]),
-                ),
-            )
+            values = (row["key"], row["status"], json.dumps(row["job"]), result)
+            self._insert(connection, "jobs", row, (*values, *_fate(row), "{}"))
         for row in self.findings:
-            connection.execute(
-                "INSERT INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(row["key"], row["position"], row["kind"], row["status"], json.dumps(row["subject"])),
-                    *(json.dumps(row["content"]), row["error"], row["seconds"], row["finished"]),
-                ),
-            )
+            texts = json.dumps(row["subject"]), json.dumps(row["content"])
+            self._insert(connection, "findings", row, (row["key"], row["kind"], row["status"], *texts, *_fate(row)))
         connection.commit()
         connection.close()
         for key, tensors in self.artifacts.items():
@@ -89,6 +72,14 @@ class Fabricated:
         for key, history in self.histories.items():
             (directory / "artifacts" / f"{key}.json").write_text(json.dumps({"history": history}))
         return directory
+
+    def _insert(self, connection: sqlite3.Connection, table: str, row: dict[str, Any], values: tuple[Any, ...]) -> None:
+        stored = (values[0], row["position"], *values[1:], seal(values))
+        connection.execute(f"INSERT INTO {table} VALUES ({', '.join('?' * len(stored))})", stored)
+
+
+def _fate(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["error"], None if row["seconds"] is None else float(row["seconds"]), row["finished"]
 
 
 def finding(kind: str, content: Any, setting: tuple[str, str], **changes: Any) -> FindingRow:
@@ -313,7 +304,7 @@ def _meta(
         "policy": {"max_psnr": 20.0, "min_lift": 3.0},
     }
     return {
-        "format": 2,
+        "format": 3,
         "spec": spec,
         "spec_hash": hashlib.sha256(json.dumps(spec).encode()).hexdigest(),
         "versions": {

@@ -5,6 +5,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from leakscope.results import FindingRow, Row, Store, StoreError, StoreMismatch
-from leakscope.results.store import check_same_audit, differences
+from leakscope.results.store import check_same_audit, differences, stored_salt
 
 KEY = "ab12"
 RESULT = {"examples": [{"index": 0, "psnr": 21.5, "identified": True}], "flags": ["mixture"], "of the future": [1]}
@@ -59,7 +60,7 @@ def test_round_trip(tmp_path: Path) -> None:
         assert store.artifact("zz") is None
         assert store.history("zz") == {}
         assert store.finished() == {KEY: "done", "zz": "failed"}
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(StoreError, match="cannot be written"):
             store.record(row())
 
 
@@ -76,7 +77,7 @@ def test_findings_round_trip(tmp_path: Path) -> None:
         assert (second.kind, second.status, second.reason, second.content) == ("cost", "failed", "E: no", {})
         assert store.finished() == {KEY: "done", "f1": "done", "f2": "failed"}
         assert len(store.rows()) == 1
-        with pytest.raises(sqlite3.OperationalError):
+        with pytest.raises(StoreError, match="cannot be written"):
             store.record_finding(finding())
 
 
@@ -161,7 +162,7 @@ def test_another_programs_database_is_refused_untouched(tmp_path: Path) -> None:
 def test_another_format_is_refused(tmp_path: Path) -> None:
     with Store.create(tmp_path, {"format": 1}):
         pass
-    with pytest.raises(StoreError, match="format 1, this version of leakscope reads 2"):
+    with pytest.raises(StoreError, match="format 1, this version of leakscope reads 3"):
         Store.open(tmp_path)
 
 
@@ -214,6 +215,133 @@ def test_rows_survive_a_kill_right_after_record(tmp_path: Path) -> None:
     assert ended.returncode == -9
     with Store.open(tmp_path) as store:
         assert [r.key for r in store.rows()] == ["ab12"]
+
+
+def damage(folder: Path, statement: str, *values: Any) -> None:
+    with closing(sqlite3.connect(folder / "audit.sqlite")) as connection:
+        connection.execute(statement, values)
+        connection.commit()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "UPDATE jobs SET result = replace(result, '21.5', '11.5')",
+        "UPDATE jobs SET result = NULL",
+        "UPDATE jobs SET job = '{'",
+        "UPDATE jobs SET job = '" + "[" * 5000 + "]" * 5000 + "'",
+        "UPDATE jobs SET status = 'refused'",
+        "UPDATE jobs SET error = 'something'",
+        "UPDATE jobs SET seconds = 'soon'",
+        "UPDATE jobs SET checksum = x'00ff'",
+        "UPDATE jobs SET files = '{}'",
+    ],
+)
+def test_a_damaged_row_is_named_and_not_done(tmp_path: Path, statement: str) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record(row(), {"originals": torch.rand(1, 2)}, {})
+        store.record(row(key="other", position=1))
+        store.record_finding(finding())
+    damage(tmp_path, statement + " WHERE key = 'ab12'")
+    with Store.open(tmp_path, write=True) as store:
+        first, second = store.rows()
+        assert (first.key, first.status, first.result) == (KEY, "failed", None)
+        assert first.reason.startswith("DamagedRow: ")
+        assert second == row(key="other", position=1)
+        assert store.damage() == {KEY: "its row is damaged"}
+        assert store.finished() == {KEY: "damaged", "other": "done", "f1": "done"}
+        store.record(row())
+        assert store.damage() == {}
+
+
+def test_a_damaged_finding_is_named(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record_finding(finding())
+    damage(tmp_path, "UPDATE findings SET content = replace(content, '41.5', '1.5')")
+    with Store.open(tmp_path) as store:
+        assert [(f.status, f.content) for f in store.findings()] == [("failed", {})]
+        assert store.finished() == {"f1": "damaged"}
+
+
+def test_a_row_may_move_as_an_audit_grows(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        store.record(row())
+    damage(tmp_path, "UPDATE jobs SET position = 7")
+    with Store.open(tmp_path) as store:
+        assert store.damage() == {}
+        assert [r.position for r in store.rows()] == [7]
+
+
+def test_deleted_and_damaged_files_are_named(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}) as store:
+        for number, key in enumerate(("a", "b", "c")):
+            store.record(row(key=key, position=number), {"originals": torch.rand(1, 2)}, {"objective": [[1.0]]})
+    (tmp_path / "artifacts" / "a.safetensors").unlink()
+    (tmp_path / "artifacts" / "b.json").write_bytes(b"{}")
+    with Store.open(tmp_path) as store:
+        assert store.damage() == {"a": "its pictures are missing", "b": "its curves are damaged"}
+        assert store.finished() == {"a": "damaged", "b": "damaged", "c": "done"}
+        assert [r.status for r in store.rows()] == ["done"] * 3, "their numbers are whole"
+
+
+@pytest.mark.parametrize(
+    "key, value", [("policy", "[1]"), ("plan", '"x"'), ("data", "7"), ("spec", "{"), ("model", "[" * 9000)]
+)
+def test_damaged_meta_is_told_in_one_line(tmp_path: Path, key: str, value: str) -> None:
+    with Store.create(tmp_path, {key: {}}):
+        pass
+    damage(tmp_path, "UPDATE meta SET value = ? WHERE key = ?", value, key)
+    with pytest.raises(StoreError, match=f"'{key}' in meta is damaged") as caught:
+        Store.open(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_tables_of_another_make_are_refused(tmp_path: Path) -> None:
+    with Store.create(tmp_path, {}):
+        pass
+    damage(tmp_path, "DROP TABLE findings")
+    damage(
+        tmp_path,
+        "CREATE VIEW findings AS WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n) "
+        "SELECT x AS key, x AS position, x AS kind, x AS status, x AS subject, x AS content, x AS error, x AS seconds, "
+        "x AS finished, x AS checksum FROM n",
+    )
+    with pytest.raises(StoreError, match="its tables are not those of an audit"):
+        Store.open(tmp_path)
+
+
+def test_errors_are_cut_and_name_no_folders(tmp_path: Path) -> None:
+    text = "OSError: '/home/ann/scans/7.png'\n" + "x" * 100_000 + '\n  File "/home/ann/lib/leakscope/attacks/dlg.py"'
+    with Store.create(tmp_path, {}) as store:
+        store.record(row(status="failed", result=None, error=text))
+        (kept,) = store.rows()
+    assert kept.error is not None
+    assert len(kept.error) < 7000
+    assert kept.reason == "OSError: '7.png'"
+    assert kept.error.endswith('File "leakscope/attacks/dlg.py"')
+    assert "characters left out" in kept.error
+    assert "ann" not in kept.error
+
+
+def test_everything_is_for_its_owner_only(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        with Store.create(tmp_path / "new" / "audit", {}) as store:
+            store.record(row(), {"originals": torch.rand(1, 2)}, {})
+            made = [*(tmp_path / "new").rglob("*"), tmp_path / "new"]
+            modes = {path.relative_to(tmp_path).as_posix(): oct(path.stat().st_mode & 0o777) for path in made}
+    finally:
+        os.umask(before)
+    assert {name: mode for name, mode in modes.items() if mode not in ("0o700", "0o600")} == {}
+    assert modes["new/audit"] == modes["new"] == modes["new/audit/artifacts"] == "0o700"
+    assert "new/audit/audit.sqlite-wal" in modes
+
+
+def test_the_salt_is_that_of_the_store(tmp_path: Path) -> None:
+    assert stored_salt(tmp_path) is None
+    with Store.create(tmp_path, {"salt": "ab"}):
+        pass
+    assert stored_salt(tmp_path) == "ab"
 
 
 def test_numbers_that_json_lacks_are_stored_as_null_wherever_they_come_from(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def identity(setup: Setup) -> dict[str, Any]:
         "leakscope version": __version__,
         "torch version": torch.__version__,
         "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
-        "data": {"name": setup.data.name, "fingerprint": setup.data_fingerprint},
+        "data": {"name": setup.spec.data.name, "fingerprint": setup.data_fingerprint},
         "task": spec.task.identity(),
         "candidates for identification": setup.candidates_fingerprint,
         "LPIPS weights": setup.lpips_fingerprint,
@@ -216,7 +216,8 @@ def label_chance(setup: Setup) -> float | None:
 
 def _batch_fingerprint(setup: Setup, number: int) -> str:
     x, y = setup.batch(number)
-    digest = hashlib.sha256(f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}".encode())
+    facts = f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}"
+    digest = hashlib.sha256(f"{setup.salt}{facts}".encode())
     digest.update(tensor_bytes(x))
     digest.update(tensor_bytes(y))
     return digest.hexdigest()

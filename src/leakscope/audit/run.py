@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import secrets
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
@@ -22,9 +23,9 @@ from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
+from leakscope.results.records import FindingRow, Row, counted, job_facts, plain, without_folders
 from leakscope.results.setting_verdict import StrongestExample
-from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
+from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
 
 
@@ -85,9 +86,10 @@ def audit(
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
 
-    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors, and protocols, defences and attacks
-    their objects. ``value_range`` is the box of valid inputs of such a pair, ``num_classes`` its number of
-    classes. The remaining ``settings`` are those of a spec: training, examples, batch, policy, executor, ...
+    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader,
+    and protocols, defences and attacks their objects. ``value_range`` is the box of valid inputs of such data,
+    ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
+    policy, executor, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
     result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
     see :func:`run_spec`.
@@ -97,7 +99,7 @@ def audit(
     chosen = protocols if protocols is not None else protocol
     wanted: dict[str, Any] = {
         "model": model,
-        "data": _examples(data, value_range, num_classes),
+        "data": _examples(data, value_range, num_classes, settings),
         "protocols": "fedsgd" if chosen is None else chosen,
         "defenses": "none" if defenses is None else defenses,
         "attacks": attacks,
@@ -139,7 +141,9 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
 
-    setup = build_setup(spec, trained)
+    # Keys of jobs hold fingerprints, so that the salt of a store that is there is needed before its jobs are planned.
+    salt = None if out is None else stored_salt(out)
+    setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
     executor: Executor = EXECUTORS.target(spec.executor)(spec.workers, spec.timeout, progress is not None)
@@ -157,17 +161,17 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
         raise
 
 
-def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None) -> Any:
-    if value_range is None and num_classes is None:
+def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None, settings: Mapping[str, Any]) -> Any:
+    """Examples of an object; a name or a mapping stays what it is."""
+    if isinstance(data, str | Mapping) and value_range is None and num_classes is None:
         return data
-    if not (isinstance(data, tuple) and len(data) == 2):
-        raise SpecError(
-            ["value_range, num_classes: expected with data=(x, y) only; other data brings its own"], "audit"
-        )
-    from leakscope.data import from_tensors
+    from leakscope.data import READ_AT_MOST, from_object
 
+    asked = settings.get("examples")
+    # Training is on all of a dataset; an audit alone needs what it attacks and what it compares with.
+    limit = None if settings.get("training") is not None else max(READ_AT_MOST, asked if isinstance(asked, int) else 0)
     try:
-        return from_tensors(*data, num_classes=num_classes, value_range=value_range)
+        return from_object(data, limit=limit, num_classes=num_classes, value_range=value_range)
     except (TypeError, ValueError) as error:
         raise SpecError([f"data: {error}"], "audit") from error
 
@@ -177,16 +181,17 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        audited = {"audited": _audited(setup, setup.spec.normalised(), plan)}
+        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
         return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
     store = Store.open(directory, write=True)
     try:
         check_same_audit(store, identity(setup))
         plan = Plan.read(store).grown(plan, store.finished())
-        spec = grown_spec(store.meta("spec"), setup.spec.normalised())
+        spec = grown_spec(store.meta("spec"), _told_spec(setup))
         changes = {
             **plan.meta(setup),
             "spec": spec,
+            "data": _told_data(setup),
             "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
             "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
         }
@@ -198,9 +203,10 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
 
 
 def _meta(setup: Setup) -> dict[str, Any]:
-    spec, data = setup.spec, setup.data
+    spec = setup.spec
     return {
-        "spec": spec.normalised(),
+        "spec": _told_spec(setup),
+        "salt": setup.salt,
         "versions": versions(),
         "threat_model": setup.knowledge.describe(),
         "model": {
@@ -211,21 +217,45 @@ def _meta(setup: Setup) -> dict[str, Any]:
             "training": None if spec.training is None else spec.training.describe(),
             "training_losses": plain(setup.training_losses),
         },
-        "data": {
-            "name": data.name,
-            "private": data.private,
-            "credits": data.credits,
-            "shape": list(data.x.shape[1:]),
-            "num_classes": data.num_classes,
-            "task": spec.task.identity(),
-            "class_names": None if data.class_names is None else list(data.class_names),
-            "count": len(data),
-            "fingerprint": setup.data_fingerprint,
-        },
+        "data": _told_data(setup),
         "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _told_data(setup: Setup) -> dict[str, Any]:
+    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
+    return {
+        "name": setup.data_name,
+        "private": data.private,
+        "credits": "" if hidden else data.credits,
+        "shape": list(data.x.shape[1:]),
+        "num_classes": data.num_classes,
+        "task": setup.spec.task.identity(),
+        "class_names": None if setup.class_names is None else list(setup.class_names),
+        "count": len(data),
+        "fingerprint": setup.data_fingerprint,
+    }
+
+
+def _told_spec(setup: Setup) -> dict[str, Any]:
+    """The spec as results tell it: without folders, and without the file of private data."""
+    spec = setup.spec.normalised()
+    if setup.spec.show_names:
+        return spec
+    if setup.data.private and spec["data"]["path"] is not None:
+        spec["data"]["path"] = "(private)"
+    told: dict[str, Any] = _without_folders(spec)
+    return told
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return without_folders(value) if isinstance(value, str) else value
 
 
 def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:

@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,12 +20,16 @@ from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.spec import AuditSpec, TrainingSpec
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.caps import JOBS
+from leakscope.contracts.checks import brief
+from leakscope.contracts.disk import read_whole
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
+from leakscope.models.weights import load_weights
 
 Rounds = Callable[[int, int, float], None]
 
@@ -49,6 +52,19 @@ class Setup:
     candidates_fingerprint: str
     lpips_fingerprint: str | None
     training_losses: tuple[float, ...] = ()
+    #: What hashes of private examples begin with; empty for public ones, whose hashes are the same anywhere.
+    salt: str = ""
+
+    @property
+    def data_name(self) -> str:
+        """What the data is called in results: private data by its reader, for its file may name people."""
+        hidden = self.data.private and not self.spec.show_names and self.spec.data.instance is None
+        return self.spec.data.name if hidden else self.data.name
+
+    @property
+    def class_names(self) -> tuple[str, ...] | None:
+        """Names of the classes as results tell them; those of private data only if asked for."""
+        return None if self.data.private and not self.spec.show_names else self.data.class_names
 
     @property
     def pictures(self) -> bool:
@@ -90,15 +106,17 @@ class Setup:
         return examples.x.to(dtype), examples.y
 
 
-def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
+def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "") -> Setup:
     """Load, build and train what ``spec`` names; SpecError with everything that cannot be.
 
-    ``progress`` is told (done, total, loss) after each round of training.
+    ``progress`` is told (done, total, loss) after each round of training. ``salt`` is for fingerprints of private data.
     """
     problems: list[str] = []
     data = _attempt("data", problems, lambda: _load(spec))
     model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))
     batches = None if data is None else _attempt("examples", problems, lambda: _batches(spec, data))
+    if batches is not None:
+        _attempt("attacks, defenses, protocols, seeds and examples", problems, lambda: _check_jobs(spec, len(batches)))
     lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
     lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
     _attempt("device", problems, lambda: _device(spec.device))
@@ -109,6 +127,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
     if problems or data is None or model is None or batches is None:
         raise SpecError(problems)
     candidates = data.inputs.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
+    salt = salt if data.private else ""
     setup = Setup(
         spec=spec,
         model=model,
@@ -118,9 +137,10 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None) -> Setup:
         candidates=candidates,
         lpips=lpips,
         model_fingerprint=model_fingerprint(model, _probe(data)),
-        data_fingerprint=data.fingerprint(),
-        candidates_fingerprint=hashlib.sha256(tensor_bytes(candidates)).hexdigest(),
-        lpips_fingerprint=None if lpips_file is None else hashlib.sha256(lpips_file.read_bytes()).hexdigest(),
+        data_fingerprint=data.fingerprint(salt),
+        candidates_fingerprint=hashlib.sha256(salt.encode() + tensor_bytes(candidates)).hexdigest(),
+        lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
+        salt=salt,
     )
     return setup if asked is None or clients is None else _trained(setup, asked, clients, progress)
 
@@ -254,8 +274,9 @@ def tensor_bytes(value: Tensor) -> bytes:
 def _attempt(where: str, problems: list[str], build: Callable[[], Any]) -> Any:
     try:
         return build()
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        problems.append(f"{where}: " + "; ".join(lines(str(error)) or [type(error).__name__]))
+    except Exception as error:  # noqa: BLE001 - readers and models may be the user's own and raise anything
+        told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError) and lines(str(error))
+        problems.append(f"{where}: " + "; ".join(told or [f"{type(error).__name__}: {brief(str(error))}"]))
         return None
 
 
@@ -287,22 +308,8 @@ def _model(spec: AuditSpec, data: Examples) -> nn.Module:
             asked.name, input_shape=shape, num_classes=data.num_classes, seed=asked.seed, **asked.options
         )
     if asked.weights is not None:
-        _load_weights(model, asked.weights)
+        load_weights(model, asked.weights)
     return model
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        weights = load(path.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"weights: {path}: not a readable safetensors file ({error})") from error
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as error:
-        raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
 
 
 def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
@@ -316,6 +323,11 @@ def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
     if wanted > len(data):
         raise ValueError(f"expected at most {len(data)}, which is all the data has, got {wanted}")
     return tuple(tuple(range(start, start + size)) for start in range(0, wanted, size))
+
+
+def _check_jobs(spec: AuditSpec, batches: int) -> None:
+    settings = len(spec.protocols) * (len(spec.defenses) + len(spec.controls)) * len(spec.attacks)
+    JOBS.check("all combinations", settings * len(spec.seeds) * batches, "Ask for fewer.")
 
 
 def _device(name: str) -> None:

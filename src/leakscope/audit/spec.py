@@ -6,6 +6,7 @@ Every problem is found and told in one :class:`SpecError`, a line each: where, w
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,9 @@ from pydantic_core import ErrorDetails
 from leakscope.audit import parts
 from leakscope.audit.parts import Part
 from leakscope.audit.yaml_text import SpecError, read_yaml
+from leakscope.contracts.caps import COUNT, JOBS, SPEC_BYTES
+from leakscope.contracts.checks import brief
+from leakscope.contracts.disk import read_whole
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
@@ -33,8 +37,10 @@ def _key(help: str, default: Any = ..., **bounds: Any) -> Any:
 class ModelSpec(_Strict):
     name: str = _key("a [reference model](models-and-data.md#models) or `package.module:factory`")
     options: dict[str, Any] = _key("the model's own options", {})
-    seed: int = _key("seed of the initial weights", 0)
-    weights: Path | None = _key("a `.safetensors` file of the state dictionary, loaded over the initial weights", None)
+    seed: int = _key("seed of the initial weights", 0, ge=-(2**63), lt=2**63)
+    weights: Path | None = _key(
+        "a `.safetensors` or `.pt` file of the state dictionary, loaded over the initial weights", None
+    )
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
@@ -125,7 +131,9 @@ def _data_name(data: DataSpec) -> DataSpec:
 def _whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
     if training is None:
         return None
-    problems = []
+    names = ("rounds", "clients", "clients_per_round", "epochs", "batch_size")
+    counts = {name: getattr(training, name) for name in names}
+    problems = [f"{name}: {problem}" for name, count in counts.items() if (problem := COUNT.problem(count or 0))]
     if training.split == "group" and training.clients is not None:
         problems.append(
             f"clients: expected none with split group, where each group is a client, got {training.clients}"
@@ -203,11 +211,13 @@ def _seeds(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
             raise ValueError(f"expected a list of seeds or a count of at least 1, got {value}")
+        JOBS.check("how many", value)
         return list(range(value))
     if isinstance(value, range | tuple | set):
+        JOBS.check("how many", len(value))
         value = sorted(value) if isinstance(value, set) else list(value)
     if not isinstance(value, list) or not all(type(seed) is int and 0 <= seed < 2**63 for seed in value):
-        raise ValueError(f"expected whole numbers >= 0, or how many, got {value!r}")
+        raise ValueError(f"expected whole numbers >= 0, or how many, got {brief(value)}")
     return value
 
 
@@ -215,7 +225,7 @@ def _distinct(values: list[Any]) -> list[Any]:
     if not values:
         raise ValueError("expected at least one, got none")
     identities = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
-    twice = sorted({name for name in identities if identities.count(name) > 1})
+    twice = sorted(name for name, count in Counter(identities).items() if count > 1)
     if twice:
         raise ValueError(f"expected each once, got {', '.join(twice)} more than once")
     return values
@@ -295,6 +305,9 @@ class AuditSpec(_Strict):
         "limits of the verdict; see the keys of `policy`", Policy()
     )
     pictures: bool | None = _key("whether originals and reconstructions are kept; default: only if not private", None)
+    show_names: bool = _key(
+        "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
+    )
     controls: Annotated[list[str], BeforeValidator(_controls)] = _key(
         "controls beside each attack: `true`, `false` or their kinds", True, validate_default=True
     )
@@ -308,13 +321,13 @@ class AuditSpec(_Strict):
     dtype: Annotated[str | None, AfterValidator(_dtype)] = _key(
         "precision of attacks, `float32` or `float64`; default: that of the update", None
     )
-    threads: int = _key("threads per job", 1, ge=1)
+    threads: int = _key("threads per job", 1, ge=1, le=1024)
     executor: Annotated[str, AfterValidator(_executor)] = _key(
         "where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`", "serial"
     )
-    workers: int | None = _key("parallel jobs; default: processors divided by `threads`", None, ge=1)
+    workers: int | None = _key("parallel jobs; default: processors divided by `threads`", None, ge=1, le=1024)
     timeout: float | None = _key(
-        "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0
+        "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0, le=10**7
     )
 
     @classmethod
@@ -350,8 +363,8 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *,
         return AuditSpec.parse(source)
     path = Path(source)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_whole(path, SPEC_BYTES).decode("utf-8")
+    except ValueError as error:
         raise SpecError([f"cannot be read: {error}"], str(path)) from error
     return parse_yaml(text, str(path), path.parent, allow_code=allow_code)
 
@@ -394,7 +407,7 @@ def _line(error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return f"{where}: " + "; ".join(parts.lines(str(error["ctx"]["error"])))
     message = error["msg"].replace("Input should be ", "expected ", 1)
-    return f"{where}: {message[0].lower()}{message[1:]}, got {got!r}"
+    return f"{where}: {message[0].lower()}{message[1:]}, got {brief(got)}"
 
 
 _NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec}

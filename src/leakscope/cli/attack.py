@@ -36,12 +36,15 @@ def attack(
     from leakscope.models import MODELS, build_model
     from leakscope.results.records import counted
 
-    _, facts = read_observation_files(observation)
+    tensors, facts = read_observation_files(observation)
     name = model or facts["model_name"]
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
     if not isinstance(name, str) or (model is None and name not in MODELS):
         raise ValueError(f"{observation}: does not name a reference model; pass --model")
-    net = build_model(name, input_shape=tuple(facts["inputs"]["shape"]), num_classes=facts["num_classes"])
+    # A model with more weights than the file holds is not the one observed, and need not be made to see that.
+    held = sum(value.numel() for value in tensors.values())
+    shape, classes = tuple(facts["inputs"]["shape"]), facts["num_classes"]
+    net = build_model(name, input_shape=shape, num_classes=classes, most=held)
     observed = Observation.load(observation, net)
     recover = attack_part(parse_part(attack)).instance
     with step_progress() as progress:
@@ -59,11 +62,11 @@ def _write(result: Any, observed: Any, facts: dict[str, Any], out: Path) -> None
     """What an attack recovered: tensors, pictures, and the attack's own opinion beside ``facts``."""
     from safetensors.torch import save
 
-    from leakscope.contracts.files import atomic_write
+    from leakscope.contracts.disk import atomic_write, private_folder
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
 
-    out.mkdir(parents=True, exist_ok=True)
+    private_folder(out)
     tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
     atomic_write(out / "reconstruction.safetensors", save(tensors))
     if result.inputs.dim() == 4:

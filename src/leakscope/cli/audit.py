@@ -13,6 +13,8 @@ from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
 from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, Verbose, relative
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
+from leakscope.contracts.caps import SPEC_BYTES
+from leakscope.contracts.disk import read_whole
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
@@ -70,6 +72,7 @@ def audit(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
     ] = None,
+    show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     quiet: Quiet = False,
     verbose: Verbose = False,
@@ -102,6 +105,7 @@ def audit(
         "threads": threads,
         "device": device,
         "pictures": pictures,
+        "show_names": show_names,
         "executor": "serial" if serial else None,
     }
     options = {key: value for key, value in chosen.items() if value is not None}
@@ -149,7 +153,8 @@ def _merged(spec: Path, options: dict[str, Any]) -> dict[str, Any]:
     """The spec's settings, changed by the options."""
     if not spec.is_file():
         raise SpecError([f"{spec}: no such file; expected a YAML spec"], str(spec))
-    written = read_yaml(spec.read_text(encoding="utf-8", errors="replace"), str(spec))
+    text = read_whole(spec, SPEC_BYTES).decode("utf-8", errors="replace")
+    written = read_yaml(text, str(spec))
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
     settings = {**written, **options}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +13,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import BYTES, FLOAT, JSON_BYTES, MAX_AXES
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import brief, expected, is_whole, refuse, whole
+from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.inputs import space_from_facts
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, Observation
@@ -38,9 +42,10 @@ def save_observation(observation: Observation, path: str | os.PathLike[str]) -> 
     from safetensors.torch import save
 
     target = tensor_file(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(target.parent)
     facts = {name: getattr(observation, name) for name in _PLAIN} | {
         "format": FORMAT_VERSION,
+        "randomness": observation.randomness,
         "inputs": observation.inputs.facts(),
         "output_shape": list(observation.output_shape),
         "task": _task_facts(observation.task),
@@ -107,10 +112,11 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             labels=tensors.get("labels"),
             label_counts=tensors.get("label_counts"),
             training=LocalTraining(**training),
+            randomness=facts.get("randomness"),  # versions up to 0.5 did not say
             **{name: facts[name] for name in _PLAIN},
         )
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path}: a fact in the .json file is not as expected ({error!r})") from error
+    except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{path}: a fact in the .json file is not as expected ({brief(error)})") from error
 
 
 def _task(facts: dict[str, Any]) -> Task:
@@ -126,7 +132,7 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
         skeleton = skeleton.to(dtype=precisions.pop())
     try:
         skeleton.load_state_dict(weights)
-    except RuntimeError as error:
+    except (RuntimeError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
         ) from error
@@ -135,20 +141,15 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
 
 def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     target = tensor_file(path)
     beside = target.with_suffix(".json")
     for file in (target, beside):
         if not file.is_file():
             raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
+    tensors = read_tensors(target)
+    content = read_whole(beside, JSON_BYTES)
     try:
-        tensors = load(target.read_bytes())
-    except SafetensorError as error:
-        raise ValueError(f"{target}: not a readable safetensors file ({error})") from error
-    try:
-        facts = json.loads(beside.read_text(encoding="utf-8"))
+        facts = read_json(content)
     except ValueError as error:
         raise ValueError(f"{beside}: not readable as JSON ({error})") from error
     if not isinstance(facts, dict):
@@ -159,8 +160,44 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
     if missing:
         raise ValueError(f"{beside}: missing {', '.join(sorted(missing))}")
     if facts["format"] != FORMAT_VERSION:
-        raise ValueError(f"{target}: format {facts['format']}, this version reads {FORMAT_VERSION}")
+        raise ValueError(f"{target}: format {brief(facts['format'])}, this version reads {FORMAT_VERSION}")
+    refuse(f"{beside}: a fact is not as expected", _fact_problems(facts))
     return tensors, facts
+
+
+def _fact_problems(facts: Mapping[str, Any]) -> list[str]:
+    """What of the facts is of the wrong kind or size, before a model is built from them."""
+    shape = facts["inputs"].get("shape") if isinstance(facts["inputs"], dict) else None
+    problems = [
+        *expected("a list of positive sizes", _sizes, **{"inputs.shape": shape, "output_shape": facts["output_shape"]}),
+        *expected("a mapping", lambda value: isinstance(value, dict), knowledge=facts["knowledge"], task=facts["task"]),
+        *expected("a mapping", lambda value: isinstance(value, dict), training=facts["training"]),
+        *expected(
+            "a mapping or null", lambda value: value is None or isinstance(value, dict), channel=facts["channel"]
+        ),
+        *expected("a list of mappings", _mappings, messages=facts["messages"]),
+        *expected("a whole number, or null", lambda n: n is None or is_whole(n), num_examples=facts["num_examples"]),
+        *whole(num_classes=facts["num_classes"]),
+        *expected("'mean' or 'sum'", lambda value: value in ("mean", "sum"), reduction=facts["reduction"]),
+        *expected("'eval' or 'train'", lambda value: value in ("eval", "train"), batchnorm=facts["batchnorm"]),
+        *expected("a name or null", lambda n: n is None or isinstance(n, str), model_name=facts["model_name"]),
+    ]
+    return problems or _size_problems(facts)
+
+
+def _size_problems(facts: Mapping[str, Any]) -> list[str]:
+    shape: list[int] = facts["inputs"]["shape"]
+    numbers = math.prod(shape) + math.prod(facts["output_shape"]) + facts["num_classes"]
+    problem = BYTES.problem(FLOAT * numbers * (facts["num_examples"] or 1), "Is num_examples, or a shape, mistaken?")
+    return [] if problem is None else [f"inputs and outputs of all examples: {problem}"]
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and 0 < len(value) <= MAX_AXES and all(map(is_whole, value))
+
+
+def _mappings(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
 
 
 def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:
@@ -174,14 +211,13 @@ def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+def read_tensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file; one ValueError whatever is wrong with it."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    content = read_whole(file)
     try:
-        with open(temporary, "wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        return load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
+        raise ValueError(f"{file}: not a readable safetensors file ({error})") from error

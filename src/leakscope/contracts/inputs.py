@@ -15,6 +15,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES
+from leakscope.contracts.checks import brief
+
 Start = Literal["grey", "normal", "uniform"]
 
 
@@ -40,6 +43,8 @@ class ValueRange:
             object.__setattr__(self, name, tuple(float(v) for v in every))
         if len(self.low) != len(self.high):
             raise ValueError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
+        if not all(math.isfinite(bound) for bound in (*self.low, *self.high)):
+            raise ValueError(f"ValueRange: expected finite bounds, got {self.low} and {self.high}")
         if not all(a < b for a, b in zip(self.low, self.high, strict=True)):
             raise ValueError(f"ValueRange: every low must be below its high, got {self.low} and {self.high}")
 
@@ -84,8 +89,9 @@ class InputSpace(ABC):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
-        if not self.shape or any(size < 1 for size in self.shape):
-            raise ValueError(f"input_shape: expected positive sizes without the batch, got {self.shape}")
+        if not self.shape or any(size < 1 for size in self.shape) or len(self.shape) > MAX_AXES:
+            raise ValueError(f"input_shape: expected positive sizes without the batch, got {brief(self.shape)}")
+        BYTES.check("input_shape: one example", FLOAT * self.size)
 
     @property
     def size(self) -> int:

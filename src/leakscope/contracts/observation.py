@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import BYTES, COUNT, FLOAT
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import refuse
+from leakscope.contracts.checks import expected, is_whole, refuse, whole
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.randomness import Randomness
 from leakscope.contracts.task import Classification, Reduction, Task
 
 UpdateKind = Literal["gradient", "weight_delta"]
@@ -43,6 +46,23 @@ class LocalTraining:
         {"epochs": "local_epochs", "batch_size": "batch_size", "learning_rate": "learning_rate"}
         | {"optimizer": "learning_rate", "momentum": "learning_rate", "batch_order": "batch_order"}
     )
+
+    def problems(self, examples: int) -> list[str]:
+        """What is wrong with the recipe, for a client of so many examples."""
+        counts = {name: n for name in ("epochs", "batch_size") if (n := getattr(self, name)) is not None}
+        rates = {name: n for name in ("learning_rate", "momentum") if (n := getattr(self, name)) is not None}
+        problems = whole(**counts) + expected("a finite number", _finite, **rates)
+        problems += expected("a name or None", lambda n: n is None or isinstance(n, str), optimizer=self.optimizer)
+        if self.batch_order is not None:
+            steps = self.batch_order
+            inside = all(is_whole(number, 0) and number < examples for step in steps for number in step)
+            if not inside or not all(steps):
+                problems.append(f"batch_order: expected batches of sample numbers in 0..{examples - 1}, got others")
+        if not problems and self.epochs is not None:
+            size = min(self.batch_size or examples, examples)
+            problem = COUNT.problem(self.epochs * -(-examples // size), "Is epochs or batch_size mistaken?")
+            problems += [] if problem is None else [f"local steps: {problem}"]
+        return [f"training.{line}" for line in problems]
 
     def granted(self, knowledge: Knowledge) -> LocalTraining:
         """Only those facts of the recipe that the knowledge grants."""
@@ -99,6 +119,7 @@ class Observation:
 
     Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
+    ``randomness`` is where the client's draws came from, None where nobody knows.
     """
 
     model: nn.Module = field(repr=False)
@@ -116,6 +137,7 @@ class Observation:
     batchnorm: BatchNormMode = "eval"
     output_shape: tuple[int, ...] = ()
     model_name: str | None = None
+    randomness: Randomness | None = None
 
     def __post_init__(self) -> None:
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
@@ -131,17 +153,35 @@ class Observation:
         problems: list[str] = []
         if not self.messages:
             problems.append("messages: expected at least one Message, got none")
-        if self.num_classes < 1:
-            problems.append(f"num_classes: expected at least 1, got {self.num_classes}")
+        problems += whole(num_classes=self.num_classes)
+        if self.randomness not in (None, *get_args(Randomness)):
+            problems.append(f"randomness: expected 'system', 'seeded' or None, got {self.randomness!r}")
         examples = self.num_examples
-        if examples is not None and (not isinstance(examples, int) or examples < 1):
-            problems.append(f"num_examples: expected a whole number of at least 1, got {examples}")
+        if examples is not None:
+            problems += whole(num_examples=examples) or self._sizes_and_labels(examples)
         parameters = dict(self.model.named_parameters())
         for message in self.messages:
             problems += _update_problems(message, parameters)
         indices = [message.indices for message in self.messages if message.indices is not None]
         if examples is not None and any(not 0 <= i < examples for batch in indices for i in batch):
             problems.append(f"batch indices: expected sample numbers in 0..{examples - 1}, got others")
+        return problems
+
+    def _sizes_and_labels(self, examples: int) -> list[str]:
+        """What is wrong with how much there is of it, and with the labels of so many examples."""
+        problem = BYTES.problem(FLOAT * examples * (self.inputs.size + math.prod(self.output_shape)))
+        if problem is not None:
+            return [f"num_examples: inputs and outputs of {examples} examples: {problem}"]
+        problems = self.training.problems(examples)
+        if self.labels is not None and not problems:
+            problems += [f"labels: {line}" for line in self.task.problems_of(self.labels, examples, self.output_shape)]
+        counts = self.label_counts
+        if counts is not None and (counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any())):
+            problems.append(
+                f"label_counts: expected whole numbers, one a class, got {counts.dtype} {tuple(counts.shape)}"
+            )
+        elif counts is not None and int(counts.sum()) != examples:
+            problems.append(f"label_counts: expected {examples} in all, got {int(counts.sum())}")
         return problems
 
     def _denied_facts(self) -> list[str]:
@@ -237,7 +277,7 @@ class Observation:
         )
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:
-        """The same observation with another update, for null controls and for defences of a captured update."""
+        """The same observation with another update, for blind controls and for defences of a captured update."""
         return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -252,6 +292,10 @@ class Observation:
         from leakscope.contracts.files import load_observation
 
         return load_observation(path, model)
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
 def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -23,7 +23,8 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from leakscope.contracts.checks import refuse
+from leakscope.contracts.caps import COUNT
+from leakscope.contracts.checks import brief, refuse
 from leakscope.contracts.registry import find_name
 
 _KEY = "leakscope"
@@ -80,8 +81,10 @@ class Setting:
 
     def checked(self, value: Any) -> Any:
         """``value`` as the setting holds it: lists as tuples, whole numbers as floats; ValueError where it is wrong."""
-        problem = f"{self.name}: expected {self.expected}, got {value!r}"
+        problem = f"{self.name}: expected {self.expected}, got {brief(value)}"
         value = self._typed(value, problem)
+        if isinstance(value, int):
+            COUNT.check(self.name, value)
         numbers = list(_numbers(value))
         if not all(math.isfinite(number) and self._within(number) for number in numbers):
             raise ValueError(problem)
@@ -223,4 +226,4 @@ def _numbers(value: Any) -> Iterator[float]:
         for item in value:
             yield from _numbers(item)
     elif isinstance(value, int | float) and not isinstance(value, bool):
-        yield float(value)
+        yield float(value) if abs(value) < 1e300 else math.inf  # a whole number may be too large for a float

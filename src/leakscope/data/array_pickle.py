@@ -4,7 +4,8 @@ Some published data sets exist only as pickles, and a pickle is a program: loadi
 
 1. every instruction is checked against a list before the first is carried out;
 2. no class or function is ever imported. The names with which NumPy writes an array lead to stand-ins defined
-   here, which check sizes before they build one; every other name is refused.
+   here, which check sizes before they build one, and which no instruction can change; every other name is refused;
+3. a tuple is used once: tuples within tuples, each twice, are small to write and endless to hash.
 """
 
 from __future__ import annotations
@@ -20,16 +21,20 @@ from typing import Any
 
 import numpy as np
 
-from leakscope.data.files import read_whole
+from leakscope.contracts.checks import brief
+from leakscope.contracts.disk import read_whole
 
 _OPCODE_NAMES = (
-    "PROTO FRAME STOP MARK POP POP_MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 "
+    "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 "
     "FLOAT BINFLOAT STRING BINSTRING SHORT_BINSTRING UNICODE BINUNICODE SHORT_BINUNICODE BINUNICODE8 "
     "BINBYTES SHORT_BINBYTES BINBYTES8 BYTEARRAY8 EMPTY_LIST LIST APPEND APPENDS EMPTY_DICT DICT SETITEM "
     "SETITEMS EMPTY_TUPLE TUPLE TUPLE1 TUPLE2 TUPLE3 PUT BINPUT LONG_BINPUT MEMOIZE GET BINGET LONG_BINGET "
     "GLOBAL STACK_GLOBAL REDUCE BUILD"
 )
 _OPCODES = frozenset(_OPCODE_NAMES.split())
+_PUTS = frozenset(("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE"))
+_GETS = frozenset(("GET", "BINGET", "LONG_BINGET"))
+_TUPLES = frozenset(("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"))
 # The unpickler keeps its memo in a list as long as the largest number in it; real files count from 0.
 _LARGEST_MEMO = 1 << 22
 _DTYPES = frozenset(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8)) | {"f4", "f8"}
@@ -41,14 +46,14 @@ class _Type:
     def __init__(self, code: Any, *_: Any) -> None:
         text = code.decode("latin-1") if isinstance(code, bytes) else code
         if not isinstance(text, str) or text.lstrip("<>|=") not in _DTYPES:
-            raise ValueError(f"arrays of type {text!r} are refused, expected numbers")
+            raise ValueError(f"arrays of type {brief(text)} are refused, expected numbers")
         self.dtype = np.dtype(text)
 
     def __setstate__(self, state: Any) -> None:
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else None
         order = order.decode("latin-1") if isinstance(order, bytes) else order
         if not isinstance(order, str) or order not in ("<", ">", "|", "="):
-            raise ValueError(f"unknown byte order {order!r}")
+            raise ValueError(f"unknown byte order {brief(order)}")
         self.dtype = np.dtype(order + self.dtype.str[1:])
 
 
@@ -57,6 +62,22 @@ class _ArrayType:
 
     def __init__(self, *_: Any) -> None:
         raise ValueError("numpy.ndarray called directly")
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("numpy.ndarray changed")
+
+
+class _Function:
+    """Stands for a function of NumPy: it can be called, and not be changed."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise ValueError("a function changed")
 
 
 class _Array:
@@ -94,19 +115,19 @@ def _frombuffer(content: Any, kind: Any, shape: Any, order: Any, *_: Any) -> _Ar
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How Python 3 writes bytes in old protocols; this one encoding only, others may expand."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", b"latin1"):
-        raise ValueError(f"encoding {encoding!r} refused")
+        raise ValueError(f"encoding {brief(encoding)} refused")
     return text.encode("latin-1")
 
 
 _NAMES: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
     {
-        ("numpy.core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy._core.multiarray", "_reconstruct"): _reconstruct,
-        ("numpy.core.numeric", "_frombuffer"): _frombuffer,
-        ("numpy._core.numeric", "_frombuffer"): _frombuffer,
+        ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
+        ("numpy._core.multiarray", "_reconstruct"): _Function(_reconstruct),
+        ("numpy.core.numeric", "_frombuffer"): _Function(_frombuffer),
+        ("numpy._core.numeric", "_frombuffer"): _Function(_frombuffer),
         ("numpy", "ndarray"): _ArrayType,
         ("numpy", "dtype"): _Type,
-        ("_codecs", "encode"): _encode,
+        ("_codecs", "encode"): _Function(_encode),
     }
 )
 
@@ -132,7 +153,7 @@ def read_array_pickle(file: Path) -> Any:
         return _plain(ArrayUnpickler(io.BytesIO(content), encoding="bytes").load())
     except (
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, RecursionError,
-        MemoryError, pickle.UnpicklingError,
+        MemoryError, NotImplementedError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
         raise ValueError(
             f"{file}: expected a pickle of NumPy arrays, lists and text; {error}. "
@@ -141,11 +162,22 @@ def read_array_pickle(file: Path) -> Any:
 
 
 def _check_opcodes(content: bytes) -> None:
+    tuples: set[int] = set()  # memo numbers of tuples; without POP the latest instruction says what is on the stack
+    memos, latest = 0, ""
     for opcode, argument, _ in pickletools.genops(content):
-        if opcode.name not in _OPCODES:
-            raise ValueError(f"its instruction {opcode.name} is refused")
-        if opcode.name in ("PUT", "BINPUT", "LONG_BINPUT") and int(argument or 0) > _LARGEST_MEMO:
-            raise ValueError("its memo is larger than any real file's")
+        name = opcode.name
+        if name not in _OPCODES:
+            raise ValueError(f"its instruction {name} is refused")
+        if name in _PUTS:
+            place = memos if name == "MEMOIZE" else int(argument or 0)
+            if place > _LARGEST_MEMO:
+                raise ValueError("its memo is larger than any real file's")
+            memos += 1
+            (tuples.add if latest in _TUPLES else tuples.discard)(place)
+            continue
+        if name in _GETS and int(argument or 0) in tuples:
+            raise ValueError("a tuple used twice is refused")
+        latest = name
 
 
 def _plain(value: Any) -> Any:

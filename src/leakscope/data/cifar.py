@@ -13,10 +13,20 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakscope.contracts.checks import brief
+from leakscope.contracts.disk import read_whole
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.array_pickle import read_array_pickle
 from leakscope.data.examples import Examples
-from leakscope.data.files import AnyPath, checked_choice, checked_limit, data_folder, label_problem, read_whole
+from leakscope.data.files import (
+    AnyPath,
+    Source,
+    check_room,
+    checked_choice,
+    checked_limit,
+    data_folder,
+    label_problem,
+)
 
 PIXELS = 3 * 32 * 32
 _CREDITS = "CIFAR: Alex Krizhevsky, Learning Multiple Layers of Features from Tiny Images, 2009."
@@ -84,7 +94,7 @@ def _load(
     left = limit
     for file in files:
         if file.suffix == ".bin":
-            x, y = _binary_rows(file, kind.label_bytes, column)
+            x, y = _binary_rows(file, kind.label_bytes, column, left)
         else:
             x, y = _python_rows(file, key)
         if left is not None:
@@ -92,11 +102,12 @@ def _load(
             left -= len(x)
         if int(y.min()) < 0 or int(y.max()) >= classes:
             raise label_problem(file, int(y.min()), int(y.max()), classes)
+        check_room(file, sum(map(len, pixels), len(x)) * PIXELS)
         pixels.append(x)
         labels.append(y)
         if left == 0:
             break
-    images = torch.from_numpy(np.concatenate(pixels).reshape(-1, 3, 32, 32).astype(np.float32)) / 255.0
+    images = torch.from_numpy(np.concatenate(pixels).reshape(-1, 3, 32, 32).astype(np.float32)).div_(255.0)
     classes_of_all = torch.from_numpy(np.concatenate(labels).astype(np.int64))
     names = _class_names(kind, files[0], key, classes)
     return Examples(images, classes_of_all, classes, ValueRange(), kind.name, names, _CREDITS, private=False)
@@ -119,14 +130,19 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
     )
 
 
-def _binary_rows(file: Path, label_bytes: int, column: int) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    row = label_bytes + PIXELS
-    content = read_whole(file)
-    if not content or len(content) % row:
+def _binary_rows(
+    file: Path, label_bytes: int, column: int, limit: int | None
+) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    row, size = label_bytes + PIXELS, file.stat().st_size
+    if not size or size % row:
         raise ValueError(
             f"{file}: expected rows of {row} bytes ({label_bytes} for labels, {PIXELS} for pixels), got "
-            f"{len(content)} bytes. The file is truncated, or of another data set."
+            f"{size} bytes. The file is truncated, or of another data set."
         )
+    count = size // row if limit is None else min(limit, size // row)
+    check_room(file, count * PIXELS)
+    with Source(file) as source:
+        content = source.read(count * row)
     rows = np.frombuffer(content, dtype=np.uint8).reshape(-1, row)
     return rows[:, label_bytes:], rows[:, column]
 
@@ -143,8 +159,7 @@ def _python_rows(file: Path, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray
         except OverflowError as error:
             raise ValueError(f"{file}: {key!r}: a label does not fit in 64 bits") from error
     if not isinstance(y, np.ndarray) or y.dtype.kind not in "ui" or y.shape != (len(x),):
-        keys = ", ".join(sorted(str(name) for name in content))
-        raise ValueError(f"{file}: {key!r}: expected {len(x)} integer labels; the file has {keys}")
+        raise ValueError(f"{file}: {key!r}: expected {len(x)} integer labels; the file has {brief(sorted(content))}")
     return x, y.astype(np.int64)
 
 
@@ -153,18 +168,21 @@ def _dictionary(file: Path) -> dict[str, Any]:
     content = read_array_pickle(file)
     if not isinstance(content, dict):
         raise ValueError(f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}")
-    return {key.decode("latin-1") if isinstance(key, bytes) else str(key): value for key, value in content.items()}
+    named = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in content.items()}
+    return {key: value for key, value in named.items() if isinstance(key, str)}
 
 
 def _class_names(kind: _Kind, file: Path, key: str, classes: int) -> tuple[str, ...] | None:
     """Names from the text or pickled file beside the data, if one has the right number of them."""
     text = file.with_name(kind.names_file.format(key.removesuffix("_labels")))
     if text.is_file():
-        names = read_whole(text, 1 << 20).decode("utf-8", errors="replace").split()
+        names = read_whole(text).decode("utf-8", errors="replace").split()
     elif file.suffix != ".bin" and file.with_name(kind.meta_file).is_file():
         wanted = "label_names" if kind is _CIFAR10 else key.removesuffix("s") + "_names"
         stored = _dictionary(file.with_name(kind.meta_file)).get(wanted)
-        names = [n.decode("latin-1") if isinstance(n, bytes) else str(n) for n in stored or ()]
+        if not isinstance(stored, list):
+            return None
+        names = [n.decode("latin-1") if isinstance(n, bytes) else n for n in stored if isinstance(n, bytes | str)]
     else:
         return None
     return tuple(names) if len(names) == classes else None

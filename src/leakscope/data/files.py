@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.caps import BYTES, FLOAT
+from leakscope.contracts.checks import brief, is_whole
 
 ENVIRONMENT = "LEAKSCOPE_DATA"
-# Far above any standard file, far below what takes a machine down.
-MAX_BYTES = 1 << 31
 
 AnyPath = str | os.PathLike[str]
 
@@ -53,17 +52,6 @@ def find_file(reader: str, path: AnyPath | None, candidates: Sequence[str]) -> P
     )
 
 
-def read_whole(file: Path, limit: int = MAX_BYTES) -> bytes:
-    """The content of ``file``; a larger one than ``limit`` is refused before it is read."""
-    size = file.stat().st_size
-    if size > limit:
-        raise ValueError(f"{file}: expected at most {limit} bytes, got {size}. Is it the right file?")
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from error
-
-
 class Source:
     """A plain or gzipped file read front to back, where any damage is one ValueError that names the file."""
 
@@ -97,6 +85,11 @@ class Source:
         return b"".join(pieces)
 
 
+def check_room(where: object, numbers: int) -> None:
+    """ValueError where so many numbers are too many to hold as examples."""
+    BYTES.check(str(where), FLOAT * numbers, "Pass limit=... to read fewer examples.")
+
+
 def checked_limit(limit: int | None, reader: str) -> int | None:
     """``limit`` if it is None or a positive number.
 
@@ -104,7 +97,7 @@ def checked_limit(limit: int | None, reader: str) -> int | None:
     5
     """
     if limit is not None and not is_whole(limit):
-        raise ValueError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {limit!r}")
+        raise ValueError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {brief(limit)}")
     return limit
 
 
@@ -115,7 +108,7 @@ def checked_choice(value: str, choices: Sequence[str], what: str) -> str:
     'test'
     """
     if value not in choices:
-        raise ValueError(f"{what}: expected one of {', '.join(choices)}, got {value!r}")
+        raise ValueError(f"{what}: expected one of {', '.join(choices)}, got {brief(value)}")
     return value
 
 

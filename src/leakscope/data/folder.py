@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 import warnings
 import zlib
@@ -13,15 +14,15 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.caps import PIXELS
+from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
-from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit
+from leakscope.data.files import AnyPath, check_room, checked_choice, checked_limit
 
 # Only formats whose decoders are part of Pillow itself; some others start foreign programs.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "WEBP", "TIFF", "PPM")
 SUFFIXES = frozenset((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"))
-MAX_PIXELS = 64_000_000
 MODES = ("RGB", "L")
 
 
@@ -60,8 +61,9 @@ def load_folder(
         zip_longest(*([(file, label) for file in members] for label, members in enumerate(files)))
     )
     chosen = [pair for pair in turns if pair is not None][:limit]
+    if size is not None:
+        check_room(root, len(chosen) * math.prod(size) * len(mode))
     pixels: list[Tensor] = []
-    total = 0
     for file, _ in chosen:
         picture = _picture(file, mode, size)
         if pixels and picture.shape != pixels[0].shape:
@@ -69,11 +71,11 @@ def load_folder(
                 f"{file}: expected a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}, got "
                 f"{tuple(picture.shape[1:])}. Pass resize=... to bring all pictures to one size."
             )
-        total += 4 * picture.numel()
-        if total > MAX_BYTES:
-            raise ValueError(f"{root}: more than {MAX_BYTES} bytes of pictures. Pass limit=... or a smaller resize=...")
+        if not pixels:
+            check_room(root, len(chosen) * picture.numel())
         pixels.append(picture)
-    x, y, title = torch.stack(pixels), torch.tensor([label for _, label in chosen]), root.resolve().name or "folder"
+    x, y = torch.stack(pixels).float().div_(255.0), torch.tensor([label for _, label in chosen])
+    title = root.resolve().name or "folder"
     return Examples(x, y, len(names), ValueRange(), title, tuple(names), private=private)
 
 
@@ -82,7 +84,7 @@ def _size(resize: object) -> tuple[int, int] | None:
         return None
     sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
     if len(sizes) != 2 or not all(map(is_whole, sizes)):
-        raise ValueError(f"folder: resize: expected a side or (height, width) in pixels, got {resize!r}")
+        raise ValueError(f"folder: resize: expected a side or (height, width) in pixels, got {brief(resize)}")
     return int(sizes[0]), int(sizes[1])
 
 
@@ -92,8 +94,7 @@ def _picture(file: Path, mode: str, size: tuple[int, int] | None) -> Tensor:
             # Pillow warns of huge pictures, refused below, and of damaged metadata, which is harmless.
             warnings.simplefilter("ignore")
             with Image.open(file, formats=FORMATS) as opened:
-                if opened.size[0] * opened.size[1] > MAX_PIXELS:
-                    raise ValueError(f"{opened.size[0]}x{opened.size[1]} pixels, expected at most {MAX_PIXELS}")
+                PIXELS.check("picture", opened.size[0] * opened.size[1])
                 picture = ImageOps.exif_transpose(opened).convert(mode)
     except (
         OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError,
@@ -102,6 +103,6 @@ def _picture(file: Path, mode: str, size: tuple[int, int] | None) -> Tensor:
         raise ValueError(f"{file}: not a readable picture: {error}. Repair it or take it out of the folder.") from error
     if size is not None:
         picture = ImageOps.fit(picture, (size[1], size[0]), Image.Resampling.BICUBIC)
-    array = np.asarray(picture, dtype=np.float32)
+    array = np.array(picture, dtype=np.uint8)
     array = array[None] if mode == "L" else array.transpose(2, 0, 1)
-    return torch.from_numpy(np.ascontiguousarray(array)) / 255.0
+    return torch.from_numpy(np.ascontiguousarray(array))

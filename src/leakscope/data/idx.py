@@ -17,7 +17,7 @@ import torch
 
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
-from leakscope.data.files import MAX_BYTES, AnyPath, Source, checked_choice, checked_limit, find_file, label_problem
+from leakscope.data.files import AnyPath, Source, check_room, checked_choice, checked_limit, find_file, label_problem
 
 # Variant -> number of classes. Letters are numbered from 1 in the files, the others from 0.
 EMNIST_CLASSES = {"balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10}
@@ -48,8 +48,8 @@ def read_idx(file: Path, axes: int, limit: int | None = None) -> np.ndarray[Any,
             raise ValueError(f"{file}: truncated within its header. Get it again.")
         shape = struct.unpack(f">{axes}I", header)
         claimed = math.prod(shape)
-        if claimed > MAX_BYTES or 0 in shape:
-            raise ValueError(f"{file}: its header claims shape {shape}, expected 1 to {MAX_BYTES} bytes")
+        if 0 in shape:
+            raise ValueError(f"{file}: its header claims shape {shape}, expected at least one item")
         if not source.zipped and file.stat().st_size != 4 + 4 * axes + claimed:
             raise ValueError(
                 f"{file}: its header claims {claimed} bytes of data (shape {shape}), the file holds "
@@ -57,6 +57,7 @@ def read_idx(file: Path, axes: int, limit: int | None = None) -> np.ndarray[Any,
             )
         count = shape[0] if limit is None else min(limit, shape[0])
         wanted = claimed // shape[0] * count
+        check_room(f"{file}: its header claims shape {shape}", wanted)
         content = source.read(wanted)
         if len(content) != wanted:
             raise ValueError(f"{file}: truncated: expected {wanted} bytes of data, got {len(content)}. Get it again.")
@@ -122,5 +123,5 @@ def _examples(
         raise label_problem(labels, int(y.min()), int(y.max()), classes)
     if transposed:
         x = x.transpose(0, 2, 1)
-    pixels = torch.from_numpy(x.astype(np.float32)).contiguous().unsqueeze(1) / 255.0
+    pixels = torch.from_numpy(x.astype(np.float32)).contiguous().unsqueeze(1).div_(255.0)
     return Examples(pixels, torch.from_numpy(y), classes, ValueRange(), reader, tuple(names), credits, private=False)

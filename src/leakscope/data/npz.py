@@ -1,7 +1,8 @@
 """Packs in NumPy's .npz format: x, y, and optionally class_names, writer or record (-> group), split, scale.
 
 Read without ``numpy.load``: the sizes that each header claims are compared with a cap and with the archive's
-own directory before anything is decompressed, and arrays of Python objects (pickles) are refused.
+own directory before anything is decompressed, and arrays of Python objects (pickles) are refused. With a limit only the
+rows that are asked for are decompressed.
 """
 
 from __future__ import annotations
@@ -9,22 +10,28 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
-from typing import Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.caps import BYTES, FLOAT
+from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, classes_of, natural_range
-from leakscope.data.files import MAX_BYTES, AnyPath, checked_choice, checked_limit, find_file
+from leakscope.data.files import AnyPath, check_room, checked_choice, checked_limit, find_file
 
 LAYOUTS = ("auto", "hwc", "chw", "hw", "signal", "table")
 _GROUPS = ("group", "writer", "record")
 _TEXT_BYTES = 1 << 22
+#: No honest header is longer; NumPy would read as much as the file says before it looks.
+_HEADER_BYTES = 1 << 14
 
 
 class Pack:
@@ -38,44 +45,65 @@ class Pack:
         try:
             with zipfile.ZipFile(file) as archive:
                 self.names = {n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")}
-        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:
+        except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, MemoryError, RuntimeError) as error:
             raise ValueError(
                 f"{file}: expected an .npz archive, got something else ({error}). Write it with numpy.savez_compressed."
             ) from error
 
-    def array(self, name: str, kinds: str, limit: int | None = None) -> np.ndarray[Any, Any]:
-        """The array ``name``, whose dtype must be of one of the ``kinds`` (NumPy's letters, as 'uif')."""
-        limit = MAX_BYTES if limit is None else limit
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape that the header of the array ``name`` claims."""
+        with self._member(name) as member:
+            return member.shape
+
+    def array(self, name: str, kinds: str, rows: int | None = None, most: int | None = None) -> np.ndarray[Any, Any]:
+        """The array ``name``, or its first ``rows``; of one of the ``kinds`` (NumPy's letters, as 'uif').
+
+        ``most`` is how many bytes are enough for what it is for; else the cap of all data holds.
+        """
+        with self._member(name, kinds) as member:
+            shape = member.shape
+            if rows is not None and shape and rows < shape[0] and not member.fortran:
+                shape = (rows, *shape[1:])
+            size = math.prod(shape) * member.dtype.itemsize
+            if most is not None and size > most:
+                raise ValueError(f"expected at most {most} bytes, got {size}")
+            check_room("its content", max(math.prod(shape), size // FLOAT))
+            content = b"".join(member.pieces(size))
+        order: Literal["F", "C"] = "F" if member.fortran else "C"
+        return np.frombuffer(content, dtype=member.dtype).reshape(shape, order=order)
+
+    def extent(self, name: str, kinds: str) -> tuple[float, float]:
+        """The smallest and the largest value of the array ``name``, of which little is in memory at a time."""
+        with self._member(name, kinds) as member:
+            BYTES.check("its content, all of which its range needs", member.size)
+            bounds = [(p.min(), p.max()) for p in (np.frombuffer(p, member.dtype) for p in member.pieces(member.size))]
+        return float(min(low for low, _ in bounds)), float(max(high for _, high in bounds))
+
+    @contextmanager
+    def _member(self, name: str, kinds: str = "uifbU") -> Iterator[_Member]:
+        """The array ``name`` with its checked header, open for reading; all that is wrong with it is one ValueError."""
         if name not in self.names:
-            raise ValueError(
-                f"{self.file}: no array {name!r}; it has {', '.join(sorted(self.names)) or 'none'}. "
-                "Name the right one with x_key or y_key."
-            )
+            names = ", ".join(sorted(self.names)[:20]) or "none"
+            raise ValueError(f"{self.file}: no array {name!r}; it has {names}. Name the right one with x_key or y_key.")
         try:
             with zipfile.ZipFile(self.file) as archive, archive.open(f"{name}.npy") as stream:
-                shape, fortran, dtype = self._header(name, stream)
+                shape, fortran, dtype = self._header(_Bounded(stream, _HEADER_BYTES))
                 if dtype.hasobject or dtype.kind not in kinds:
-                    raise ValueError(f"expected numbers or text, got dtype {dtype}")
-                claimed = math.prod(shape) * dtype.itemsize
+                    raise ValueError(f"expected numbers or text, got dtype {str(dtype)[:80]}")
+                member = _Member(stream, shape, fortran, dtype)
                 stored = archive.getinfo(f"{name}.npy").file_size
-                if claimed > limit or stored > limit + (1 << 16):
-                    raise ValueError(f"expected at most {limit} bytes, got {max(claimed, stored)}")
-                if claimed > stored:
-                    raise ValueError(f"the header claims {claimed} bytes, the archive holds {stored}")
-                content = stream.read(claimed)
-                if len(content) != claimed:
-                    raise ValueError(f"the header claims {claimed} bytes, got {len(content)}")
+                if member.size > stored:
+                    raise ValueError(f"the header claims {member.size} bytes, the archive holds {stored}")
+                yield member
         except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
-            raise ValueError(
-                f"{self.file}: array {name!r}: {error}. Write the file again with numpy.savez_compressed."
-            ) from error
-        except RuntimeError as error:  # how zipfile reports an encrypted member
+            remedy = "" if "LEAKSCOPE" in str(error) else ". Write the file again with numpy.savez_compressed."
+            raise ValueError(f"{self.file}: array {name!r}: {error}{remedy}") from error
+        except (RuntimeError, MemoryError, LookupError, ArithmeticError, TypeError) as error:
+            # RuntimeError is how zipfile reports an encrypted member, the others how it stumbles over a damaged one.
             raise ValueError(f"{self.file}: array {name!r} cannot be read: {error}") from error
-        flat = np.frombuffer(content, dtype=dtype)
-        return flat.reshape(shape, order="F" if fortran else "C")
 
     @staticmethod
-    def _header(name: str, stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         version = np.lib.format.read_magic(stream)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in readers:
@@ -93,7 +121,43 @@ class Pack:
         """The strings of array ``name``, or None if there is no such array."""
         if name not in self.names:
             return None
-        return tuple(str(value) for value in self.array(name, "U", _TEXT_BYTES).ravel())
+        return tuple(str(value) for value in self.array(name, "U", most=_TEXT_BYTES).ravel())
+
+
+class _Bounded:
+    """A stream that ends after so many bytes, whatever a length in it claims."""
+
+    def __init__(self, stream: IO[bytes], most: int) -> None:
+        self._stream, self._left = stream, most
+
+    def read(self, count: int) -> bytes:
+        piece = self._stream.read(max(0, min(count, self._left)))
+        self._left -= len(piece)
+        return piece
+
+
+@dataclass(frozen=True)
+class _Member:
+    """An array of an archive: what its header says, and the stream of its content."""
+
+    stream: IO[bytes]
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def pieces(self, size: int) -> Iterator[bytes]:
+        """The next ``size`` bytes, each piece whole items."""
+        step, place = self.dtype.itemsize << 20, 0
+        while place < size:
+            piece = self.stream.read(min(step, size - place))
+            place += len(piece)
+            if not piece or len(piece) % self.dtype.itemsize:
+                raise ValueError(f"the header claims {self.size} bytes, got {place}")
+            yield piece
 
 
 def load_npz(
@@ -123,10 +187,17 @@ def load_npz(
     limit = checked_limit(limit, name)
     pack = Pack(find_file(name, path, (file_name,) if file_name else ()))
     file = pack.file
-    raw = pack.array(x_key, "uifb")
-    x, value_range = _to_float(pack, raw)
+    count = next(iter(pack.shape(x_key)), 0)
+    check_room(file, count)
+    chosen = torch.arange(count)
+    if split is not None:
+        wanted = ("train", "test").index(checked_choice(split, ("train", "test"), "npz: split"))
+        chosen = torch.nonzero(_integers(pack, "split", count) == wanted).flatten()
+    chosen = chosen[:limit]
+    if count and len(chosen) == 0:
+        raise ValueError(f"{file}: no examples{f' in split {split!r}' if split else ''}")
+    x, value_range = _to_float(pack, x_key, int(chosen[-1]) + 1 if count else 0)
     x = _arrange(file, x, checked_layout, scaled="scale" in pack.names)
-    count = x.shape[0]
     y = torch.arange(count) if y_key is None else _targets(pack, y_key, count)
     group_key = next((key for key in _GROUPS if key in pack.names), None)
     group = None if group_key is None else _integers(pack, group_key, count)
@@ -134,15 +205,8 @@ def load_npz(
     classes = len(class_names) if class_names else classes_of(y)
     if num_classes is not None:
         if not is_whole(num_classes):
-            raise ValueError(f"{name}: num_classes: expected a number of at least 1, got {num_classes!r}")
+            raise ValueError(f"{name}: num_classes: expected a number of at least 1, got {brief(num_classes)}")
         classes = num_classes
-    chosen = torch.arange(count)
-    if split is not None:
-        wanted = ("train", "test").index(checked_choice(split, ("train", "test"), "npz: split"))
-        chosen = torch.nonzero(_integers(pack, "split", count) == wanted).flatten()
-    chosen = chosen[:limit]
-    if len(chosen) == 0:
-        raise ValueError(f"{file}: no examples{f' in split {split!r}' if split else ''}")
     return Examples(
         x=x[chosen].contiguous(),
         y=y[chosen],
@@ -171,18 +235,21 @@ def _integers(pack: Pack, key: str, count: int) -> Tensor:
     return torch.from_numpy(values.astype(np.int64))
 
 
-def _to_float(pack: Pack, raw: np.ndarray[Any, Any]) -> tuple[Tensor, ValueRange]:
+def _to_float(pack: Pack, key: str, rows: int) -> tuple[Tensor, ValueRange]:
+    """The first ``rows`` of the examples, and the range of all of them."""
+    raw = pack.array(key, "uifb", rows)
     if raw.ndim < 2 or 0 in raw.shape:
         raise ValueError(f"{pack.file}: expected examples of shape (N, ...), got {raw.shape}")
-    if raw.dtype == np.uint8:
-        return torch.from_numpy(raw.astype(np.float32)) / 255.0, ValueRange()
     x = torch.from_numpy(raw.astype(np.float32))
+    if raw.dtype == np.uint8:
+        return x.div_(255.0), ValueRange()
+    ends = x if rows >= pack.shape(key)[0] else torch.tensor(pack.extent(key, "uifb"), dtype=torch.float32)
     if "scale" in pack.names:
-        scale = pack.array("scale", "uif", _TEXT_BYTES)
+        scale = pack.array("scale", "uif", most=_TEXT_BYTES)
         if scale.size != 1 or not np.isfinite(scale).all() or float(scale.reshape(())) <= 0:
-            raise ValueError(f"{pack.file}: array 'scale': expected one positive number, got {scale.tolist()!r}")
-        x = x * float(scale.reshape(()))
-    return x, natural_range(x)
+            raise ValueError(f"{pack.file}: array 'scale': expected one positive number, got {brief(scale.tolist())}")
+        x, ends = x * float(scale.reshape(())), ends * float(scale.reshape(()))
+    return x, natural_range(ends)
 
 
 def _arrange(file: Path, x: Tensor, layout: str, *, scaled: bool) -> Tensor:

@@ -3,7 +3,7 @@
     FOLDER/KEY/round-00005.safetensors      parameters and buffers before round 5; losses of rounds 1 to 4
 
 KEY is a hash of all that the training depends on, so a change of anything is another training. No private data is in
-a checkpoint, but trained weights are: keep the folder as private as the model.
+a checkpoint, but trained weights are: folders and files are for their owner only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from leakscope import __version__
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.files import atomic_write
+from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import Client, FederatedTraining, Progress, TrainingRun, check_clients, initial_copy
 
@@ -64,7 +64,7 @@ def cached_training(
     home = cache_folder(folder) / training_key(training, model, clients, seed=seed, defense=defense)
     try:
         if wanted[-1] > 1:
-            home.mkdir(parents=True, exist_ok=True)  # before the training, so that its work is not lost
+            private_folder(home)  # before the training, so that its work is not lost
     except OSError as error:
         raise OSError(
             f"{home}: checkpoints cannot be kept here ({error}). Set LEAKSCOPE_CACHE to a folder that can be written."

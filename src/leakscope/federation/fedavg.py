@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import COUNT
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
@@ -78,7 +79,7 @@ class FedAvg(OneMessage):
         limit: int = 50,
         task: Task | None = None,
     ) -> Trajectory:
-        """The way of the training that :meth:`observe` makes of the same arguments, bit for bit.
+        """The way of the training that :meth:`observe` makes of the same arguments and draws, bit for bit.
 
         Truth, for the audit alone: no adversary sees it. At most ``limit`` sets of weights are kept, evenly spread,
         among them those before the first and before the last step.
@@ -100,6 +101,7 @@ class FedAvg(OneMessage):
 
     def _train(self, client: ClientSide, record: Record | None = None) -> tuple[Gradient, LocalTraining]:
         trained, before, count = client.trained, client.weights(), len(client.x)
+        COUNT.check("epochs: local steps", self.steps(count))
         optimizer: torch.optim.Optimizer
         if self.optimizer == "adam":
             optimizer = torch.optim.Adam(trained.values(), lr=self.lr)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Pixels
 from leakscope.matching.distances import Distance
@@ -109,6 +110,7 @@ class Matcher:
         are searched along with the inputs.
         """
         like = next(iter(observed.values()))
+        BYTES.check("restarts: all starts together", FLOAT * self.restarts * count * inputs.size)
         problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
         compiled = self._compiles(victim, problem.shape, like)

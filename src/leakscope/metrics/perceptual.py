@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from leakscope.contracts.caps import BYTES
+from leakscope.contracts.checks import brief
 from leakscope.metrics.image import check_same_shape
 
 FILE_NAME = "lpips_alex_v0.1.npz"
@@ -105,11 +107,16 @@ def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
         raise ValueError(f"{source}: no such file. LPIPS weights are a file {FILE_NAME}.")
     names = [f"conv{k}_{part}" for k in range(5) for part in "wb"] + [f"lin{k}" for k in range(5)]
     try:
+        with zipfile.ZipFile(source) as archive:
+            BYTES.check("its arrays", sum(archive.getinfo(f"{name}.npy").file_size for name in names))
         with np.load(source, allow_pickle=False) as arrays:
             weights = {name: torch.from_numpy(arrays[name].astype(np.float32)) for name in names}
-    except (KeyError, OSError, ValueError, EOFError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{source}: not a file of LPIPS weights ({error})") from error
-    return Lpips(weights)
+        lpips = Lpips(weights)
+        lpips(torch.zeros(1, 3, 64, 64), torch.ones(1, 3, 64, 64))  # shapes that do not fit are told now
+    except Exception as error:
+        # NumPy and zipfile have many ways to stumble over a damaged file, a header being Python source among them.
+        raise ValueError(f"{source}: not a file of LPIPS weights ({brief(str(error))})") from error
+    return lpips
 
 
 def _unit_length(features: Tensor) -> Tensor:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES, PARAMETERS
+from leakscope.contracts.checks import brief
 from leakscope.contracts.imports import import_object
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.contracts.task import Shape
@@ -77,9 +80,17 @@ MODELS: Registry[ModelEntry] = Registry("model", _ENTRIES)
 
 
 def build_model(
-    spec: str, *, input_shape: Shape | None = None, num_classes: int | None = None, seed: int = 0, **options: Any
+    spec: str,
+    *,
+    input_shape: Shape | None = None,
+    num_classes: int | None = None,
+    seed: int = 0,
+    most: int | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Build the model called ``spec``: a name in :data:`MODELS`, or ``package.module:factory``.
+
+    One of the table is built only if it has at most ``most`` parameters.
 
     The same arguments give the same weights, and the global random state is left as it was. A factory of the
     user's own is given ``input_shape``, ``num_classes`` and ``seed`` only where its signature names them.
@@ -89,8 +100,8 @@ def build_model(
     """
     if not isinstance(spec, str):
         raise TypeError(f"build_model: expected the name of a model, got {type(spec).__name__}")
-    if not isinstance(seed, int) or isinstance(seed, bool):
-        raise ValueError(f"build_model: seed: expected an integer, got {seed!r}")
+    if not isinstance(seed, int) or isinstance(seed, bool) or seed.bit_length() > 63:
+        raise ValueError(f"build_model: seed: expected an integer of at most 63 bits, got {brief(seed)}")
     if input_shape is not None:
         input_shape = _checked_shape(input_shape)
     if num_classes is not None:
@@ -112,6 +123,11 @@ def build_model(
         raise ValueError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
     shape = entry.input_shape if input_shape is None else input_shape
     classes = entry.num_classes if num_classes is None else num_classes
+    with torch.device("meta"):  # shapes without numbers
+        size = parameter_count(entry.target(input_shape=shape, num_classes=classes, **options))
+    PARAMETERS.check(f"model {spec!r}", size, "Choose smaller options or smaller inputs.")
+    if most is not None and size > most:
+        raise ValueError(f"model {spec!r}: expected at most {most:,} parameters, got {size:,}")
     with _private_random_state(seed):
         return entry.target(input_shape=shape, num_classes=classes, **options)
 
@@ -144,7 +160,9 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = tuple(shape)
     except TypeError:
         sizes = ()
-    if not sizes or isinstance(shape, str):
-        wanted = "sizes without the batch such as (3, 32, 32)"
-        raise ValueError(f"build_model: input_shape: expected {wanted}, got {shape!r}")
-    return tuple(positive_int(size, "build_model: input_shape") for size in sizes)
+    if not sizes or isinstance(shape, str) or len(sizes) > MAX_AXES:
+        wanted = f"up to {MAX_AXES} sizes without the batch such as (3, 32, 32)"
+        raise ValueError(f"build_model: input_shape: expected {wanted}, got {brief(shape)}")
+    checked = tuple(positive_int(size, "build_model: input_shape") for size in sizes)
+    BYTES.check("build_model: input_shape: one example", FLOAT * math.prod(checked))
+    return checked

@@ -9,7 +9,8 @@ from types import MappingProxyType
 
 from torch import nn
 
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.caps import PARAMETERS
+from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.task import Shape
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
@@ -44,7 +45,8 @@ def positive_int(value: object, what: str) -> int:
     12
     """
     if not is_whole(value):
-        raise ValueError(f"{what}: expected an integer of at least 1, got {value!r}")
+        raise ValueError(f"{what}: expected an integer of at least 1, got {brief(value)}")
+    PARAMETERS.check(what, value)
     return value
 
 

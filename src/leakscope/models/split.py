@@ -14,6 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import PIECES
+from leakscope.contracts.checks import brief
+
 Groups = Mapping[str, Sequence[int | str]]
 _TOLD = 8
 
@@ -48,7 +51,8 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
     [('bank', (0, 1, 2)), ('shop', (4, 3))]
     """
     shape = tuple(input_shape)
-    grid = torch.arange(math.prod(shape)).reshape(shape)
+    # Who owns what is numbers even where the weights of a model are not made yet.
+    grid = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     if isinstance(slices, Mapping):
         blocks = {str(name): grid[..., _columns(name, group, shape[-1])] for name, group in slices.items()}
     elif slices == "quadrants":
@@ -65,10 +69,13 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
     elif slices == "strips":
         axis = 1 if len(shape) == 3 else len(shape) - 1
         if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= shape[axis]:
-            raise ValueError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {workers!r}")
+            raise ValueError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {brief(workers)}")
+        PIECES.check("workers", workers)
         blocks = {f"strip {n + 1}": block for n, block in enumerate(grid.tensor_split(workers, dim=axis))}
     else:
-        raise ValueError(f"slices: expected 'quadrants', 'strips' or a mapping of names to features, got {slices!r}")
+        raise ValueError(
+            f"slices: expected 'quadrants', 'strips' or a mapping of names to features, got {brief(slices)}"
+        )
     shares = tuple(Share(n, tuple(b.flatten().tolist()), tuple(b.shape)) for n, b in blocks.items())
     check_shares(shares, shape)
     return shares
@@ -83,11 +90,13 @@ def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
         except ValueError:
             numbers = range(0)
         if not numbers:
-            raise ValueError(f"slices: {name}: expected feature numbers or rising ranges such as '3-9', got {entry!r}")
+            wanted = "feature numbers or rising ranges such as '3-9'"
+            raise ValueError(f"slices: {name}: expected {wanted}, got {brief(entry)}")
+        if not 0 <= numbers[0] <= numbers[-1] < length:
+            raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {brief(entry)}")
         columns += numbers
-    wrong = [column for column in columns if not 0 <= column < length]
-    if wrong or not columns:
-        raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {wrong or 'none'}")
+    if not columns:
+        raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got none")
     return columns
 
 
@@ -96,11 +105,11 @@ def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
     if not shares:
         raise ValueError("slices: expected at least one worker, got none")
     size = math.prod(input_shape)
-    owners = torch.zeros(size, dtype=torch.long)
+    owners = torch.zeros(size, dtype=torch.long, device="cpu")
     for share in shares:
         if math.prod(share.shape) != len(share.places) or not all(0 <= place < size for place in share.places):
             raise ValueError(f"slices: {share.name}: {len(share.places)} places do not fit the shape {share.shape}")
-        owners += torch.bincount(torch.tensor(share.places), minlength=size)
+        owners += torch.bincount(torch.tensor(share.places, device="cpu"), minlength=size)
     wrong = torch.nonzero(owners != 1).flatten().tolist()
     if wrong:
         told = ", ".join(f"{place} ({int(owners[place])} times)" for place in wrong[:_TOLD])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import PIECES
 from leakscope.contracts.task import Shape
 from leakscope.models.common import image_shape, positive_int, sequence
 
@@ -74,6 +75,7 @@ class VisionTransformer(nn.Module):
         channels, height, width = image_shape("s3-vit", input_shape)
         for name, value in (("dim", dim), ("heads", heads), ("layers", layers), ("mlp_ratio", mlp_ratio)):
             positive_int(value, f"s3-vit: {name}")
+        PIECES.check("s3-vit: layers", layers)
         if dim % heads:
             raise ValueError(f"s3-vit: dim must be a multiple of heads, got dim={dim} and heads={heads}")
         self.patch = (height, width)

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from leakscope.metrics import MEASURES
-from leakscope.report import jobs, reasons, settings, words
+from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
@@ -23,11 +23,14 @@ from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
-from leakscope.results.records import FindingRow, Row, highest, mapping, number, texts
+from leakscope.results.reasons import Reason
+from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
+from leakscope.results.wording import by_remedy, shared_remarks
 
+MAX_DAMAGE = 5
 HEADLINES = {
     "leaks": ("Leaks above policy", "At least one limit of the policy is exceeded."),
     "within policy": (
@@ -68,7 +71,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
-    named_reasons = {reason for setting in verdict.settings for reason in setting.named_reasons}
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -77,9 +79,8 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "subtitle": subtitle,
         "outcome": verdict.outcome,
         "audited": _audited(store.meta("audited")),
-        # Those of the verdict that belong to no setting come after those of the settings.
-        "reasons": reasons.grouped(named, (reason for reason in verdict.reasons if reason not in named_reasons)),
-        "remarks": reasons.remarks(named),
+        "reasons": by_remedy(verdict, _damage(store)),
+        "remarks": shared_remarks(verdict),
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
         "worst": _worst(verdict, named, gallery),
@@ -113,6 +114,16 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "data_name": str(meta["data"].get("name") or "unnamed data"),
         "model_name": str(meta["model"].get("name") or "unnamed model"),
     }
+
+
+def _damage(store: Store) -> list[Reason]:
+    """What was damaged or deleted since it was written, and that it can be made again."""
+    found = store.damage()
+    lines = [f"Job {key[:12]}: {what}" for key, what in list(found.items())[:MAX_DAMAGE]]
+    if not lines:
+        return []
+    more = [f"{counted(len(found) - MAX_DAMAGE, 'more job')} like this"] if len(found) > MAX_DAMAGE else []
+    return [Reason("; ".join(lines + more), "The same audit in the same folder makes it again")]
 
 
 def _audited(meta: Any) -> list[tuple[str, bool]]:

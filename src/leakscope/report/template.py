@@ -17,7 +17,7 @@ from typing import Any
 from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
-from leakscope.contracts.files import atomic_write
+from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.report import words
 from leakscope.results.records import counted, number
 
@@ -48,7 +48,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
 def write_page(path: FileName, page: str) -> Path:
     """Write ``page`` whole or not at all, in a folder that is made where it is missing."""
     target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
+    private_folder(target.parent)
     atomic_write(target, page.encode("utf-8"))
     return target
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
@@ -106,6 +108,44 @@ def first_line(text: str | None) -> str:
     ('ValueError: no', '')
     """
     return next(iter((text or "").strip().splitlines()), "")
+
+
+#: Characters of an error that are kept, half of its beginning and half of its end.
+MAX_ERROR = 6000
+#: An absolute path: folders from the root or from home, and a name.
+_NAME = r"[^\s/'\"<>|:;,()\[\]{}]"
+_PATH = re.compile(rf"(?<![\w./:~-])(?:file:)?(?:~/(?:{_NAME}+/)*|/(?:{_NAME}+/)+)({_NAME}*)")
+_QUOTED = re.compile(r"""(['"])(?:file:)?~?/[^'"\n]*?([^'"\n/]*)\1""")
+#: What is before the folder of a package is the user's.
+_PACKAGES = re.compile(r"/(?:[^'\"\n]*/)?(?:site-packages|dist-packages|python3\.\d+)/|/[^'\"\n]*/(?=leakscope/\w+)")
+
+
+def without_folders(text: str) -> str:
+    """``text`` with absolute paths cut to their part within a package, or to their last name: folders name people.
+
+    >>> without_folders("File '/home/ann/venv/lib/python3.11/site-packages/torch/nn/x.py', line 3")
+    "File 'torch/nn/x.py', line 3"
+    >>> without_folders("no such file: /home/ann/patients/scan.png; 3/4 of them")
+    'no such file: scan.png; 3/4 of them'
+    """
+    text = _PACKAGES.sub("", text)
+    home = os.path.expanduser("~")
+    if len(home) > 1:
+        text = re.sub(rf"{re.escape(home)}(?![\w.-])", "~", text)
+    return _PATH.sub(r"\1", _QUOTED.sub(r"\1\2\1", text))
+
+
+def storable_error(text: str | None) -> str | None:
+    """An error as it is kept: of a length that people read, and without folders, whose names are the user's.
+
+    A lone surrogate, of a file name in a message say, cannot be stored; the failure itself must be.
+    """
+    if text is None:
+        return None
+    if len(text) > MAX_ERROR:
+        half = MAX_ERROR // 2
+        text = f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+    return without_folders(text).encode("utf-8", "replace").decode()
 
 
 class _Record:

@@ -1,41 +1,62 @@
 """Rows of an audit in SQLite, tensors and curves in files beside it; whenever it dies, nothing is torn.
 
-A job's files are written before its row is committed, each atomically, so a row never lacks its evidence.
+A job's files are written before its row is committed, each atomically, so a row never lacks its evidence. A row carries
+a checksum and the hashes of its files: what was damaged or deleted since is named, counts as failed, and is done again
+when the audit is resumed. Everything here is for its owner only.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import os
 import sqlite3
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import closing
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from leakscope.contracts.files import atomic_write
-from leakscope.results.records import FindingRow, Row, job_facts, plain
+from leakscope.contracts.caps import JSON_BYTES
+from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
+from leakscope.contracts.files import read_tensors
+from leakscope.results.records import FindingRow, Row, job_facts, mapping, number, plain, storable_error
 
-STORE_FORMAT = 2
+STORE_FORMAT = 3
 DATABASE = "audit.sqlite"
 ARTIFACTS = "artifacts"
+TENSORS, CURVES = ".safetensors", ".json"
 
-_SCHEMA = """
+SCHEMA = """
 CREATE TABLE meta(key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE jobs(
   key TEXT PRIMARY KEY, position INTEGER NOT NULL,
   status TEXT NOT NULL CHECK (status IN ('done', 'failed', 'refused')),
-  job TEXT NOT NULL, result TEXT, error TEXT, seconds REAL, finished TEXT
+  job TEXT NOT NULL, result TEXT, error TEXT, seconds REAL, finished TEXT,
+  files TEXT NOT NULL, checksum TEXT NOT NULL
 );
 CREATE TABLE findings(
   key TEXT PRIMARY KEY, position INTEGER NOT NULL, kind TEXT NOT NULL,
   status TEXT NOT NULL CHECK (status IN ('done', 'failed', 'refused')),
-  subject TEXT NOT NULL, content TEXT, error TEXT, seconds REAL, finished TEXT
+  subject TEXT NOT NULL, content TEXT, error TEXT, seconds REAL, finished TEXT, checksum TEXT NOT NULL
 );
 """
+_FATE = "error, seconds, finished"
+_JOBS = f"SELECT CAST(position AS INTEGER), key, status, job, result, {_FATE}, files, checksum FROM jobs"
+_FINDINGS = f"SELECT CAST(position AS INTEGER), key, kind, status, subject, content, {_FATE}, checksum FROM findings"
+_IN_ORDER = " ORDER BY position, key"
+#: The kind of what meta holds under a key, where it holds it at all.
+_KINDS: Mapping[str, type] = {
+    **dict.fromkeys(("spec", "identity", "versions", "plan", "model", "data", "policy"), dict),
+    **{"threat_model": list, "salt": str},
+}
+DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
+_BROKEN = "broken"
+_Fate = tuple[str | None, float | None, str | None]
 
 
 class StoreError(ValueError):
@@ -62,7 +83,7 @@ class Store:
         folder = Path(directory)
         target = folder / DATABASE
         try:
-            (folder / ARTIFACTS).mkdir(parents=True, exist_ok=True)
+            private_folder(folder / ARTIFACTS)
         except OSError as error:
             raise StoreError(f"{folder}: cannot be made a folder for the audit: {error}") from error
         lock = _take_lock(folder)
@@ -71,8 +92,9 @@ class Store:
             if target.exists():
                 raise StoreError(f"{target}: exists already; open it, or choose another --out")
             _sweep(folder)
+            os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))  # SQLite gives its own files the same mode
             with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
-                connection.executescript(_SCHEMA)
+                connection.executescript(SCHEMA)
                 for key, value in {"format": STORE_FORMAT, **meta}.items():
                     connection.execute("INSERT INTO meta VALUES (?, ?)", (key, _dump(value)))
                 connection.execute("PRAGMA journal_mode=WAL")
@@ -94,11 +116,13 @@ class Store:
         lock = _take_lock(folder) if write else None
         try:
             store = cls(folder, _connect(target, "write" if write else "read"), lock)
-        except BaseException:
+        except BaseException as error:
             _release_lock(lock)
+            if isinstance(error, sqlite3.Error):
+                raise StoreError(f"{target}: cannot be opened: {error}. Restore it from a copy.") from error
             raise
         if write:
-            (folder / ARTIFACTS).mkdir(exist_ok=True)
+            private_folder(folder / ARTIFACTS)
             _sweep(folder)
         return store
 
@@ -117,49 +141,76 @@ class Store:
 
     def meta(self, key: str) -> Any:
         """The value of ``key``, or None if the store has none."""
-        return _meta(self._connection, key)
+        found = self._ask("SELECT value FROM meta WHERE key = ?", key)
+        try:
+            return read_json(found[0][0]) if found else None
+        except (ValueError, TypeError) as error:
+            raise StoreError(f"{self.directory / DATABASE}: {key!r} in meta is damaged: {error}") from error
 
     def rows(self) -> list[Row]:
-        """Every finished job in the order of the plan."""
-        rows = self._connection.execute(
-            "SELECT key, position, status, job, result, error, seconds, finished FROM jobs ORDER BY position, key"
-        )
-        return [
-            Row.read(key, position, status, json.loads(job), json.loads(result or "null"), *rest)
-            for key, position, status, job, result, *rest in rows
-        ]
+        """Every finished job in the order of the plan; one that was damaged since has failed."""
+        rows = []
+        for position, *values, checksum in self._ask(_JOBS + _IN_ORDER):
+            key, status, job, result, error, seconds, finished, _ = values
+            facts, outcome = _parsed(job), _parsed(result)
+            fate: _Fate = (error, seconds, finished)
+            if seal(values) != checksum or _BROKEN in (facts, outcome):
+                status, facts, outcome, fate = "failed", mapping(facts), None, (DAMAGED, None, None)
+            rows.append(Row.read(str(key), int(position), status, facts, outcome, *fate))
+        return rows
 
     def findings(self) -> list[FindingRow]:
-        """Every finding in the order of the plan."""
-        rows = self._connection.execute(
-            "SELECT key, position, kind, status, subject, content, error, seconds, finished FROM findings "
-            "ORDER BY position, key"
-        )
-        return [
-            FindingRow.read(key, position, kind, status, json.loads(subject), json.loads(content or "null"), *rest)
-            for key, position, kind, status, subject, content, *rest in rows
-        ]
+        """Every finding in the order of the plan; one that was damaged since has failed."""
+        rows = []
+        for position, *values, checksum in self._ask(_FINDINGS + _IN_ORDER):
+            key, kind, status, subject, content, error, seconds, finished = values
+            facts, told = _parsed(subject), _parsed(content)
+            fate: _Fate = (error, seconds, finished)
+            if seal(values) != checksum or _BROKEN in (facts, told):
+                status, facts, told, fate = "failed", mapping(facts), None, (DAMAGED, None, None)
+            rows.append(FindingRow.read(str(key), int(position), str(kind), status, facts, told, *fate))
+        return rows
 
     def finished(self) -> dict[str, str]:
-        """Key and status of each job and finding that has a row."""
-        return dict(self._connection.execute("SELECT key, status FROM jobs UNION SELECT key, status FROM findings"))
+        """Key and status of each job and finding that has a row; "damaged" where it, or a file of it, is."""
+        rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
+        return {row.key: row.status for row in rows} | dict.fromkeys(self.damage(), "damaged")
+
+    def damage(self) -> dict[str, str]:
+        """What was damaged or deleted since it was written: the key of each job, and what of it."""
+        rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
+        found = {row.key: "its row is damaged" for row in rows if row.error == DAMAGED}
+        for key, files in self._ask("SELECT key, files FROM jobs" + _IN_ORDER):
+            hashes = _parsed(files)
+            if key in found or not isinstance(hashes, dict):
+                continue
+            for suffix, expected in hashes.items():
+                what = "pictures" if suffix == TENSORS else "curves"
+                try:
+                    content = read_whole(self._path(key, suffix))
+                except ValueError:
+                    found[key] = f"its {what} are missing"
+                    continue
+                if hashlib.sha256(content).hexdigest() != expected:
+                    found[key] = f"its {what} are damaged"
+        return found
 
     def artifact(self, key: str) -> dict[str, Tensor] | None:
-        """Originals and reconstructions of a job, or None where none were written."""
-        from safetensors.torch import load
-
-        path = self._path(key, ".safetensors")
-        return load(path.read_bytes()) if path.is_file() else None
+        """Originals and reconstructions of a job, or None where none were written; ValueError if they are damaged."""
+        path = self._path(key, TENSORS)
+        return read_tensors(path) if path.is_file() else None
 
     def history(self, key: str) -> dict[str, Any]:
-        """The curves of a job, empty where there are none."""
-        path = self._path(key, ".json")
-        return dict(json.loads(path.read_text(encoding="utf-8"))["history"]) if path.is_file() else {}
+        """The curves of a job, empty where there are none; ValueError if they are damaged."""
+        path = self._path(key, CURVES)
+        content = read_json(read_whole(path, JSON_BYTES)) if path.is_file() else {}
+        history = content.get("history") if isinstance(content, dict) else None
+        return history if isinstance(history, dict) else {}
 
     # -- writing --
 
     def set_meta(self, key: str, value: Any) -> None:
-        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, _dump(value)))
+        self._ask("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, _dump(value))
 
     def update(self, meta: Mapping[str, Any], positions: Mapping[str, int]) -> None:
         """Change several values, and the positions of rows, for a plan that has grown: all of it or nothing.
@@ -183,22 +234,35 @@ class Store:
         """Keep a finished job: its files first, then the row, which replaces that of an earlier failure."""
         from safetensors.torch import save
 
+        files: dict[str, bytes] = {}
         if tensors:
-            content = save({name: value.contiguous() for name, value in tensors.items()})
-            atomic_write(self._path(row.key, ".safetensors"), content)
+            files[TENSORS] = save({name: value.contiguous() for name, value in tensors.items()})
         if history is not None:
-            atomic_write(self._path(row.key, ".json"), _dump({"history": history}).encode())
+            files[CURVES] = _dump({"history": history}).encode()
+        for suffix, content in files.items():
+            atomic_write(self._path(row.key, suffix), content)
+        hashes = {suffix: hashlib.sha256(content).hexdigest() for suffix, content in files.items()}
         result = None if row.raw is None else _dump(row.raw)
-        fate = (_storable(row.error), row.seconds, row.finished)
-        values = (row.key, row.position, row.status, _dump(job_facts(row.job)), result, *fate)
-        self._connection.execute("INSERT OR REPLACE INTO jobs VALUES (?, ?, ?, ?, ?, ?, ?, ?)", values)
+        values = (row.key, row.status, _dump(job_facts(row.job)), result, *_fate(row), _dump(hashes))
+        self._insert("jobs", row.position, values)
 
     def record_finding(self, row: FindingRow) -> None:
         """Keep a finding; it replaces an earlier failure."""
-        fate = (_storable(row.error), row.seconds, row.finished)
-        texts = (_dump(row.subject()), _dump(row.content))
-        values = (row.key, row.position, row.kind, row.status, *texts, *fate)
-        self._connection.execute("INSERT OR REPLACE INTO findings VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", values)
+        values = (row.key, row.kind, row.status, _dump(row.subject()), _dump(row.content), *_fate(row))
+        self._insert("findings", row.position, values)
+
+    def _insert(self, table: str, position: int, values: tuple[Any, ...]) -> None:
+        row = (values[0], position, *values[1:], seal(values))
+        self._ask(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+
+    def _ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
+        try:
+            return self._connection.execute(statement, values).fetchall()
+        except sqlite3.Error as error:
+            raise StoreError(
+                f"{self.directory / DATABASE}: cannot be {'read' if statement.startswith('SELECT') else 'written'}: "
+                f"{error}. Restore it from a copy, or choose another folder."
+            ) from error
 
     def _path(self, key: str, suffix: str) -> Path:
         if not key.isalnum():
@@ -233,9 +297,22 @@ def _brief(value: Any) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-def _storable(text: str | None) -> str | None:
-    """A lone surrogate, of a file name in a message say, cannot be stored; the failure itself must be."""
-    return None if text is None else text.encode("utf-8", "replace").decode()
+def seal(values: Sequence[Any]) -> str:
+    """The checksum of a row: of all it holds but its position, which may change as an audit grows."""
+    return hashlib.sha256(repr(tuple(values)).encode("utf-8", "replace")).hexdigest()
+
+
+def stored_salt(directory: str | os.PathLike[str]) -> str | None:
+    """The salt of the fingerprints of the store in ``directory``; None if there is no store yet."""
+    if not (Path(directory) / DATABASE).exists():
+        return None
+    with Store.open(directory) as store:
+        return str(store.meta("salt") or "")
+
+
+def _fate(row: Row | FindingRow) -> _Fate:
+    seconds = number(row.seconds)  # NaN would come back as nothing, and the row as damaged
+    return storable_error(row.error), None if math.isnan(seconds) else seconds, row.finished
 
 
 def _dump(value: Any) -> str:
@@ -243,9 +320,12 @@ def _dump(value: Any) -> str:
     return json.dumps(plain(value), allow_nan=False)
 
 
-def _meta(connection: sqlite3.Connection, key: str) -> Any:
-    row = connection.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()
-    return None if row is None else json.loads(row[0])
+def _parsed(text: Any) -> Any:
+    """What a JSON text says; None for none, and _BROKEN where it cannot be read."""
+    try:
+        return None if text is None else read_json(text)
+    except (ValueError, TypeError):
+        return _BROKEN
 
 
 def _check(path: Path) -> None:
@@ -256,16 +336,30 @@ def _check(path: Path) -> None:
             raise StoreError(stranger)
     try:
         with closing(_connect(path, "look")) as connection:
-            tables = {row[0] for row in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-            if not {"meta", "jobs"} <= tables:
+            schema = set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+            if not {("table", "meta"), ("table", "jobs")} <= {entry[:2] for entry in schema}:
                 raise StoreError(stranger)
-            version = _meta(connection, "format")
+            meta = dict(connection.execute("SELECT key, value FROM meta WHERE typeof(value) = 'text'"))
     except StoreError:
         raise
-    except (sqlite3.DatabaseError, ValueError) as error:
+    except (sqlite3.Error, ValueError) as error:
         raise StoreError(f"{stranger} ({error})") from error
+    version = _parsed(meta.get("format"))
     if version != STORE_FORMAT:
         raise StoreError(f"{path}: store format {version}, this version of leakscope reads {STORE_FORMAT}")
+    if schema != _own_schema():
+        raise StoreError(f"{path}: its tables are not those of an audit; choose another folder")
+    for key in _KINDS.keys() & meta.keys():
+        value = _parsed(meta[key])
+        if not isinstance(value, _KINDS[key]) and value is not None:
+            raise StoreError(f"{path}: {key!r} in meta is damaged: expected a {_KINDS[key].__name__}. Restore a copy.")
+
+
+@cache
+def _own_schema() -> set[tuple[str, str, str]]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(SCHEMA)
+        return set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
 
 
 def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Connection:
@@ -300,7 +394,7 @@ def _sweep(folder: Path) -> None:
 
 def _take_lock(folder: Path) -> FileLock:
     """A lock that the system drops when the process dies in whatever way."""
-    lock = FileLock(folder / ".audit.lock", timeout=0)
+    lock = FileLock(folder / ".audit.lock", timeout=0, mode=0o600)
     try:
         lock.acquire()
     except Timeout as error:

@@ -50,7 +50,7 @@ def pack(setup: Setup) -> bytes:
     """The spec as workers are sent it, objects included; ExecutorError if it cannot leave this process."""
     _check_not_bootstrapping()
     try:
-        return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint))
+        return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint, setup.salt))
     except Exception as error:
         raise ExecutorError(
             f"the model or another object of this audit cannot be sent to worker processes "

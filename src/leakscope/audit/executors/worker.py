@@ -45,8 +45,8 @@ def _work(pipe: Connection, packed: bytes) -> None:
         pipe.send_bytes(pickle.dumps((kind, content)))
 
     try:
-        spec, model_print, data_print = pickle.loads(packed)
-        setup = build_setup(spec)
+        spec, model_print, data_print, salt = pickle.loads(packed)
+        setup = build_setup(spec, salt=salt)
         for what, ours, theirs in (
             ("model", setup.model_fingerprint, model_print),
             ("data", setup.data_fingerprint, data_print),

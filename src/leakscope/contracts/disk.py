@@ -1,0 +1,68 @@
+"""Files and folders: what is read is bounded, what is written is whole and for its owner only."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from leakscope.contracts.caps import BYTES, DEPTH, Cap
+
+
+def read_whole(file: Path, cap: Cap = BYTES) -> bytes:
+    """The content of ``file``; what is larger than the cap, or is no regular file and may never end, is not read."""
+    try:
+        if not file.is_file():
+            raise ValueError(f"{file}: expected a file, got {'a folder' if file.is_dir() else 'none'}")
+        cap.check(str(file), file.stat().st_size, "Is it the right file?")
+        return file.read_bytes()
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error}") from error
+
+
+def read_json(text: str | bytes) -> Any:
+    """What a JSON text says; ValueError where it is none, or is nested deeper than anything honest."""
+    try:
+        value = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"nested more than {DEPTH} deep") from None
+    level = [value]
+    for _ in range(DEPTH):
+        level = [item for one in level if isinstance(one, dict | list) for item in _inside(one)]
+        if not level:
+            return value
+    raise ValueError(f"nested more than {DEPTH} deep")
+
+
+def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
+def private_folder(path: Path) -> Path:
+    """The folder ``path``; what of it does not exist yet is made for its owner only. Others are left as they are."""
+    for folder in (*reversed(path.parents), path):
+        if not folder.is_dir():
+            folder.mkdir(mode=0o700, exist_ok=True)
+    return path
+
+
+def atomic_write(path: Path, content: bytes) -> None:
+    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies.
+
+    Only its owner may read it: results about private data are private too.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb", opener=_owners) as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _owners(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)
