@@ -51,8 +51,8 @@ _FINDINGS = f"SELECT CAST(position AS INTEGER), key, kind, status, subject, cont
 _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("spec", "identity", "versions", "plan", "model", "data", "policy"), dict),
-    **{"threat_model": list, "salt": str},
+    **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy"), dict),
+    **{"threat_model": list, "audited": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
 _BROKEN = "broken"
@@ -217,16 +217,16 @@ class Store:
 
         A finding that is no longer planned goes.
         """
-        places = [(position, key) for key, position in positions.items()]
         with self._connection:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._ask("BEGIN IMMEDIATE")
             for key, value in meta.items():
                 self.set_meta(key, value)
-            for table in ("jobs", "findings"):
-                self._connection.executemany(f"UPDATE {table} SET position = ? WHERE key = ?", places)
-            stored = {key for (key,) in self._connection.execute("SELECT key FROM findings")}
-            unplanned = [(key,) for key in stored - set(positions)]
-            self._connection.executemany("DELETE FROM findings WHERE key = ?", unplanned)
+            for key, position in positions.items():
+                for table in ("jobs", "findings"):
+                    self._ask(f"UPDATE {table} SET position = ? WHERE key = ?", position, key)
+            for (key,) in self._ask("SELECT key FROM findings"):
+                if key not in positions:
+                    self._ask("DELETE FROM findings WHERE key = ?", key)
 
     def record(
         self, row: Row, tensors: Mapping[str, Tensor] | None = None, history: Mapping[str, Any] | None = None
