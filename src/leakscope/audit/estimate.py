@@ -144,8 +144,9 @@ def estimate(setup: Setup, jobs: Sequence[Job], trials: Mapping[str, Trial | Non
 
 def _advice(name: str, trial: Trial, findings: bool) -> str:
     """What to change where it takes too long."""
-    steps = "" if trial.step is None else f", {trial.steps} steps of {'at least ' * trial.at_least}{trial.step:.2g} s a job"
-    shorter = "" if trial.step is None else f"fewer steps (--attack {name}:iterations=...), "
+    pace = "" if trial.step is None else f"{'at least ' if trial.at_least else ''}{trial.step:.2g} s"
+    steps = f", {trial.steps} steps of {pace} a job" if pace else ""
+    shorter = "" if not pace else f"fewer steps (--attack {name}:iterations=...), "
     theory = " Theory takes extra time; --no-findings leaves it out." if findings else ""
     return (
         f"Most of it is {name}{steps}. To shorten it: {shorter}fewer examples (--examples) or seeds, inputs of a "
