@@ -20,7 +20,8 @@ from leakscope.models import build_model
 def told(**changes: Any) -> dict[str, tuple[str, bool]]:
     """Text and warning by the first word."""
     spec = {"model": "mlp", "data": "tiles", "attacks": "linear-layer", "examples": 2, **changes}
-    statements = describe_audited(build_setup(AuditSpec.parse(spec)))
+    setup = build_setup(AuditSpec.parse(spec))
+    statements = describe_audited(setup, setup.spec.normalised())
     return {statement.text.split(":")[0]: (statement.text, statement.warning) for statement in statements}
 
 

@@ -98,7 +98,7 @@ if __name__ == "__main__":
     audit(
         model=doubles.net(), data=doubles.examples(), out=sys.argv[1], executor=sys.argv[2], workers=2,
         attacks=[doubles.Quotient(slow=float(sys.argv[3])), doubles.Guess()], defenses=["none"], examples=4,
-        pictures=True,
+        pictures=True, controls=["noise"],
     )
 """
 
@@ -163,6 +163,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: s
         "defenses": ["none"],
         "examples": 4,
         "pictures": True,
+        "controls": ["noise"],
     }
     run(out, executor=executor, workers=1, **settings)
     run(tmp_path / "whole", **settings)

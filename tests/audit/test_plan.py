@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from leakscope.audit import AuditSpec, SpecError
-from leakscope.audit.plan import canonical, content_hash, derived_seed, identity, make_plan, plan_summary
+from leakscope.audit.growth import Plan
+from leakscope.audit.plan import canonical, content_hash, derived_seed, identity, make_plan
 from leakscope.audit.setup import Setup, build_setup, model_fingerprint, rehearse
 
 BASE: dict[str, Any] = {
@@ -41,7 +42,7 @@ def test_grid_and_order() -> None:
     cells = [(j.protocol, 9 if j.defense is None else j.defense, j.attack, j.seed, j.batch) for j in jobs]
     assert cells == sorted(cells)
     assert built.batches == ((0, 1), (2, 3))
-    summary = plan_summary(built, plan)
+    summary = Plan.of(built, plan).summary(built)
     assert summary["total"] == len(jobs)
     # the floor once for each defence, the trajectory also for each client
     assert summary["findings"] == len(plan) - len(jobs) == 2 + 2 * 2 * 2
@@ -62,19 +63,35 @@ def test_keys_are_stable() -> None:
         {"model": doubles.net(seed=1)},
         {"data": (doubles.examples()[0] * 0.5, doubles.examples()[1])},
         {"data": (doubles.examples()[0], doubles.examples()[1].flip(0))},
-        {"protocols": ["fedavg"]},
         {"knowledge": "full"},
         {"threads": 2},
         {"dtype": "float64"},
         {"pictures": True},
-        {"seeds": [2, 3]},
-        {"attacks": [doubles.Quotient(slow=1.0), doubles.Guess(nan=True)]},
     ],
     ids=str,
 )
 def test_keys_and_identity_change_with_what_determines_results(change: dict[str, Any]) -> None:
     assert not set(keys(**change)) & set(keys())
     assert content_hash(identity(setup(**change))) != content_hash(identity(setup()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"protocols": ["fedavg"], "knowledge": "honest_server"},
+        {"seeds": [2, 3]},
+        {"attacks": [doubles.Quotient(slow=1.0), doubles.Guess(nan=True)], "controls": ["noise"]},
+    ],
+    ids=str,
+)
+def test_what_may_grow_changes_keys_only(change: dict[str, Any]) -> None:
+    before = {"knowledge": "honest_server", "controls": ["noise"]}
+    assert not set(keys(**{**before, **change})) & set(keys(**before))
+    assert identity(setup(**{**before, **change})) == identity(setup(**before))
+
+
+def test_more_examples_leave_the_keys_of_those_before() -> None:
+    assert set(keys(examples=2)) < set(keys(examples=4))
 
 
 @pytest.mark.parametrize(

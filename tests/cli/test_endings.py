@@ -35,7 +35,7 @@ def start(folder: Path, executor: str, ignored: tuple[int, ...] = ()) -> subproc
         for number in SIGNALS:
             signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
-    command = [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1"]
+    command = [sys.executable, "-m", "leakscope.cli", "audit", "spec.yaml", "--out", "run", "--workers", "1", "-v"]
     return subprocess.Popen(
         [*command, *(["--serial"] if executor == "serial" else [])],
         cwd=folder,

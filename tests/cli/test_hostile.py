@@ -130,5 +130,5 @@ def test_labels_that_the_model_has_no_output_for(tmp_path: Path) -> None:
     path.write_bytes(save({**load(tensors), "labels": torch.tensor([3, 99])}))
     path.with_suffix(".json").write_text(json.dumps(facts))
     net = build_model("mlp", input_shape=(3, 4, 4), num_classes=9, hidden=(5,))
-    with pytest.raises(ValueError, match="labels: y: labels must lie in 0..8"):
+    with pytest.raises(ValueError, match=r"labels: y: labels must lie in 0\.\.8"):
         Observation.load(path, net)

@@ -88,7 +88,7 @@ def test_a_silent_job_is_told_of_now_and_then(log: io.StringIO, monkeypatch: pyt
         tell({"event": "planned", "total": 2, "finished": 0})
         tell({"event": "started", "key": "a", "job": job(finding="floor", attack="floor")})
         assert spoken.wait(20)
-    assert "now theory (floor), no defence" in log.getvalue()
+    assert "now theory (floor); after" in log.getvalue()
 
 
 def test_the_bars_show_the_steps_of_running_jobs() -> None:
@@ -128,6 +128,8 @@ def test_time_left_follows_the_estimate_first_and_the_pace_later() -> None:
     assert tally.share == pytest.approx(0.2)
     # By pace 160 s are left, by the estimate 60 s.
     assert tally.remaining == pytest.approx(0.2 * 160 + 0.8 * 60)
+    now = 120.0
+    assert tally.remaining == pytest.approx(480)  # the estimate has passed, the pace remains
     tally.take(finished(11, 12))
     assert tally.remaining is None
 

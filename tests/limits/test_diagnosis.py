@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from leakscope.attacks import DLG, GaussNewton
 from leakscope.contracts.knowledge import Knowledge
@@ -156,3 +156,19 @@ def test_kinks_are_seen_in_functions_too() -> None:
     assert kinks(build_model("cnn6", input_shape=(3, 16, 16)), (3, 16, 16)) == ("LeakyRelu",)
     pooled = nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2), nn.ELU(), nn.Hardtanh())
     assert kinks(pooled, SHAPE) == ("Hardtanh", "MaxPool2D")
+
+
+def test_recurrent_nets_are_diagnosed_too() -> None:
+    class Rows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.head = nn.LSTM(4, 6, batch_first=True), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.lstm(x)[0][:, -1])
+
+    torch.manual_seed(0)
+    x, y = torch.rand(1, 3, 4), torch.tensor([1])
+    observation = FedSGD().observe(Rows(), x, y)
+    found = diagnose(observation, Reconstruction(x, y, torch.zeros(1)))
+    assert (found.outcome, found.hidden) == ("recovered", 0)

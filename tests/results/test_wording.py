@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from leakscope.results import Reason, Row, SettingVerdict, StrongestExample, Verdict
-from leakscope.results.wording import paragraph, shared_fates, shared_reasons
+from leakscope.results.wording import by_remedy, paragraph, shared_fates, shared_reasons, shared_remarks
 
 SGD, PRUNING = "FedSGD(batchnorm='eval')", "GradientPruning(fraction=0.9, scope='tensor')"
 
@@ -60,6 +62,18 @@ def test_a_remedy_is_never_given_to_another_reason() -> None:
     assert [(reason.text, reason.remedy) for reason in told] == [
         ("example 0: odd", "Do this"),
         ("example 1: odd", "Do that"),
+    ]
+
+
+def test_reasons_with_the_same_remedy_stand_together_and_remarks_are_told_once() -> None:
+    told = verdict({"none": [Reason("a", "More steps"), Reason("b")], PRUNING: [Reason("c", "More steps.")]})
+    assert [(group.remedy, [str(reason) for reason in group.reasons]) for group in by_remedy(told)] == [
+        ("More steps", ["S1: a", "S2: c"]),
+        ("", ["S1: b"]),
+    ]
+    settings = [dataclasses.replace(setting, remarks=["labels are recovered"]) for setting in told.settings]
+    assert [str(remark) for remark in shared_remarks(dataclasses.replace(told, settings=settings))] == [
+        "S1, S2: labels are recovered"
     ]
 
 

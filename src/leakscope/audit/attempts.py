@@ -130,8 +130,10 @@ class Bench:
             raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches; this protocol has none")
         observation = self.observe(job) if job.control is None else self._control(job, CONTROLS[job.control])
         memory = PeakMemory()
-        reconstruction = self._attack(job, attack, observation, progress)
-        peak = memory.megabytes()
+        try:
+            reconstruction = self._attack(job, attack, observation, progress)
+        finally:
+            peak = memory.megabytes()  # its watch ends, also where the attack did not
         measured = self._compare(job, reconstruction, observation.num_examples)
         result = {
             **_result(setup, job, reconstruction, measured),

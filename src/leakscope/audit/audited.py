@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from leakscope.results.records import counted
 
 #: Settings of attacks that say how long they try.
 _EFFORTS = ("iterations", "steps", "restarts")
+EFFORT = "Effort"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -26,13 +28,13 @@ class Statement:
     warning: bool = False
 
 
-def describe_audited(setup: Setup) -> list[Statement]:
-    """What the verdict is about, most important first."""
+def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
+    """What the verdict is about, most important first; ``asked`` is the spec of all runs in the folder."""
     return [
         _weights(setup),
         *_modes(setup),
         *_outputs(setup),
-        _effort(setup),
+        _effort(asked),
         *_privacy(setup),
         Statement(
             "Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."
@@ -80,16 +82,14 @@ def _outputs(setup: Setup) -> Iterator[Statement]:
         yield Statement(f"{text}. Check the number of classes.", warning=True)
 
 
-def _effort(setup: Setup) -> Statement:
-    spec = setup.spec
+def _effort(asked: Mapping[str, Any]) -> Statement:
     attacks = []
-    for part in spec.attacks:
-        told = [f"{name} {part.options[name]}" for name in _EFFORTS if part.options.get(name) is not None]
-        attacks.append(f"{part.name} ({', '.join(told)})" if told else part.name)
-    examples = sum(len(batch) for batch in setup.batches)
-    clients = f"{counted(examples, 'example')}, {spec.batch} a client"
-    count = counted(len(spec.attacks), "attack")
-    return Statement(f"Effort: {count}: {', '.join(attacks)}; {counted(len(spec.seeds), 'seed')}; {clients}.")
+    for part in asked["attacks"]:
+        told = [f"{name} {part['options'][name]}" for name in _EFFORTS if part["options"].get(name) is not None]
+        attacks.append(f"{part['name']} ({', '.join(told)})" if told else part["name"])
+    clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
+    count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
+    return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
 
 
 def _privacy(setup: Setup) -> Iterator[Statement]:

@@ -114,18 +114,10 @@ def in_memory_model(value: Any) -> dict[str, Any]:
 
 
 def in_memory_data(value: Any) -> dict[str, Any]:
-    from leakscope.data import Examples, from_tensors
+    from leakscope.data import from_object
 
-    if isinstance(value, tuple) and len(value) == 2:
-        try:
-            value = from_tensors(*value)
-        except TypeError as error:
-            raise ValueError(str(error)) from error
-    if not isinstance(value, Examples):
-        raise ValueError(
-            f"expected a name, a mapping, Examples or a pair (x, y) of tensors, got {type(value).__name__}"
-        )
-    return {"name": value.name, "instance": value}
+    examples = from_object(value)
+    return {"name": examples.name, "instance": examples}
 
 
 def knowledge_fields(value: Any) -> dict[str, Any]:

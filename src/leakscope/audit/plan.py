@@ -70,7 +70,10 @@ def derived_seed(seed: int, batch: int, purpose: str) -> int:
 
 
 def identity(setup: Setup) -> dict[str, Any]:
-    """What a store belongs to. How the work is spread and judged is left out, for it changes no result."""
+    """What all runs in a store have in common; the rest may grow (``audit/growth.py``).
+
+    How the work is spread and judged is left out, for it changes no result.
+    """
     spec = setup.spec
     return {
         "leakscope version": __version__,
@@ -80,14 +83,8 @@ def identity(setup: Setup) -> dict[str, Any]:
         "task": spec.task.identity(),
         "candidates for identification": setup.candidates_fingerprint,
         "LPIPS weights": setup.lpips_fingerprint,
-        "examples": sum(len(batch) for batch in setup.batches),
         "batch": spec.batch,
-        "protocols": [part.identity() for part in spec.protocols],
-        "defenses": [part.identity() for part in spec.defenses],
-        "attacks": [part.identity() for part in spec.attacks],
         "knowledge": spec.knowledge,
-        "seeds": spec.seeds,
-        "controls": spec.controls,
         "pictures": setup.pictures,
         "device": spec.device,
         "dtype": spec.dtype,
@@ -119,7 +116,7 @@ def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
 
 def _controls(spec: AuditSpec) -> list[Control]:
     undefended = any(part.instance is None for part in spec.defenses)
-    asked = [CONTROLS[name] for name in spec.controls]
+    asked = [control for name, control in CONTROLS.items() if name in spec.controls]
     return [control for control in asked if not (undefended and control.stands_for_undefended)]
 
 
@@ -127,9 +124,8 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
     """What each protocol has to tell: of the first client of a setting, or of every client."""
     spec = setup.spec
     for protocol, part in enumerate(spec.protocols):
-        for kind in part.instance.findings():
-            if kind not in spec.findings:
-                continue
+        of_protocol = part.instance.findings()
+        for kind in [kind for kind in FINDINGS if kind in of_protocol and kind in spec.findings]:
             some = slice(None) if FINDINGS[kind].per == "client" else slice(1)
             clients = product(range(len(spec.defenses)), spec.seeds[some], range(len(setup.batches))[some])
             for defense, seed, batch in clients:
@@ -210,26 +206,8 @@ def describe(setup: Setup, job: Job) -> JobRecord:
     )
 
 
-def plan_summary(setup: Setup, jobs: list[Job]) -> dict[str, Any]:
-    """How many attempts and controls there are, in all and per setting, so that missing ones are noticed.
-
-    ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the share of
-    the most frequent label, which a guess from no information names.
-    """
-    counts: dict[tuple[str, str], int] = {}
-    floors: dict[str, bool] = {}
-    for job in jobs:
-        if job.control is None and job.finding is None:
-            cell = describe(setup, job).setting
-            counts[cell] = counts.get(cell, 0) + 1
-            floors[cell[0]] = "floor" in setup.spec.protocols[job.protocol].instance.findings()
-    settings = [{"protocol": p, "defense": d, "jobs": n, "has_floor": floors[p]} for (p, d), n in counts.items()]
-    findings = sum(job.finding is not None for job in jobs)
-    chance = _label_chance(setup)
-    return {"total": len(jobs) - findings, "findings": findings, "settings": settings, "label_chance": chance}
-
-
-def _label_chance(setup: Setup) -> float | None:
+def label_chance(setup: Setup) -> float | None:
+    """The share of the most frequent label; None where there are no classes."""
     labels = setup.data.y
     if labels.is_floating_point() or labels.dim() != 1:
         return None

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import secrets
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +15,9 @@ from typing import Any
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.plan import Job, content_hash, describe, grouped, identity, make_plan, plan_summary
+from leakscope.audit.growth import Plan, grown_spec, grown_statements
+from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
+from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
@@ -25,8 +27,6 @@ from leakscope.results.records import FindingRow, Row, counted, job_facts, plain
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
-
-Progress = Callable[[dict[str, Any]], None]
 
 
 class Audit:
@@ -81,23 +81,25 @@ def audit(
     value_range: ValueRange | None = None,
     num_classes: int | None = None,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     **settings: Any,
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
 
-    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors, and protocols, defences and attacks
-    their objects. ``value_range`` is the box of valid inputs of such a pair, ``num_classes`` its number of
-    classes. The remaining ``settings`` are those of a spec: training, examples, batch, policy, executor, ...
+    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader,
+    and protocols, defences and attacks their objects. ``value_range`` is the box of valid inputs of such data,
+    ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
+    policy, executor, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
-    result.
+    result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
+    see :func:`run_spec`.
     """
     if protocol is not None and protocols is not None:
         raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
     chosen = protocols if protocols is not None else protocol
     wanted: dict[str, Any] = {
         "model": model,
-        "data": _examples(data, value_range, num_classes),
+        "data": _examples(data, value_range, num_classes, settings),
         "protocols": "fedsgd" if chosen is None else chosen,
         "defenses": "none" if defenses is None else defenses,
         "attacks": attacks,
@@ -111,7 +113,7 @@ def audit(
 def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | None = None,
+    progress: Progress | bool | None = None,
     *,
     allow_code: bool = False,
 ) -> Audit:
@@ -119,30 +121,39 @@ def run_spec(
 
     ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
 
-    ``progress`` is told of events: where the spec asks for training, {"event": "trained", "done", "total", "loss"}
-    after each round; then {"event": "planned", "total", "finished"}, and for each job
-    {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished", "status",
-    "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the store, whose
-    "finding" is the kind of finding where it is no attempt.
+    ``progress`` as in :func:`audit`. A function is told of these events:
+
+    - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
+    - {"event": "planned", "total", "finished"};
+    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}; the
+      advice is None unless it will take long;
+    - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
+      "status", "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the
+      store, whose "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec, allow_code=allow_code)
+    with listener(progress) as tell:
+        return _audit(checked, out, tell)
 
+
+def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None) -> Audit:
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
 
     # Keys of jobs hold fingerprints, so that the salt of a store that is there is needed before its jobs are planned.
     salt = None if out is None else stored_salt(out)
-    setup = build_setup(checked, trained, secrets.token_hex(16) if salt is None else salt)
+    setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    executor: Executor = EXECUTORS.target(checked.executor)(checked.workers, checked.timeout)
+    executor: Executor = EXECUTORS.target(spec.executor)(spec.workers, spec.timeout, progress is not None)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
     try:
-        with _open_store(setup, jobs, directory) as store:
-            _run(setup, jobs, store, executor, progress)
+        store, plan = _open_store(setup, Plan.of(setup, jobs), directory)
+        with store:
+            _run(setup, plan.numbered(jobs), store, executor, progress)
         return Audit(directory, temporary)
     except BaseException:
         if temporary is not None:
@@ -150,52 +161,53 @@ def run_spec(
         raise
 
 
-def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None) -> Any:
-    if value_range is None and num_classes is None:
+def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None, settings: Mapping[str, Any]) -> Any:
+    """Examples of an object; a name or a mapping stays what it is."""
+    if isinstance(data, str | Mapping) and value_range is None and num_classes is None:
         return data
-    if not (isinstance(data, tuple) and len(data) == 2):
-        raise SpecError(
-            ["value_range, num_classes: expected with data=(x, y) only; other data brings its own"], "audit"
-        )
-    from leakscope.data import from_tensors
+    from leakscope.data import READ_AT_MOST, from_object
 
+    asked = settings.get("examples")
+    # Training is on all of a dataset; an audit alone needs what it attacks and what it compares with.
+    limit = None if settings.get("training") is not None else max(READ_AT_MOST, asked if isinstance(asked, int) else 0)
     try:
-        return from_tensors(*data, num_classes=num_classes, value_range=value_range)
+        return from_object(data, limit=limit, num_classes=num_classes, value_range=value_range)
     except (TypeError, ValueError) as error:
         raise SpecError([f"data: {error}"], "audit") from error
 
 
-def _open_store(setup: Setup, jobs: list[Job], directory: Path) -> Store:
-    known = identity(setup)
+def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
+    """The folder's store, and the plan of all that was ever asked for in it."""
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        return Store.create(directory, _meta(setup, jobs, known))
+        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
     store = Store.open(directory, write=True)
     try:
-        check_same_audit(store, known)
-        # These change how the rows are made or judged, not what is in them, so the newest wish counts.
-        store.set_meta("spec", _told_spec(setup))
-        store.set_meta("data", _told_data(setup))
-        store.set_meta("policy", dataclasses.asdict(setup.spec.policy))
-        store.set_meta("audited", _audited(setup))
-        store.set_meta("plan", plan_summary(setup, jobs))  # findings may be asked for later
+        check_same_audit(store, identity(setup))
+        plan = Plan.read(store).grown(plan, store.finished())
+        spec = grown_spec(store.meta("spec"), _told_spec(setup))
+        changes = {
+            **plan.meta(setup),
+            "spec": spec,
+            "data": _told_data(setup),
+            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
+            "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
+        }
+        store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
         store.close()
         raise
-    return store
+    return store, plan
 
 
-def _meta(setup: Setup, jobs: list[Job], known: Mapping[str, Any]) -> dict[str, Any]:
+def _meta(setup: Setup) -> dict[str, Any]:
     spec = setup.spec
     return {
         "spec": _told_spec(setup),
         "salt": setup.salt,
-        "spec_hash": content_hash(known),
-        "identity": known,
         "versions": versions(),
-        "plan": plan_summary(setup, jobs),
-        "audited": _audited(setup),
         "threat_model": setup.knowledge.describe(),
         "model": {
             "name": spec.model.name,
@@ -246,8 +258,9 @@ def _without_folders(value: Any) -> Any:
     return without_folders(value) if isinstance(value, str) else value
 
 
-def _audited(setup: Setup) -> list[dict[str, Any]]:
-    return [dataclasses.asdict(statement) for statement in describe_audited(setup)]
+def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    asked = {**spec, "examples": plan.axes["examples"]}
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
 def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:
@@ -257,10 +270,12 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
     completed = len(jobs) - len(todo)
 
     def emit(event: dict[str, Any]) -> None:
-        if progress is not None:
+        if progress is not None and "job" in event:
             job: Job = event["job"]
             facts = {**job_facts(describe(setup, job)), "finding": job.finding}
             progress({**event, "job": facts, "key": job.key, "position": job.position})
+        elif progress is not None:
+            progress(event)
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed

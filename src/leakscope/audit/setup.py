@@ -11,7 +11,6 @@ import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,13 +23,13 @@ from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.caps import JOBS
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
-from leakscope.contracts.files import read_tensors
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import outputs_of
 from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
+from leakscope.models.weights import load_weights
 
 Rounds = Callable[[int, int, float], None]
 
@@ -309,19 +308,8 @@ def _model(spec: AuditSpec, data: Examples) -> nn.Module:
             asked.name, input_shape=shape, num_classes=data.num_classes, seed=asked.seed, **asked.options
         )
     if asked.weights is not None:
-        _load_weights(model, asked.weights)
+        load_weights(model, asked.weights)
     return model
-
-
-def _load_weights(model: nn.Module, path: Path) -> None:
-    try:
-        weights = read_tensors(path)
-    except ValueError as error:
-        raise ValueError(f"weights: {error}") from error
-    try:
-        model.load_state_dict(weights)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
 
 
 def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:

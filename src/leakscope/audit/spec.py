@@ -38,7 +38,9 @@ class ModelSpec(_Strict):
     name: str = _key("a [reference model](models-and-data.md#models) or `package.module:factory`")
     options: dict[str, Any] = _key("the model's own options", {})
     seed: int = _key("seed of the initial weights", 0, ge=-(2**63), lt=2**63)
-    weights: Path | None = _key("a `.safetensors` file of the state dictionary, loaded over the initial weights", None)
+    weights: Path | None = _key(
+        "a `.safetensors` or `.pt` file of the state dictionary, loaded over the initial weights", None
+    )
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 

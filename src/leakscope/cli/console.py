@@ -14,6 +14,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from leakscope.results.records import counted
+
 #: Between two columns of a table.
 _GAP = 2
 #: Reasons that are printed unless every one is asked for.
@@ -160,15 +162,19 @@ def print_reproduction(
     say_path(console, "Page:  ", page)
 
 
-def print_comparison(title: str, lines: Sequence[Any], console: Console) -> None:
-    """Two audits, setting by setting."""
+def print_comparison(
+    outcomes: Sequence[tuple[str, str]], lines: Sequence[Any], differences: Sequence[Any], console: Console
+) -> None:
+    """Two audits, setting by setting, and what differs between them; ``outcomes`` are folder and outcome of each."""
     from leakscope.results.names import short_names
 
     protocols, defenses = short_names(line.protocol for line in lines), short_names(line.defense for line in lines)
     names = setting_names(lines)
+    print_listing([(side, f"{name}: {told}") for side, (name, told) in zip("AB", outcomes, strict=True)], console)
+    console.print()
     print_table(
-        title,
-        ("setting", "attack", "first, dB", "second, dB", "difference", "intervals overlap"),
+        None,
+        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap"),
         (
             (
                 names[line.protocol, line.defense],
@@ -185,6 +191,12 @@ def print_comparison(title: str, lines: Sequence[Any], console: Console) -> None
     console.print()
     legend = [(name, f"{protocols[protocol]} · {defenses[defense]}") for (protocol, defense), name in names.items()]
     print_listing(legend, console)
+    console.print()
+    if differences:
+        rows = [(difference.name, difference.first, difference.second) for difference in differences]
+        print_table("What else differs", ("what", "A", "B"), rows, console)
+    else:
+        say(console, "Nothing else differs.")
 
 
 def setting_names(lines: Iterable[Any]) -> dict[tuple[str, str], str]:
@@ -241,7 +253,7 @@ def _print_settings(verdict: Any, console: Console) -> None:
     )
     console.print()
     print_listing([(setting.name, setting.short) for setting in settings], console)
-    say(console, "PSNR in dB; no info: the same attack without the update; labels: share recovered.")
+    say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
 
 
 def _print_fates(result: Any, console: Console) -> None:
@@ -255,30 +267,32 @@ def _print_fates(result: Any, console: Console) -> None:
 
 
 def _print_remarks(verdict: Any, console: Console) -> None:
-    """What the policy does not limit, once for all settings it holds for."""
-    from leakscope.results.names import name_settings
+    from leakscope.results.wording import shared_remarks
 
-    remarks: dict[str, list[str]] = {}
-    for setting in name_settings(verdict):
-        for remark in setting.verdict.remarks:
-            remarks.setdefault(remark, []).append(setting.name)
-    for remark, names in remarks.items():
-        say(console, f"Note: {', '.join(names)}: {remark}")
+    for remark in shared_remarks(verdict):
+        say(console, f"Note: {remark}")
 
 
 def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
-    from leakscope.results.wording import shared_reasons
+    """A paragraph for each remedy, with the reasons that it helps against."""
+    from leakscope.results.wording import by_remedy
 
-    reasons = shared_reasons(verdict)
-    shown = reasons if verbose else reasons[:MAX_REASONS]
-    for reason in shown:
+    groups = by_remedy(verdict)
+    left = sum(len(group.reasons) for group in groups) if verbose else MAX_REASONS
+    unsaid = 0
+    for group in groups:
+        shown, unsaid = group.reasons[:left], unsaid + len(group.reasons[left:])
+        left -= len(shown)
+        if not shown:
+            continue
         console.print()
-        say(console, f"Why: {reason}", indent=2)
-        if reason.remedy:
-            say(console, f"What to do: {reason.remedy}", indent=2)
-    if len(shown) < len(reasons):
+        for reason in shown:
+            say(console, f"Why: {reason}", indent=2)
+        if group.remedy:
+            say(console, f"What to do: {group.remedy}", indent=2)
+    if unsaid:
         console.print()
-        say(console, f"{len(reasons) - len(shown)} more reasons are in the report; -v prints them.", indent=2)
+        say(console, f"{counted(unsaid, 'more reason')} in the report; -v prints all.", indent=2)
     console.print()
 
 

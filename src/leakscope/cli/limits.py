@@ -36,6 +36,7 @@ def limits(
     rounds: Annotated[int | None, typer.Option(help="Vertical model: how many batches; default enough.")] = None,
     classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
     data: Annotated[str | None, typer.Option(help="Look at real examples of this data, not at random ones.")] = None,
+    data_path: Annotated[Path | None, typer.Option(help="Where its files are; alone, a folder of pictures.")] = None,
     index: Annotated[int | None, typer.Option(help="Number of the first of these examples; default 0.")] = None,
     noise: Annotated[float | None, typer.Option(help="Noise on the gradient, for the least error.")] = None,
     clip: Annotated[float | None, typer.Option(help="Clip the gradient to this length first.")] = None,
@@ -68,13 +69,14 @@ def limits(
         options = {"channel": channel, "exact": exact, "probes": probes, "seed": seed, "progress": progress}
         if spec is not None:
             flags = {"--model": model, "--input": input, "--batch": batch, "--samples": samples, "--rounds": rounds}
-            twice = {**flags, "--classes": classes, "--data": data, "--index": index}
+            twice = {**flags, "--classes": classes, "--data": data, "--data-path": data_path, "--index": index}
             results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options, allow_code)
         elif model is None:
             raise ValueError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
         else:
             count = batch if batch is not None else 1
-            shape, facts = _examples(data, index or 0, samples if samples is not None else count, input)
+            source = "folder" if data is None and data_path is not None else data
+            shape, facts = _examples(source, data_path, index or 0, samples if samples is not None else count, input)
             results = [_of_model(model, shape, facts, classes, count, samples, rounds, options)]
     if as_json:
         from leakscope.results.records import plain
@@ -168,7 +170,9 @@ def _vertical_title(name: str, limits: Any, shape: tuple[int, ...]) -> str:
     return f"{name}, {limits.samples} x {_size(shape)}, {limits.rounds} rounds of {limits.batch}"
 
 
-def _examples(name: str | None, index: int, count: int, shape: str | None) -> tuple[tuple[int, ...], dict[str, Any]]:
+def _examples(
+    name: str | None, path: Path | None, index: int, count: int, shape: str | None
+) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The shape of an example, and ``count`` real examples with what is known of them where data is named."""
     wanted = None if shape is None else parse_shape(shape)
     if name is None:
@@ -179,8 +183,11 @@ def _examples(name: str | None, index: int, count: int, shape: str | None) -> tu
         raise ValueError(f"--index and --batch or --samples: expected at least 0 and 1, got {index} and {count}")
     from leakscope.data import DATA, load_data
 
-    options = {"split": "test"} if name in DATA and "split" in DATA[name].options() else {}
-    examples = load_data(name, limit=index + count, **options).subset(range(index, index + count))
+    taken = DATA[name].options() if name in DATA else ()
+    # A pack of the user's own need not have splits.
+    options: Options = {"limit": index + count} | ({} if name == "npz" else {"split": "test"})
+    examples = load_data(name, path, **{key: value for key, value in options.items() if key in taken})
+    examples = examples.subset(range(index, index + count))
     if wanted not in (None, examples.shape):
         raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
     box = {"value_range": examples.value_range} if examples.range_known else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -99,35 +99,34 @@ def compare(
 ) -> None:
     """Compare two audits setting by setting."""
     output = Output.of(as_json=as_json, as_csv=as_csv)
-    from leakscope.cli.console import make_console, print_comparison, say_path
-    from leakscope.report import compare_tables, write_comparison
+    from leakscope.cli.console import make_console, print_comparison, say_path, setting_names
+    from leakscope.report import compare_differences, compare_tables, write_comparison
+    from leakscope.results.export import document
 
-    lines = compare_tables(first, second)
+    lines, differences = compare_tables(first, second), compare_differences(first, second)
+    outcomes = [_outcome(folder) for folder in (first, second)]
     console = make_console(stderr=output.for_machines)
-    print_comparison(f"{first} (first) against {second} (second)", lines, console)
+    print_comparison(list(zip(map(str, (first, second)), outcomes, strict=True)), lines, differences, console)
     if to is not None:
         say_path(console, "Page:", write_comparison(first, second, to))
-    if output.for_machines:
-        _write_comparison_document(output, (first, second), lines, to)
+    names = setting_names(lines)
+    content = {
+        "first": {"folder": relative(first), "outcome": outcomes[0]},
+        "second": {"folder": relative(second), "outcome": outcomes[1]},
+        "lines": [{"setting": names[line.protocol, line.defense], **_comparison(line)} for line in lines],
+        "differences": [dataclasses.asdict(difference) for difference in differences],
+        "files": {} if to is None else {"page": relative(to)},
+    }
+    facts = document("compare", content)
+    output.write(lambda: facts, lambda: facts["lines"])
 
 
-def _write_comparison_document(
-    output: Output, folders: tuple[Path, Path], lines: Sequence[Any], to: Path | None
-) -> None:
-    from leakscope.cli.console import setting_names
-    from leakscope.results.export import document
+def _outcome(folder: Path) -> str:
     from leakscope.results.store import Store
     from leakscope.results.verdict import judge_store
 
-    sides = {}
-    for side, folder in zip(("first", "second"), folders, strict=True):
-        with Store.open(folder) as store:
-            sides[side] = {"folder": relative(folder), "outcome": judge_store(store).outcome}
-    names = setting_names(lines)
-    flat = [{"setting": names[line.protocol, line.defense], **_comparison(line)} for line in lines]
-    files = {} if to is None else {"page": relative(to)}
-    facts = document("compare", {**sides, "lines": flat, "files": files})
-    output.write(lambda: facts, lambda: facts["lines"])
+    with Store.open(folder) as store:
+        return judge_store(store).outcome
 
 
 def _comparison(line: Any) -> dict[str, Any]:

@@ -78,7 +78,9 @@ class Tally:
         if self.estimate is None:
             return by_pace if share >= 0.05 else None
         by_estimate = max(self.estimate - elapsed, 0.0)
-        return by_estimate if by_pace is None else share * by_pace + (1 - share) * max(by_estimate, 0.0)
+        if by_pace is None or by_estimate == 0.0:  # an estimate that has passed says nothing any more
+            return by_estimate if by_pace is None else by_pace
+        return share * by_pace + (1 - share) * by_estimate
 
     def left(self) -> str:
         remaining = self.remaining
@@ -91,7 +93,7 @@ class Tally:
         under_way = ""
         if running is not None:
             steps = f", step {running['done']} of {running['total']}" if running.get("total") else ""
-            under_way = f"now {job_name(running['job'])}{steps}"
+            under_way = f"now {job_kind(running['job'])}{steps}"
         best = "" if self.best is None else f"best {decibels(self.best)} dB"
         parts = (fates, best, under_way, self.left() or f"after {duration(self.elapsed)}")
         return f"[{self.completed}/{self.total}] {'; '.join(part for part in parts if part)}"
@@ -110,11 +112,15 @@ def rough(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} days"
 
 
+def job_kind(job: Event) -> str:
+    """The attack of a job, or its part of the theory."""
+    return f"theory ({job['finding']})" if job["finding"] else str(job["attack_name"])
+
+
 def job_name(job: Event) -> str:
-    """A job in few words: an attack or a part of the theory, and the defence."""
-    what = f"theory ({job['finding']})" if job["finding"] else job["attack_name"]
+    """A job in few words: its kind, and the defence."""
     place = f"control ({job['control']})" if job["control"] else short_names([job["defense"]])[job["defense"]]
-    return f"{what}, {place}"
+    return f"{job_kind(job)}, {place}"
 
 
 def job_line(event: Event) -> str:
@@ -264,7 +270,7 @@ class _Lines:
         while not self._over.wait(PAUSE):
             if self._training is not None:
                 say(self._console, self._training)
-            elif self._tally.total:
+            elif self._tally.completed < self._tally.total:
                 say(self._console, self._tally.line())
 
 

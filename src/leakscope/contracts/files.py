@@ -45,6 +45,7 @@ def save_observation(observation: Observation, path: str | os.PathLike[str]) -> 
     private_folder(target.parent)
     facts = {name: getattr(observation, name) for name in _PLAIN} | {
         "format": FORMAT_VERSION,
+        "randomness": observation.randomness,
         "inputs": observation.inputs.facts(),
         "output_shape": list(observation.output_shape),
         "task": _task_facts(observation.task),
@@ -111,6 +112,7 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             labels=tensors.get("labels"),
             label_counts=tensors.get("label_counts"),
             training=LocalTraining(**training),
+            randomness=facts.get("randomness"),  # versions up to 0.5 did not say
             **{name: facts[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from leakscope.contracts.registry import module_of
+
 
 @dataclass(frozen=True)
 class _Spec:
@@ -55,7 +57,8 @@ def import_object(kind: str, name: str) -> Callable[..., Any]:
     """The callable that ``package.module:Name`` names; one ValueError that says which part of it is wrong."""
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
-        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example mypackage.parts:Mine")
+        example = f"{module_of(module_name)}:{attribute}" if module_name.endswith(".py") else "mypackage.parts:Mine"
+        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example {example}")
     spec, package = _READING.get() or _Spec(), module_name.partition(".")[0]
     by_data = not spec.allowed and name not in spec.typed
     importlib.invalidate_caches()  # a module written a moment ago is invisible until the finder forgets its listing

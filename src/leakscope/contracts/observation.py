@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, is_whole, refuse, whole
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.randomness import Randomness
 from leakscope.contracts.task import Classification, Reduction, Task
 
 UpdateKind = Literal["gradient", "weight_delta"]
@@ -118,6 +119,7 @@ class Observation:
 
     Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
+    ``randomness`` is where the client's draws came from, None where nobody knows.
     """
 
     model: nn.Module = field(repr=False)
@@ -135,6 +137,7 @@ class Observation:
     batchnorm: BatchNormMode = "eval"
     output_shape: tuple[int, ...] = ()
     model_name: str | None = None
+    randomness: Randomness | None = None
 
     def __post_init__(self) -> None:
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
@@ -151,6 +154,8 @@ class Observation:
         if not self.messages:
             problems.append("messages: expected at least one Message, got none")
         problems += whole(num_classes=self.num_classes)
+        if self.randomness not in (None, *get_args(Randomness)):
+            problems.append(f"randomness: expected 'system', 'seeded' or None, got {self.randomness!r}")
         examples = self.num_examples
         if examples is not None:
             problems += whole(num_examples=examples) or self._sizes_and_labels(examples)
@@ -272,7 +277,7 @@ class Observation:
         )
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:
-        """The same observation with another update, for null controls and for defences of a captured update."""
+        """The same observation with another update, for blind controls and for defences of a captured update."""
         return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
 
     def save(self, path: str | os.PathLike[str]) -> None:

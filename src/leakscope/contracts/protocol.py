@@ -18,13 +18,11 @@ from leakscope.contracts.defense import Defense
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.randomness import system_generator
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Reduction, Task, outputs_of
 
 BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-# Not a number people type as a seed: the client's draws must not coincide with an attack's.
-_CLIENT_SEED = 0x1EA6_5C0F
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +90,9 @@ class Protocol(Described, ABC):
         follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or ``value_range`` the bounds of a
         box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
         what the client minimises, classification unless told.
+
+        Noise, masks and the order of batches are drawn from ``generator``, to be repeated by whoever has its seed; from
+        the system's randomness without one, as a real client's are. The observation says which.
         """
         knowledge = self.default_knowledge if knowledge is None else knowledge
         client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes)
@@ -114,6 +115,7 @@ class Protocol(Described, ABC):
             reduction=self._reduction(),
             batchnorm=self.batchnorm,
             model_name=model_name,
+            randomness="system" if generator is None else "seeded",
         )
 
     def client_side(
@@ -130,7 +132,7 @@ class Protocol(Described, ABC):
         self.check(model, x)
         task = Classification() if task is None else task
         outputs = check_batch(model, x, y, num_classes, task)
-        draws = client_generator() if generator is None else generator
+        draws = system_generator() if generator is None else generator
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
         x, y, twin = x.detach().clone(), y.clone(), client_copy(model, self.batchnorm)
         return ClientSide(twin, x, y, task, Defense() if defense is None else defense, draws), outputs
@@ -170,11 +172,6 @@ def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
     """What the adversary of several protocols knows unless somebody says otherwise: their own default if it is one."""
     defaults = {protocol.default_knowledge for protocol in protocols}
     return defaults.pop() if len(defaults) == 1 else Knowledge.honest_server
-
-
-def client_generator() -> torch.Generator:
-    """The client's draws where the caller gives no generator; always the same."""
-    return torch.Generator().manual_seed(_CLIENT_SEED)
 
 
 def client_copy(model: nn.Module, batchnorm: BatchNormMode) -> nn.Module:

@@ -49,7 +49,18 @@ def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]
         return table[folded(name)]
     close = difflib.get_close_matches(folded(name), table, n=1, cutoff=0.6)
     hint = f"; did you mean {table[close[0]]}?" if close else ""
+    if name.endswith(".py"):
+        hint = f"; for your own, in the file's folder write {module_of(name)}:NAME, the function or class in it"
     raise ValueError(f"expected one of {', '.join(entries)}{f', or {own}' if own else ''}, got {name!r}{hint}")
+
+
+def module_of(file: str) -> str:
+    """The name that a module has for Python which people give as a file.
+
+    >>> module_of("./nets.py"), module_of("C:\\\\work\\\\nets.py")
+    ('nets', 'nets')
+    """
+    return re.split(r"[/\\]", file)[-1].removesuffix(".py")
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from leakscope.data.examples import Examples, from_tensors
 from leakscope.data.folder import load_folder
 from leakscope.data.idx import load_emnist, load_mnist
 from leakscope.data.npz import load_npz
+from leakscope.data.objects import READ_AT_MOST, from_object
 from leakscope.data.split import split_by_group, split_dirichlet, split_iid
 
 
@@ -79,7 +80,7 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
     """Read the data set called ``name`` from ``path``, or from the folder LEAKSCOPE_DATA if there is no path.
 
     ``options`` are the reader's own, such as ``split`` and ``limit``; ``DATA[name].options()`` lists them. A name
-    ``package.module:function`` is the user's own reader, which returns Examples or a pair (x, y) of tensors.
+    ``package.module:function`` is the user's own reader, which returns Examples, a pair (x, y) or a torch dataset.
     """
     if isinstance(name, str) and ":" in name:
         return _own(name, {**({} if path is None else {"path": path}), **options})
@@ -98,8 +99,7 @@ def _own(name: str, options: dict[str, Any]) -> Examples:
         examples = reader(**options)
     except Exception as error:
         raise ValueError(f"data {name!r}: calling it raised {type(error).__name__}: {error}") from error
-    if isinstance(examples, tuple) and len(examples) == 2:
-        examples = from_tensors(*examples, name=name)
-    if not isinstance(examples, Examples):
-        raise ValueError(f"data {name!r}: expected Examples or a pair (x, y) of tensors, got {type(examples).__name__}")
-    return examples
+    try:
+        return from_object(examples, name=name)
+    except ValueError as error:
+        raise ValueError(f"data {name!r}: {error}") from error

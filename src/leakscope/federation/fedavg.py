@@ -79,7 +79,7 @@ class FedAvg(OneMessage):
         limit: int = 50,
         task: Task | None = None,
     ) -> Trajectory:
-        """The way of the training that :meth:`observe` makes of the same arguments, bit for bit.
+        """The way of the training that :meth:`observe` makes of the same arguments and draws, bit for bit.
 
         Truth, for the audit alone: no adversary sees it. At most ``limit`` sets of weights are kept, evenly spread,
         among them those before the first and before the last step.

@@ -95,7 +95,7 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
     values = bias_entries(estimates)
     # An estimate that is an integer up to rounding error must not lose one in the floor: 2.9999999 is 3.
     nearest = values.round()
-    values = torch.where((values - nearest).abs() < 1e-4, nearest, values)
+    values = torch.where((values - nearest).abs() < 1e-4, nearest, values).clamp(max=2.0**31)  # whole numbers end
     counts = values.floor().clamp(min=0).long()
     remainders = values - counts
     missing = total - int(counts.sum())
@@ -106,9 +106,27 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
     elif missing < 0:
         positive = [int(k) for k in remainders.argsort(stable=True) if counts[k] > 0][:-missing]
         counts[positive] -= 1
-        for _ in range(int(counts.sum()) - total):
-            counts[counts.argmax()] -= 1
+        counts = _levelled(counts, total)
     return counts
+
+
+def _levelled(counts: Tensor, total: int) -> Tensor:
+    """Counts of this ``total``, the largest losing one at a time; at once, for noise can make them millions.
+
+    >>> _levelled(torch.tensor([5, 1, 7]), 8).tolist(), _levelled(torch.tensor([10**9, 3]), 1).tolist()
+    ([3, 1, 4], [0, 1])
+    """
+    low, high = 0, int(counts.max())
+    while low < high:
+        level = (low + high) // 2
+        if int(counts.clamp(max=level).sum()) < total:
+            low = level + 1
+        else:
+            high = level
+    levelled = counts.clamp(max=low)
+    surplus = int(levelled.sum()) - total
+    levelled[(levelled == low).nonzero().flatten()[:surplus]] -= 1
+    return levelled
 
 
 def counts_to_labels(counts: Tensor) -> Tensor:

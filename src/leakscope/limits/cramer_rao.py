@@ -126,6 +126,11 @@ class _View:
         """Whether clipping is an orthogonal projection here: where all noise is alike."""
         return self.along is not None and self.lost is not None and torch.equal(self.along, self.lost)
 
+    @property
+    def entries(self) -> int:
+        """Entries that are left to be seen."""
+        return len(self.local.value) if self.mask is None else int(self.mask.sum())
+
     def forward(self, direction: Tensor) -> Tensor:
         """How what is seen changes, entries that are set to zero being still there."""
         change = self.local.forward(direction)
@@ -139,16 +144,11 @@ class _View:
             weights = weights - self.along * (self.lost @ weights)
         return self.factor * self.local.backward(weights)
 
-    def columns(self, matrix: Tensor) -> tuple[Tensor, float]:
-        """The Jacobian of what is seen from that of the gradient, one column an entry; and the share that survives."""
+    def seen(self, rows: Tensor) -> Tensor:
+        """Rows of the Jacobian of what is seen from those of the gradient's, entries set to zero being still there."""
         if self.along is not None and self.lost is not None:
-            matrix.addr_(matrix @ self.along, self.lost, alpha=-1)
-        matrix.mul_(self.factor)
-        if self.mask is None:
-            return matrix, 1.0
-        whole = float(matrix.square().sum())
-        matrix = matrix[:, self.mask]
-        return matrix, float(matrix.square().sum()) / whole if whole else 1.0
+            rows = rows.addr(rows @ self.along, self.lost, alpha=-1)
+        return rows * self.factor
 
 
 def cramer_rao(
@@ -241,9 +241,9 @@ def _decomposed(
     # Masks need the entries themselves. A clipped gradient needs them for all digits, its Gram matrix does not.
     small = mapping.unknowns <= MAX_SINGULAR_VALUES or not view.projects
     if view.mask is not None or (view.along is not None and small):
-        reason = too_large(mapping.unknowns, mapping.entries)
+        reason = too_large(mapping.unknowns, view.entries)
         if reason is None:
-            matrix, surviving = view.columns(mapping.jacobian(flat, exact=True, progress=progress))
+            matrix, surviving = _columns(mapping, flat, view, progress)
             return decompose(matrix, vectors=True), surviving
         if view.mask is not None or not view.projects:
             return reason
@@ -252,6 +252,22 @@ def _decomposed(
         return jacobian
     removed = None if view.along is None else view.factor * view.local.backward(view.along)
     return decompose(jacobian.mul_(view.factor), removed=removed, vectors=True), 1.0
+
+
+def _columns(mapping: GradientMap, flat: Tensor, view: _View, progress: Progress | None) -> tuple[Tensor, float]:
+    """The Jacobian of what is seen, one column an entry that is left; and the share of its size that survives."""
+    whole = left = 0.0
+
+    def through(rows: Tensor) -> Tensor:
+        nonlocal whole, left
+        seen = view.seen(rows)
+        kept = seen if view.mask is None else seen[:, view.mask]
+        whole += float(seen.square().sum())
+        left += float(kept.square().sum())
+        return kept
+
+    matrix = mapping.jacobian(flat, exact=True, through=through, progress=progress)
+    return matrix, left / whole if whole else 1.0
 
 
 def _exact(mapping: GradientMap, view: _View, spectrum: Decomposition, surviving: float) -> Floor:
@@ -292,7 +308,7 @@ def _estimate(
         return view.backward(change if mask is None else change * mask)
 
     directions = signs(unknowns, probes, seed).to(view.local.value)
-    left = mapping.entries if view.mask is None else int(view.mask.sum())
+    left = view.entries
     # With too few entries the floor is infinite, and only the loosened one, of one step, is left to compute.
     estimate = inverse_trace(product, directions, steps=steps if left >= unknowns else 1, progress=progress)
     whole = estimate.trace

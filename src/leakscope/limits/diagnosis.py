@@ -59,11 +59,8 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     flat = mapping.flat(inputs.detach().cpu().double())
     observed = torch.cat([value.flatten() for value in wide.message.update.values()])
     try:
-        # No finer than the update itself: float32 is several times faster.
-        narrow = observation.dtype == torch.float32
-        matrix = (mapping.narrow() if narrow else mapping).jacobian(
-            flat.float() if narrow else flat, columns=SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
-        )
+        columns = SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
+        matrix = _jacobian(mapping, flat, columns, narrow=observation.dtype == torch.float32)
         value, pull = vjp(mapping, flat)[:2]
         rest = observed - value.detach()
         right = pull(rest)[0].detach()
@@ -73,6 +70,16 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     # Without a known range that of the result has to do.
     span = 1.0 if wide.inputs.bounded else float(flat.max() - flat.min()) or 1.0
     return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision)
+
+
+def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow: bool) -> Tensor:
+    """No finer than the update itself: float32 is several times faster, but some of its kernels have no derivative."""
+    if narrow:
+        try:
+            return mapping.narrow().jacobian(flat.float(), columns=columns)
+        except RuntimeError:  # those of recurrent layers, for one
+            pass
+    return mapping.jacobian(flat, columns=columns)
 
 
 def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float) -> Diagnosis:

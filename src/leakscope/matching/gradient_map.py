@@ -132,13 +132,20 @@ class GradientMap:
         return Linearisation(value.detach(), lambda v: push(v)[0].detach(), lambda w: pull(w)[0].detach())
 
     def jacobian(
-        self, flat: Tensor, *, exact: bool = False, columns: int | None = None, progress: Progress | None = None
+        self,
+        flat: Tensor,
+        *,
+        exact: bool = False,
+        columns: int | None = None,
+        through: Coordinates | None = None,
+        progress: Progress | None = None,
     ) -> Tensor:
         """One row an unknown, one column a coordinate of the update; J J' is that of all entries.
 
         ``exact`` keeps one column an entry, in the update's order, as pruning and dropout need. More coordinates than
         ``columns`` are added up at random into that many: J J' is kept on average only, and the rank as long as there
-        are some times more columns than unknowns.
+        are some times more columns than unknowns. ``through`` is applied to some rows at a time before they are kept,
+        so that what a defence sets to zero never fills the memory.
         """
         coordinates = [torch.flatten] * len(self.names) if exact else self._tangents(flat)
 
@@ -153,16 +160,20 @@ class GradientMap:
         with sdpa_kernel(SDPBackend.MATH):
             width = observed(flat).numel()
             sketch = _Sketch(width, columns, flat) if columns is not None and width > columns else None
-            # One block for all, made beforehand: thousands of pieces would leave the memory in shreds.
-            matrix = flat.new_empty(count, width if sketch is None else sketch.columns)
+            reduce: Coordinates = through or sketch or (lambda block: block)
+            matrix: Tensor | None = None
             chunk = max(1, min(CHUNK, CHUNK_ENTRIES // self.entries))
             for start in range(0, count, chunk):
                 places = torch.arange(start, min(start + chunk, count), device=flat.device)
                 directions = torch.nn.functional.one_hot(places, count).to(flat)
                 block = vmap(column)(directions).detach()
-                matrix[places] = block if sketch is None else sketch(block)
+                rows = reduce(block)
+                if matrix is None:  # one block for all: thousands of pieces would leave the memory in shreds
+                    matrix = flat.new_empty(count, rows.shape[1])
+                matrix[places] = rows
                 if progress is not None:
                     progress(int(places[-1]) + 1, count)
+        assert matrix is not None  # there is an unknown at least
         return matrix
 
     def columns(self, flat: Tensor) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from leakscope.metrics import MEASURES
-from leakscope.report import jobs, reasons, settings, words
+from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
@@ -28,6 +28,7 @@ from leakscope.results.records import FindingRow, Row, counted, highest, mapping
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
+from leakscope.results.wording import by_remedy, shared_remarks
 
 MAX_DAMAGE = 5
 HEADLINES = {
@@ -70,7 +71,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
-    named_reasons = {reason for setting in verdict.settings for reason in setting.named_reasons}
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -79,11 +79,8 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "subtitle": subtitle,
         "outcome": verdict.outcome,
         "audited": _audited(store.meta("audited")),
-        # Those of the verdict that belong to no setting come after those of the settings.
-        "reasons": reasons.grouped(
-            named, [*(reason for reason in verdict.reasons if reason not in named_reasons), *_damage(store)]
-        ),
-        "remarks": reasons.remarks(named),
+        "reasons": by_remedy(verdict, _damage(store)),
+        "remarks": shared_remarks(verdict),
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
         "worst": _worst(verdict, named, gallery),

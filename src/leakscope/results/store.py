@@ -52,8 +52,8 @@ _FINDINGS = f"{_PLACE} kind, status, subject, content, {_FATE} checksum FROM fin
 _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("spec", "identity", "versions", "plan", "model", "data", "policy"), dict),
-    **{"threat_model": list, "salt": str},
+    **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy"), dict),
+    **{"threat_model": list, "audited": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
 _BROKEN = "broken"
@@ -212,6 +212,22 @@ class Store:
 
     def set_meta(self, key: str, value: Any) -> None:
         self._ask("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, _dump(value))
+
+    def update(self, meta: Mapping[str, Any], positions: Mapping[str, int]) -> None:
+        """Change several values, and the positions of rows, for a plan that has grown: all of it or nothing.
+
+        A finding that is no longer planned goes.
+        """
+        with self._connection:
+            self._ask("BEGIN IMMEDIATE")
+            for key, value in meta.items():
+                self.set_meta(key, value)
+            for key, position in positions.items():
+                for table in ("jobs", "findings"):
+                    self._ask(f"UPDATE {table} SET position = ? WHERE key = ?", position, key)
+            for (key,) in self._ask("SELECT key FROM findings"):
+                if key not in positions:
+                    self._ask("DELETE FROM findings WHERE key = ?", key)
 
     def record(
         self, row: Row, tensors: Mapping[str, Tensor] | None = None, history: Mapping[str, Any] | None = None

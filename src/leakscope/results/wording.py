@@ -31,8 +31,37 @@ class SharedReason:
     text: str
     remedy: str = ""
 
+    @property
+    def names(self) -> str:
+        return ", ".join(self.settings)
+
     def __str__(self) -> str:
-        return f"{', '.join(self.settings)}: {self.text}" if self.settings else self.text
+        return f"{self.names}: {self.text}" if self.settings else self.text
+
+
+@dataclass(frozen=True)
+class RemedyGroup:
+    """Reasons with the same remedy, which is empty where there is none to tell."""
+
+    remedy: str
+    reasons: list[SharedReason]
+
+
+def by_remedy(verdict: Verdict, others: Iterable[Reason] = ()) -> list[RemedyGroup]:
+    """Every reason once, ``others`` last; those with the same remedy together, in the order in which they come."""
+    groups: dict[str, list[SharedReason]] = {}
+    for reason in (*shared_reasons(verdict), *(SharedReason((), other.text, other.remedy) for other in others)):
+        groups.setdefault(reason.remedy.rstrip("."), []).append(reason)
+    return [RemedyGroup(remedy, reasons) for remedy, reasons in groups.items()]
+
+
+def shared_remarks(verdict: Verdict) -> list[SharedReason]:
+    """What the policy does not limit and people ought to know, each once."""
+    places: dict[str, list[str]] = {}
+    for setting in name_settings(verdict):
+        for remark in setting.verdict.remarks:
+            places.setdefault(remark, []).append(setting.name)
+    return [SharedReason(tuple(names), remark) for remark, names in places.items()]
 
 
 def shared_reasons(verdict: Verdict) -> list[SharedReason]:

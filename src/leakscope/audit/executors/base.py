@@ -27,10 +27,14 @@ class ExecutorError(RuntimeError):
 
 @dataclass(frozen=True)
 class Executor(ABC):
-    """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never)."""
+    """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
+
+    ``estimates``: somebody wants to know beforehand how long it will take (``audit/estimate.py``).
+    """
 
     workers: int | None = None
     timeout: float | None = None
+    estimates: bool = False
 
     def check(self, setup: Setup) -> None:
         """ExecutorError, before anything is written, where this audit cannot run here."""
@@ -42,8 +46,8 @@ class Executor(ABC):
 
         Side by side only in processes: torch's random numbers and its forward mode are shared by all threads of one.
 
-        ``emit`` is told of each job that starts and advances; ``record`` is called in the audit's own process, once for
-        each job, whatever became of it.
+        ``emit`` is told of each job that starts and advances, and of an estimate; ``record`` is called in the audit's
+        own process, once for each job, whatever became of it.
         """
 
 

@@ -7,34 +7,28 @@ writes to the store. What crosses the pipe was pickled by our own processes; no 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import pickle
 import signal
-import sys
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any
 
-import torch
-
-from leakscope.audit.attempts import Bench, Outcome, failure_text
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
-from leakscope.audit.output import unfailing_output
+from leakscope.audit.attempts import Outcome
+from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+from leakscope.audit.executors.worker import inheritance, interrupts_held_back, serve
 from leakscope.audit.plan import Job
-from leakscope.audit.setup import Setup, build_setup
-from leakscope.contracts.imports import own_folders
+from leakscope.audit.setup import Setup
 
 STARTS_IN_A_ROW = 3
 """Workers that die before they are ready, one after the other, until the audit gives up."""
-_FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))
-_HELD_BACK = (*_FROM_TERMINAL, signal.SIGTERM)
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Processes(Executor):
@@ -48,7 +42,8 @@ class Processes(Executor):
             return
         jobs = sum(len(group) for group in groups)
         workers = self.workers or default_workers(setup.spec.threads)
-        _Crew(setup, pack(setup), groups, self.timeout, emit, record).work(min(workers, jobs))
+        crew = _Crew(setup, pack(setup), groups, self.timeout, emit, record)
+        crew.work(min(workers, jobs), self.estimates)
 
 
 def pack(setup: Setup) -> bytes:
@@ -76,6 +71,8 @@ class _Worker:
     pipe: Connection
     ready: bool = False
     job: Job | None = None
+    #: A job of which it times some steps.
+    trial: Job | None = None
     since: float = 0.0
     #: What is left of the client it works on.
     group: deque[Job] = field(default_factory=deque)
@@ -91,13 +88,20 @@ class _Crew:
         emit: Emit,
         record: Record,
     ) -> None:
-        self._packed, self._threads, self._timeout = packed, setup.spec.threads, timeout
+        self._setup, self._packed, self._threads, self._timeout = setup, packed, setup.spec.threads, timeout
         self._emit, self._record = emit, record
+        self._jobs = [job for group in groups for job in group]
         self._waiting = deque(deque(group) for group in groups)
         self._workers: list[_Worker] = []
         self._failed_starts = 0
+        self._to_try: deque[Job] = deque()
+        self._trials: dict[str, Trial | None] = {}
+        self._estimated = True
 
-    def work(self, count: int) -> None:
+    def work(self, count: int, estimates: bool) -> None:
+        if estimates:
+            self._to_try, self._estimated = deque(trial_jobs(self._jobs)), False
+            self._count, self._try_until = count, math.inf
         try:
             for _ in range(count):
                 self._hire()
@@ -115,8 +119,8 @@ class _Crew:
     def _hire(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        process = context.Process(target=_serve, args=(theirs, self._packed, self._threads), daemon=True)
-        with _inheritance(self._threads), _interrupts_held_back():
+        process = context.Process(target=serve, args=(theirs, self._packed, self._threads), daemon=True)
+        with inheritance(self._threads), interrupts_held_back():
             process.start()
             self._workers.append(_Worker(process, ours))
         theirs.close()
@@ -137,7 +141,7 @@ class _Crew:
                 self._bury(worker)
         for worker in [w for w in self._workers if self._overdue(w)]:
             self._stop(worker)
-            self._replace(worker, f"TimeoutError: stopped after more than {self._timeout:g} s")
+            self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
 
     def _listen(self, worker: _Worker) -> None:
         message = None
@@ -158,17 +162,43 @@ class _Crew:
         elif kind == "outcome" and worker.job is not None:
             job, worker.job = worker.job, None
             self._record(job, content)
+        elif kind == "tried" and worker.trial is not None:
+            self._tried(worker, content)
         self._assign(worker)
 
     def _assign(self, worker: _Worker) -> None:
+        if not self._estimated:
+            self._try_out(worker)
+            return
         job = self._next(worker)
         if job is None:
             return
         worker.job, worker.since = job, time.monotonic()
         self._emit({"event": "started", "job": worker.job})
+        self._send(worker, "run", job)
+
+    def _send(self, worker: _Worker, kind: str, job: Job) -> None:
         # If it died just now its sentinel tells so, and the job is recorded then.
         with contextlib.suppress(OSError):
-            worker.pipe.send_bytes(pickle.dumps(worker.job))
+            worker.pipe.send_bytes(pickle.dumps((kind, job)))
+
+    def _try_out(self, worker: _Worker) -> None:
+        """Have it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
+        self._try_until = min(self._try_until, time.monotonic() + ALL_SECONDS)
+        if self._to_try and time.monotonic() < self._try_until:
+            worker.trial, worker.since = self._to_try.popleft(), time.monotonic()
+            self._send(worker, "try", worker.trial)
+        elif all(colleague.trial is None for colleague in self._workers):
+            self._estimated = True
+            if self._trials:
+                self._emit(estimate(self._setup, self._jobs, self._trials, self._count))
+            for colleague in self._workers:
+                if colleague.ready and colleague.job is None:
+                    self._assign(colleague)
+
+    def _tried(self, worker: _Worker, trial: Trial | None) -> None:
+        assert worker.trial is not None
+        self._trials[worker.trial.key], worker.trial = trial, None
 
     def _next(self, worker: _Worker) -> Job | None:
         """The next job of its client, else another client; of one that a colleague works on only if none is left.
@@ -196,9 +226,11 @@ class _Crew:
         self._replace(worker, ended)
 
     def _replace(self, worker: _Worker, error: str) -> None:
-        """Each replacement costs a job or counts as a failed start, so there is an end to them."""
+        """Each replacement costs a job or a trial or counts as a failed start, so there is an end to them."""
         self._workers.remove(worker)
         worker.pipe.close()
+        if worker.trial is not None:
+            self._tried(worker, None)
         if worker.group:
             self._waiting.appendleft(worker.group)
         if worker.job is not None:
@@ -211,15 +243,19 @@ class _Crew:
             worker.process.kill()
         worker.process.join(10)
 
+    def _limit(self, worker: _Worker) -> float | None:
+        """Seconds after which what it does is stopped."""
+        if worker.trial is not None:
+            return 4 * SILENT_SECONDS  # an attack that does not even heed the alarm
+        return None if worker.job is None else self._timeout
+
     def _overdue(self, worker: _Worker) -> bool:
-        if self._timeout is None or worker.job is None:
-            return False
-        return time.monotonic() - worker.since > self._timeout
+        limit = self._limit(worker)
+        return limit is not None and time.monotonic() - worker.since > limit
 
     def _patience(self) -> float | None:
-        if self._timeout is None:
-            return None
-        ends = [worker.since + self._timeout for worker in self._workers if worker.job is not None]
+        limits = [(worker.since, self._limit(worker)) for worker in self._workers]
+        ends = [since + limit for since, limit in limits if limit is not None]
         return max(0.01, min(ends) - time.monotonic() + 0.01) if ends else None
 
     def _dismiss(self) -> None:
@@ -234,58 +270,6 @@ class _Crew:
             self._stop(worker)
             worker.pipe.close()
         self._workers.clear()
-
-
-def _serve(pipe: Connection, packed: bytes, threads: int) -> None:
-    """A worker's life: prepare once, then jobs until the parent says None or is gone."""
-    # What a terminal sends reaches the whole group; the parent decides what becomes of it.
-    for number in _FROM_TERMINAL:
-        signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    torch.set_num_threads(threads)
-    with unfailing_output():  # what a user's model prints may have no reader any more
-        _work(pipe, packed)
-
-
-def _work(pipe: Connection, packed: bytes) -> None:
-    def say(kind: str, content: Any) -> None:
-        pipe.send_bytes(pickle.dumps((kind, content)))
-
-    try:
-        spec, model_print, data_print, salt = pickle.loads(packed)
-        setup = build_setup(spec, salt=salt)
-        for what, ours, theirs in (
-            ("model", setup.model_fingerprint, model_print),
-            ("data", setup.data_fingerprint, data_print),
-        ):
-            if ours != theirs:
-                raise ValueError(
-                    f"the {what} rebuilt in a worker is not that of the parent; it must come out the same "
-                    "each time. Draw random weights from the seed given, or use weights: a file."
-                )
-    except Exception as error:  # noqa: BLE001 - told to the parent, which stops the audit with it
-        say("broken", failure_text(error))
-        return
-    bench = Bench(setup)
-    try:
-        say("ready", None)
-        while (job := pickle.loads(pipe.recv_bytes())) is not None:
-
-            def emit(event: dict[str, Any]) -> None:
-                say("advanced", {key: event[key] for key in ("done", "total", "value")})
-
-            say("outcome", bench.run(job, throttled(job, emit)))
-    except (EOFError, OSError):
-        return  # the parent is gone
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _ending(code: int | None) -> str:
@@ -314,43 +298,3 @@ def _check_not_bootstrapping() -> None:
             "the audit was started again while a worker process imported your script. "
             "Put the call under if __name__ == '__main__':"
         )
-
-
-@contextlib.contextmanager
-def _interrupts_held_back() -> Iterator[None]:
-    """No signal ends the audit between the start of a worker and its entry in the books.
-
-    A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads either.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
-def _inheritance(threads: int) -> Iterator[None]:
-    """What a process inherits at its start: libraries read how many threads they may use once, when they are loaded.
-
-    And it must not import from the current folder what Python or an installed package has: a spawned interpreter looks
-    there first, and multiprocessing hands on the search path of a parent that does. The user's folders come last.
-    """
-    variables = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONSAFEPATH": "1"}
-    before, path = {name: os.environ.get(name) for name in variables}, list(sys.path)
-    here = ["", os.getcwd()]
-    last = [*own_folders(), *([os.getcwd()] if set(here) & set(path) else [])]
-    os.environ.update(variables)
-    sys.path[:] = [*(entry for entry in path if entry not in here), *last]
-    try:
-        yield
-    finally:
-        sys.path[:] = path
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
