@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import audit_doubles as doubles
@@ -254,8 +255,9 @@ def test_a_server_that_may_choose_the_model_does(tmp_path: Path) -> None:
 def test_the_control_keeps_norms_and_loses_all_else() -> None:
     x, y = doubles.examples()
     observation = FedSGD().observe(doubles.net(), x, y)
-    assert CONTROLS["noise"].alter is noise_of_equal_norm
-    null = noise_of_equal_norm(observation, torch.Generator().manual_seed(0))
+    assert CONTROLS["noise"].observe is noise_of_equal_norm
+    case = SimpleNamespace(observation=lambda: observation, generator=torch.Generator().manual_seed(0))
+    null = noise_of_equal_norm(case)  # type: ignore[arg-type]
     for name, value in observation.message.update.items():
         other = null.message.update[name]
         assert float(other.norm()) == pytest.approx(float(value.norm()), rel=1e-5)
