@@ -149,7 +149,7 @@ def replaced(value: Any, chance: random.Random) -> Any:
             holder[key] = _deep(chance.choice((5, 60, 3000)))
         elif action == 3:
             other_holder, other = chance.choice(places)
-            with contextlib.suppress(KeyError, IndexError):
+            with contextlib.suppress(KeyError, IndexError, RecursionError):
                 holder[key] = copy.deepcopy(other_holder[other])
         else:
             holder[key] = copy.deepcopy(chance.choice(VALUES))

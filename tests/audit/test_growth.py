@@ -14,7 +14,8 @@ from leakscope.audit.growth import Plan
 from leakscope.audit.plan import make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
-from leakscope.results import StoreMismatch
+from leakscope.data import from_tensors
+from leakscope.results import Store, StoreError, StoreMismatch
 
 NOISE = {"gradient-noise": {"sigma": 0.3}}
 AVG = {"fedavg": {"batch_size": 1}}
@@ -48,7 +49,8 @@ def finished(events: list[dict[str, Any]]) -> list[str]:
 
 
 def test_a_folder_that_grew_is_that_of_one_run(tmp_path: Path) -> None:
-    settings, ran = dict(SMALL), []
+    # Public data, for the keys of private data are salted in each folder.
+    settings, ran = {**SMALL, "data": from_tensors(*doubles.examples(), private=False)}, []
     done = run(tmp_path / "grown", **settings)
     before = {row.key for row in done.rows}
     for change in GROWTH:
@@ -136,6 +138,20 @@ def test_one_finding_a_setting_whichever_client_stands_for_it(tmp_path: Path, mo
     done = run(tmp_path / "failed", **{**SMALL, "findings": True, "seeds": [7]})
     assert [(row.status, row.seed) for row in done.findings] == [("done", 7)]
     assert done.store.meta("plan")["findings"] == 1
+
+
+@pytest.mark.parametrize("harm", ["jobs", "axes", "numbers", "all"])
+def test_a_damaged_plan_is_one_clear_error(harm: str, tmp_path: Path) -> None:
+    run(tmp_path, **SMALL)
+    with Store.open(tmp_path, write=True) as store:
+        planned = store.meta("planned")
+        if harm == "numbers":
+            planned["jobs"][0][2] = 99
+        else:
+            planned[harm] = [[1]]
+        store.set_meta("planned", {} if harm == "all" else planned)
+    with pytest.raises(StoreError, match="list of planned jobs is damaged"):
+        run(tmp_path, **SMALL)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ class GradientMatching(Attack):
         assert examples is not None  # granted: num_examples is in ``requires``
         matcher, copies = self.matcher(observation), self.copies(observation)
 
-        def match_with(matcher: Matcher, targets: Tensor | None, watch: Progress | None = None) -> Match:
+        def match_with(matcher: Matcher, targets: Tensor | None, before: int = 0) -> Match:
             return matcher.run(
                 Victim.of(observation),
                 self._observed(observation, matcher),
@@ -60,20 +60,22 @@ class GradientMatching(Attack):
                 targets=None if targets is None else torch.cat([targets] * copies),
                 output_shape=observation.output_shape,
                 generator=generator,
-                progress=watch,
+                progress=None if progress is None else _later(progress, before, steps),
             )
 
         shuffled = matcher.simulation.imitates == "weight_delta"
         readings, flags, notes = self._readings(observation, generator, shuffled)
-        if len(readings) > 1:
+        brief = replace(matcher, iterations=_trial_steps(matcher.iterations), restarts=1, compile="never")
+        trials = len(readings) * brief.iterations if len(readings) > 1 else 0
+        steps = trials + matcher.iterations
+        if trials:
             # A wrong label leaves its mark on the head's tensors at once, so a short search tells.
-            brief = replace(matcher, iterations=_trial_steps(matcher.iterations), restarts=1, compile="never")
-            misfits = [match_with(brief, reading.labels).distance for reading in readings]
+            misfits = [match_with(brief, r.labels, n * brief.iterations).distance for n, r in enumerate(readings)]
             chosen = min(range(len(readings)), key=lambda n: misfits[n] if math.isfinite(misfits[n]) else math.inf)
             notes = (*notes, f"{len(readings)} readings of the labels were tried; {readings[chosen].method} fits best")
             readings = [readings[chosen]]
         targets, method = (readings[0].labels, readings[0].method) if readings else (None, "joint")
-        match = match_with(matcher, targets, progress)
+        match = match_with(matcher, targets, trials)
         labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
@@ -159,6 +161,11 @@ def find_targets(observation: Observation, generator: torch.Generator) -> Target
 def _shuffled(reading: RecoveredLabels, generator: torch.Generator) -> RecoveredLabels:
     order = torch.randperm(len(reading.labels), generator=generator).to(reading.labels.device)
     return replace(reading, labels=reading.labels[order])
+
+
+def _later(progress: Progress, before: int, steps: int) -> Progress:
+    """Tells of a search that begins after ``before`` of ``steps`` steps in all."""
+    return lambda done, _, value: progress(before + done, steps, value)
 
 
 def _trial_steps(iterations: int) -> int:

@@ -35,11 +35,12 @@ class _Enough(BaseException):
 
 @dataclass(frozen=True)
 class Trial:
-    """What one job takes: seconds in all, and of a step where it has steps."""
+    """What one job takes: seconds in all, and of a step where it has steps; ``at_least`` where none was finished."""
 
     seconds: float
     step: float | None = None
     steps: int | None = None
+    at_least: bool = False
 
 
 def trial_jobs(jobs: Sequence[Job]) -> list[Job]:
@@ -74,7 +75,7 @@ def try_out(setup: Setup, job: Job) -> Trial | None:
 def _extrapolated(started: float, times: list[tuple[int, int, float]], attack: Any) -> Trial:
     if not times:
         steps = getattr(attack, "iterations", None)
-        return Trial(SILENT_SECONDS * (steps or 1), SILENT_SECONDS if steps else None, steps)
+        return Trial(SILENT_SECONDS * (steps or 1), SILENT_SECONDS if steps else None, steps, at_least=True)
     (first, _, begun), (last, total, ended) = times[0], times[-1]
     step = (ended - begun) / (last - first) if last > first else (begun - started) / max(first, 1)
     return Trial(begun - started + step * max(total - first, 0), step, total)
@@ -143,8 +144,9 @@ def estimate(setup: Setup, jobs: Sequence[Job], trials: Mapping[str, Trial | Non
 
 def _advice(name: str, trial: Trial, findings: bool) -> str:
     """What to change where it takes too long."""
-    steps = "" if trial.step is None else f", {trial.steps} steps of {trial.step:.2g} s a job"
-    shorter = "" if trial.step is None else f"fewer steps (--attack {name}:iterations=...), "
+    pace = "" if trial.step is None else f"{'at least ' if trial.at_least else ''}{trial.step:.2g} s"
+    steps = f", {trial.steps} steps of {pace} a job" if pace else ""
+    shorter = "" if not pace else f"fewer steps (--attack {name}:iterations=...), "
     theory = " Theory takes extra time; --no-findings leaves it out." if findings else ""
     return (
         f"Most of it is {name}{steps}. To shorten it: {shorter}fewer examples (--examples) or seeds, inputs of a "

@@ -16,7 +16,7 @@ from leakscope.audit.controls import CONTROLS
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.plan import Job, content_hash, identity, label_chance
 from leakscope.audit.setup import Setup
-from leakscope.results.store import Store
+from leakscope.results.store import Store, StoreError
 
 #: Keys of a spec that are lists and may grow; the number of examples grows too.
 AXES = ("protocols", "defenses", "attacks", "seeds", "controls", "findings")
@@ -42,9 +42,19 @@ class Plan:
 
     @classmethod
     def read(cls, store: Store) -> Plan:
-        """What was planned in ``store`` so far."""
+        """What was planned in ``store`` so far; StoreError where that is damaged."""
         planned = store.meta("planned")
-        return cls(planned["axes"], tuple(Job(*values) for values in planned["jobs"]), planned["floors"])
+        try:
+            plan = cls(planned["axes"], tuple(Job(*values) for values in planned["jobs"]), planned["floors"])
+            _numbered(plan.jobs, plan.axes)
+            for job in plan.jobs:
+                _moved(job, plan.axes, plan.axes)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise StoreError(
+                f"{store.directory}: its list of planned jobs is damaged ({error!r}). Restore it from a copy, or "
+                "choose another --out."
+            ) from error
+        return plan
 
     def grown(self, new: Plan, finished: Mapping[str, str]) -> Plan:
         """This plan and ``new`` as one, in the order in which one run of all of it would have had them."""
@@ -101,14 +111,16 @@ class Plan:
 
 def grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The newest spec, its lists joined with those of the runs before."""
-    lists = {name: [*stored[name], *(x for x in now[name] if x not in stored[name])] for name in AXES}
-    counts = [spec["examples"] for spec in (stored, now) if spec["examples"] is not None]
+    before = {name: stored[name] if isinstance(stored.get(name), list) else [] for name in AXES}
+    lists = {name: [*before[name], *(x for x in now[name] if x not in before[name])] for name in AXES}
+    counts = [spec["examples"] for spec in (stored, now) if isinstance(spec.get("examples"), int)]
     return {**now, **lists, "examples": max(counts, default=None)}
 
 
-def grown_statements(stored: list[dict[str, Any]], now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was audited: the newest statements, and those on protocols and defences that only earlier runs had."""
-    return [*now, *(old for old in stored if old not in now and not old["text"].startswith(EFFORT))]
+    before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
+    return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith(EFFORT))]
 
 
 def _moved(job: Job, before: Mapping[str, Any], after: Mapping[str, Any]) -> Job:

@@ -53,7 +53,7 @@ class FedAvg(OneMessage):
 
     def easiest(self) -> FedAvg:
         """One plain pass: of one example that is one gradient."""
-        return replace(self, epochs=1, optimizer="sgd", momentum=0.0)
+        return replace(super().easiest(), epochs=1, optimizer="sgd", momentum=0.0)
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """Of the difference of weights: noise of every step adds up; clipping of single steps leaves no one factor."""

@@ -79,7 +79,7 @@ class Vertical(Protocol):
 
     def easiest(self) -> Vertical:
         """The model stands still, which is the adversary's best case."""
-        return dataclasses.replace(self, lr=0.0)
+        return dataclasses.replace(super().easiest(), lr=0.0)
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         return super().channel(defense, self.batch_size)

@@ -21,9 +21,9 @@ from typing import Any, Literal, Self
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from leakscope.contracts.caps import JSON_BYTES
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.files import read_tensors
+from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, job_facts, mapping, number, plain, storable_error
 
 STORE_FORMAT = 3
@@ -45,14 +45,15 @@ CREATE TABLE findings(
   subject TEXT NOT NULL, content TEXT, error TEXT, seconds REAL, finished TEXT, checksum TEXT NOT NULL
 );
 """
-_FATE = "error, seconds, finished"
-_JOBS = f"SELECT CAST(position AS INTEGER), key, status, job, result, {_FATE}, files, checksum FROM jobs"
-_FINDINGS = f"SELECT CAST(position AS INTEGER), key, kind, status, subject, content, {_FATE}, checksum FROM findings"
+_FATE = "error, seconds, finished, "
+_PLACE = "SELECT ifnull(CAST(position AS INTEGER), -1), key, "
+_JOBS = f"{_PLACE} status, job, result, {_FATE} files, checksum FROM jobs"
+_FINDINGS = f"{_PLACE} kind, status, subject, content, {_FATE} checksum FROM findings"
 _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("spec", "identity", "versions", "plan", "model", "data", "policy"), dict),
-    **{"threat_model": list, "salt": str},
+    **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy"), dict),
+    **{"threat_model": list, "audited": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
 _BROKEN = "broken"
@@ -203,7 +204,7 @@ class Store:
     def history(self, key: str) -> dict[str, Any]:
         """The curves of a job, empty where there are none; ValueError if they are damaged."""
         path = self._path(key, CURVES)
-        content = read_json(read_whole(path, JSON_BYTES)) if path.is_file() else {}
+        content = read_json(read_whole(path)) if path.is_file() else {}
         history = content.get("history") if isinstance(content, dict) else None
         return history if isinstance(history, dict) else {}
 
@@ -217,16 +218,16 @@ class Store:
 
         A finding that is no longer planned goes.
         """
-        places = [(position, key) for key, position in positions.items()]
         with self._connection:
-            self._connection.execute("BEGIN IMMEDIATE")
+            self._ask("BEGIN IMMEDIATE")
             for key, value in meta.items():
                 self.set_meta(key, value)
-            for table in ("jobs", "findings"):
-                self._connection.executemany(f"UPDATE {table} SET position = ? WHERE key = ?", places)
-            stored = {key for (key,) in self._connection.execute("SELECT key FROM findings")}
-            unplanned = [(key,) for key in stored - set(positions)]
-            self._connection.executemany("DELETE FROM findings WHERE key = ?", unplanned)
+            for key, position in positions.items():
+                for table in ("jobs", "findings"):
+                    self._ask(f"UPDATE {table} SET position = ? WHERE key = ?", position, key)
+            for (key,) in self._ask("SELECT key FROM findings"):
+                if key not in positions:
+                    self._ask("DELETE FROM findings WHERE key = ?", key)
 
     def record(
         self, row: Row, tensors: Mapping[str, Tensor] | None = None, history: Mapping[str, Any] | None = None
@@ -353,6 +354,10 @@ def _check(path: Path) -> None:
         value = _parsed(meta[key])
         if not isinstance(value, _KINDS[key]) and value is not None:
             raise StoreError(f"{path}: {key!r} in meta is damaged: expected a {_KINDS[key].__name__}. Restore a copy.")
+    try:
+        Policy.build(_parsed(meta.get("policy")) or {})
+    except ValueError as error:
+        raise StoreError(f"{path}: 'policy' in meta is damaged: {'; '.join(str(error).splitlines())}") from error
 
 
 @cache
