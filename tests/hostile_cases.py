@@ -666,6 +666,8 @@ def run_case(kind: str, seed: int) -> Outcome:
     global _watching
     chance = random.Random(f"{kind}:{seed}")
     folder = Path(tempfile.mkdtemp(prefix="leakscope-case-"))
+    for prepare in (_store, _observations, _weights):
+        prepare()  # once, and not on the first case's time
     _RAN.clear()
     problem = ""
     before = signal.signal(signal.SIGALRM, _too_long)

@@ -23,7 +23,8 @@ from pydantic_core import PydanticUndefined
 
 from leakscope.attacks import ATTACKS
 from leakscope.audit import CONTROLS, EXECUTORS, FINDINGS
-from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, TrainingSpec
+from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec
+from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.caps import CAPS
 from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 from leakscope.contracts.reconstruction import FLAGS
