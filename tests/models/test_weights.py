@@ -92,3 +92,14 @@ def test_broken_files_and_files_that_grow(tmp_path: Path) -> None:
     torch.save({"other": torch.ones(1)}, tmp_path / "other.pt")
     with pytest.raises(ValueError, match="do not fit the model"):
         load_weights(net(), tmp_path / "other.pt")
+
+
+def test_what_may_never_end_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    os.mkfifo(tmp_path / "pipe.pt")
+    for path in (tmp_path / "pipe.pt", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ValueError, match="expected a file, got something else"):
+            read_weights(path)
+    torch.save({"fc.weight": torch.zeros(1000)}, tmp_path / "w.pt")
+    monkeypatch.setenv("LEAKSCOPE_MAX_BYTES", "100")
+    with pytest.raises(ValueError, match=r"w\.pt: expected at most 100 bytes"):
+        read_weights(tmp_path / "w.pt")

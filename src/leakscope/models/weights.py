@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.caps import BYTES
 from leakscope.contracts.files import read_tensors
 
 #: Where training scripts put a state dictionary in a checkpoint.
@@ -42,6 +43,9 @@ def _of_safetensors(path: Path) -> Any:
 
 def _of_torch(path: Path) -> Any:
     size = path.stat().st_size
+    if not path.is_file():  # a device or a pipe may never end
+        raise ValueError(f"weights: {path}: expected a file, got something else")
+    BYTES.check(f"weights: {path}", size)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
