@@ -149,7 +149,7 @@ def replaced(value: Any, chance: random.Random) -> Any:
             holder[key] = _deep(chance.choice((5, 60, 3000)))
         elif action == 3:
             other_holder, other = chance.choice(places)
-            with contextlib.suppress(KeyError, IndexError):
+            with contextlib.suppress(KeyError, IndexError, RecursionError):
                 holder[key] = copy.deepcopy(other_holder[other])
         else:
             holder[key] = copy.deepcopy(chance.choice(VALUES))
@@ -666,6 +666,8 @@ def run_case(kind: str, seed: int) -> Outcome:
     global _watching
     chance = random.Random(f"{kind}:{seed}")
     folder = Path(tempfile.mkdtemp(prefix="leakscope-case-"))
+    for prepare in (_store, _observations, _weights):
+        prepare()  # once, and not on the first case's time
     _RAN.clear()
     problem = ""
     before = signal.signal(signal.SIGALRM, _too_long)

@@ -23,7 +23,9 @@ from pydantic_core import PydanticUndefined
 
 from leakscope.attacks import ATTACKS
 from leakscope.audit import CONTROLS, EXECUTORS, FINDINGS
-from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec, TrainingSpec
+from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec
+from leakscope.audit.spec import AuditSpec
+from leakscope.contracts.caps import CAPS
 from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.contracts.settings import Setting, settings_of
@@ -176,6 +178,11 @@ def measures() -> str:
     return table(heads, rows)
 
 
+def caps() -> str:
+    rows = [[code(cap.name), f"{cap.default:,} {cap.unit}".removesuffix(" of them"), cap.of] for cap in CAPS]
+    return table(["variable", "default", "cap on"], rows)
+
+
 def findings() -> str:
     return table(
         ["finding", "taken of", "what it tells"], [[f"`{f.name}`", f"a {f.per}", f.summary] for f in FINDINGS.values()]
@@ -245,6 +252,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "tasks": tasks,
     "measures": measures,
     "findings": findings,
+    "caps": caps,
     "controls": controls,
     "executors": executors,
     "rooms": rooms,

@@ -30,7 +30,7 @@ def keys(**changes: Any) -> list[str]:
 
 
 def test_grid_and_order() -> None:
-    built = setup(protocols=["fedsgd", {"fedavg": {"batch_size": 1}}])
+    built = setup(protocols=["fedsgd", {"fedavg": {"batch_size": 1}}], controls=["noise"])
     plan = make_plan(built)
     assert [job.position for job in plan] == list(range(len(plan)))
     assert len({job.key for job in plan}) == len(plan)

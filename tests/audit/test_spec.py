@@ -305,3 +305,9 @@ def test_what_yaml_has_for_people_still_works() -> None:
     text = "base: &b {iterations: 5}\nmine:\n  <<: *b\n  lr: 1e-3\nday: 2020-01-01"
     expected = {"base": {"iterations": 5}, "mine": {"iterations": 5, "lr": 0.001}, "day": "2020-01-01"}
     assert read_yaml(text) == expected
+
+
+def test_thousands_of_problems_are_counted() -> None:
+    with pytest.raises(SpecError, match=r"attacks\[39\].*\n  - and 960 more$") as caught:
+        spec(attacks=[0] * 1000)
+    assert len(caught.value.problems) == 1000

@@ -138,9 +138,9 @@ def audited(folder: Path, out: str, **changes: Any) -> Audit:
 def test_everything_of_ones_own_in_one_file(mine: Path) -> None:
     done = audited(mine, "out", findings=True)
     assert {row.status for row in done.rows} == {"done"}
-    assert len(done.rows) == 2 * (3 + 1) * 2 * 2
-    assert {row.job.attack for row in done.rows} == {"MyAttack(steps=2)", "LinearLayer(tolerance=1e-05)"}
-    assert {row.job.attack_name for row in done.rows} == {"mine:MyAttack", "linear-layer"}
+    assert sum(row.counts for row in done.rows) == 2 * 3 * 2 * 2
+    assert {row.job.attack for row in done.rows if row.counts} == {"MyAttack(steps=2)", "LinearLayer(tolerance=1e-05)"}
+    assert {row.job.attack_name for row in done.rows if row.counts} == {"mine:MyAttack", "linear-layer"}
     assert [row.kind for row in done.findings] == ["floor"] * 3, "MyProtocol names none"
     assert done.worst is not None
     assert done.worst.psnr > 60
@@ -162,13 +162,13 @@ def test_a_defence_that_nobody_can_know_is_no_pass(mine: Path) -> None:
     outcomes = {setting.defense: (setting.outcome, setting.reasons) for setting in done.verdict.settings}
     assert outcomes["none"] == ("within policy", [])
     assert outcomes["Known(factor=0.5)"] == ("within policy", [])
-    outcome, (reason,) = outcomes["Secret(factor=0.5)"]
+    outcome, (*_, reason) = outcomes["Secret(factor=0.5)"]
     assert outcome == "inconclusive"
-    assert reason.startswith("no attack that knows this defence was run: the defence has no channel")
+    assert reason.text.startswith("no attack that knows this defence was run: the defence has no channel")
     blind = audited(mine, "blind", policy=never, protocols=["fedsgd"], knowledge="honest_server")
     told = {setting.defense: setting.reasons for setting in blind.verdict.settings}
     for defense in ("Secret(factor=0.5)", "Known(factor=0.5)"):
-        assert "let attacks know it with knowledge adaptive_server" in told[defense][0]
+        assert "Let attacks know it with --knowledge adaptive_server" in told[defense][0].remedy
 
 
 def test_worker_processes_find_the_file_too(mine: Path) -> None:
@@ -197,10 +197,10 @@ def test_a_third_executor_is_one_file(mine: Path, monkeypatch: pytest.MonkeyPatc
 
 def test_typed_on_the_command_line(mine: Path) -> None:
     options = ["--model", "mine:model", "--data", "mine:data", "--examples", 1, "--no-findings", "--serial"]
-    options += ["--attack", "mine:MyAttack:steps=2", "--defense", "mine:Secret:factor=0.25"]
+    options += ["-v", "--attack", "mine:MyAttack:steps=2", "--defense", "mine:Secret:factor=0.25"]
     done = typed("audit", *options, "--protocol", "mine:MyProtocol:times=1.5", "--knowledge", "adaptive_server")
     assert done.returncode == 1, done.stderr
-    assert "mine:MyAttack | Secret(factor=0.25)" in done.stderr
+    assert "mine:MyAttack, Secret(factor=0.25)" in done.stderr
     assert "mine:MyAttack" in (mine / "leakscope-audit" / "report.html").read_text(encoding="utf-8")
     assert Audit(mine / "leakscope-audit").rows[0].job.protocol.endswith("times=1.5)")
     listed = typed("list", "attacks", "mine:MyAttack")
@@ -218,7 +218,7 @@ def test_typed_on_the_command_line(mine: Path) -> None:
         ({"attacks": [{"mine:MyAttack": {"step": 1}}]}, "unknown setting 'step': expected one of steps"),
         ({"defenses": ["mine:MyAttack"]}, "defenses[0]: defence 'mine:MyAttack': expected a class that inherits"),
         ({"protocols": ["mine:Known"]}, "protocols[0]: protocol 'mine:Known': expected a class that inherits"),
-        ({"data": "mine:model"}, "data 'mine:model': expected Examples or a pair (x, y) of tensors, got Sequential"),
+        ({"data": "mine:model"}, "data 'mine:model': expected Examples, a pair (x, y) of tensors or"),
         ({"model": "mine:data"}, "expected it to return a torch.nn.Module"),
     ],
     ids=str,

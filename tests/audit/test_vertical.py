@@ -46,7 +46,7 @@ def table(count: int = SAMPLES) -> tuple[Tensor, Tensor]:
 
 
 def run(out: Path | None = None, **changes: Any) -> Audit:
-    base = {"model": net(), "data": table(), "batch": SAMPLES, "protocol": PROTOCOL, "out": out}
+    base = {"model": net(), "data": table(), "batch": SAMPLES, "protocol": PROTOCOL, "out": out, "controls": "noise"}
     return audit(**{**base, **changes})
 
 
@@ -57,9 +57,14 @@ def told(page: Path) -> str:
 
 
 def test_every_sample_is_found_without_a_defence_and_noise_is_no_pass() -> None:
-    done = run(defenses=["none", NOISE])
-    assert [(row.status, row.job.control) for row in done.rows] == [("done", None), ("done", None), ("done", "noise")]
-    assert {row.job.attack_name for row in done.rows} == {"cafe"}
+    done = run(defenses=["none", NOISE], controls=True)
+    told = [(row.job.control, row.status) for row in done.rows]
+    assert told[:3] == [(None, "done"), (None, "done"), ("noise", "done")]
+    assert dict(told[3:]) == {
+        **dict.fromkeys(("other-examples", "prior-mean", "nearest-neighbour"), "refused"),  # there are no other samples
+        "planted": "done",
+    }
+    assert {row.job.attack_name for row in done.rows if row.counts} == {"cafe"}
     assert done.rows[0].job.knowledge["batch_indices"] is True
     assert done.rows[0].job.indices == tuple(range(SAMPLES))
     bare, noisy = done.verdict.settings
@@ -84,6 +89,7 @@ def test_a_spec_in_yaml_with_pictures(tmp_path: Path) -> None:
         protocols: [{vertical: {batch_size: 2, sampling: epochs, lr: 1e-2, rounds: 20}}]
         defenses: [none, {gradient-noise: {sigma: 1e-1}}]
         attacks: [{cafe: {iterations: 8}}]
+        controls: [noise]
         """
     )
     done = run_spec(path, tmp_path / "out")
@@ -119,8 +125,8 @@ def test_resume_runs_nothing_again(tmp_path: Path) -> None:
     assert again.rows == first.rows
     assert again.findings == first.findings
     assert events == [{"event": "planned", "total": 3, "finished": 3}]
-    with pytest.raises(StoreMismatch, match="protocols"):
-        run(tmp_path, protocol=Vertical(batch_size=3, rounds=15))
+    grown = run(tmp_path, protocol=Vertical(batch_size=3, rounds=15))
+    assert len(grown.rows) == 2 * len(first.rows), "another protocol joins the first"
     with pytest.raises(StoreMismatch, match=r"knowledge\.batch_indices: the store has True, now False"):
         run(tmp_path, knowledge="honest_server")
 
@@ -184,8 +190,9 @@ def test_only_the_first_round_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(Vertical, "observe", counting)
     done = run(protocol=Vertical(batch_size=2, rounds=40, whole_rounds=3), defenses=["none", NOISE])
-    # The control is on the undefended client, whose rounds were played already.
-    assert played == [(1, None)] * 2 + [(40, 3)] * 2
+    # The control is on the undefended client, whose rounds were played already; noise hides the labels, so that the
+    # attack on the noisy one is run once more with the right ones.
+    assert played == [(1, None)] * 2 + [(40, 3)] * 3
     assert {row.status for row in done.rows} == {"done"}
 
 

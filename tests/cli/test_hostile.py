@@ -10,17 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load, save
 
 import hostile_cases
 from leakscope.attacks import ATTACKS
 from leakscope.audit import AuditSpec, SpecError, read_yaml
 from leakscope.contracts.files import read_observation_files
+from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import settings_of
 from leakscope.defenses import DEFENSES
 from leakscope.federation import PROTOCOLS
+from leakscope.models import build_model
 
 QUICK = settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -95,3 +99,36 @@ def test_any_fact_beside_an_observation(changes: dict[str, Any]) -> None:
 def test_a_spec_may_say_everything_that_a_case_is_made_from() -> None:
     for spec in hostile_cases.SPECS:
         AuditSpec.parse(read_yaml(yaml.safe_dump(spec)))
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"num_examples": 10**12}, "inputs and outputs of all examples: expected at most 1,073,741,824 bytes"),
+        ({"inputs": {"kind": "box", "shape": [10**6, 10**6], "range": None}}, "expected at most 1,073,741,824 bytes"),
+        ({"output_shape": [10**9]}, "expected at most 1,073,741,824 bytes"),
+        ({"training": {"epochs": 10**9, "batch_size": 1}}, "training.local steps: expected at most 1,000,000 of them"),
+        ({"training": {"epochs": "many"}}, "training.epochs: expected a whole number of at least 1, got 'many'"),
+        ({"training": {"batch_order": [[0, 5]]}}, "training.batch_order: expected batches of sample numbers in 0..1"),
+        ({"knowledge": {"labels": 3}}, "labels: expected"),
+    ],
+    ids=str,
+)
+def test_facts_that_no_update_has(tmp_path: Path, change: dict[str, Any], words: str) -> None:
+    tensors, facts = hostile_cases._observations()[1]
+    path = tmp_path / "update.safetensors"
+    path.write_bytes(tensors)
+    path.with_suffix(".json").write_text(json.dumps({**facts, **change}))
+    net = build_model("mlp", input_shape=(3, 4, 4), num_classes=9, hidden=(5,))
+    with pytest.raises(ValueError, match=words):
+        Observation.load(path, net)
+
+
+def test_labels_that_the_model_has_no_output_for(tmp_path: Path) -> None:
+    tensors, facts = hostile_cases._observations()[0]
+    path = tmp_path / "update.safetensors"
+    path.write_bytes(save({**load(tensors), "labels": torch.tensor([3, 99])}))
+    path.with_suffix(".json").write_text(json.dumps(facts))
+    net = build_model("mlp", input_shape=(3, 4, 4), num_classes=9, hidden=(5,))
+    with pytest.raises(ValueError, match=r"labels: y: labels must lie in 0\.\.8"):
+        Observation.load(path, net)

@@ -9,13 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.audit.audited import describe_audited
-from leakscope.audit.setup import build_setup
-from leakscope.audit.spec import AuditSpec
+from leakscope.audit import audit
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.randomness import system_generator
 from leakscope.defenses import DEFENSES
 from leakscope.federation import FedAvg, FedSGD
+from leakscope.results import Store
 
 SIGMA = 0.1
 NOISE = DEFENSES.target("gradient-noise")(sigma=SIGMA)
@@ -103,6 +102,7 @@ def test_files_of_earlier_versions_and_wrong_words(tmp_path: Path) -> None:
         Observation.load(tmp_path / "old", net())
 
 
-def test_an_audit_says_that_its_draws_are_simulated() -> None:
-    setup = build_setup(AuditSpec.parse({"model": "logistic", "data": "tiles", "examples": 1, "attacks": "dlg"}))
-    assert any("simulated, reproducible by seed" in statement.text for statement in describe_audited(setup))
+def test_an_audit_says_that_its_draws_are_simulated(tmp_path: Path) -> None:
+    audit(model="logistic", data="tiles", examples=1, attacks="linear-layer", findings=False, out=tmp_path)
+    with Store.open(tmp_path) as store:
+        assert any("simulated, reproducible by seed" in said["text"] for said in store.meta("audited"))

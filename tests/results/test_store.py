@@ -285,7 +285,17 @@ def test_deleted_and_damaged_files_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "key, value", [("policy", "[1]"), ("plan", '"x"'), ("data", "7"), ("spec", "{"), ("model", "[" * 9000)]
+    "key, value",
+    [
+        ("policy", "[1]"),
+        ("plan", '"x"'),
+        ("data", "7"),
+        ("spec", "{"),
+        ("model", "[" * 9000),
+        ("policy", '{"x": 1}'),
+        ("plan", '{"settings": [1]}'),
+        ("plan", '{"total": "x"}'),
+    ],
 )
 def test_damaged_meta_is_told_in_one_line(tmp_path: Path, key: str, value: str) -> None:
     with Store.create(tmp_path, {key: {}}):

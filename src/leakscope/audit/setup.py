@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.parts import Part, lines, without_addresses
-from leakscope.audit.spec import AuditSpec, TrainingSpec
+from leakscope.audit.sections import TrainingSpec
+from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.caps import JOBS

@@ -9,86 +9,21 @@ import os
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
 from leakscope.audit.parts import Part
+from leakscope.audit.sections import DataSpec, ModelSpec, Strict, TrainingSpec, key, whole_training
 from leakscope.audit.yaml_text import SpecError, read_yaml
-from leakscope.contracts.caps import COUNT, JOBS, SPEC_BYTES
+from leakscope.contracts.caps import JOBS, SPEC_BYTES
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
-
-
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
-
-
-def _key(help: str, default: Any = ..., **bounds: Any) -> Any:
-    """A key of a spec: its one sentence, which the help and the docs show, its default (none: required) and bounds."""
-    return Field(default, description=help, **bounds)
-
-
-class ModelSpec(_Strict):
-    name: str = _key("a [reference model](models-and-data.md#models) or `package.module:factory`")
-    options: dict[str, Any] = _key("the model's own options", {})
-    seed: int = _key("seed of the initial weights", 0, ge=-(2**63), lt=2**63)
-    weights: Path | None = _key(
-        "a `.safetensors` or `.pt` file of the state dictionary, loaded over the initial weights", None
-    )
-    instance: Any = Field(default=None, exclude=True, repr=False)
-
-
-class DataSpec(_Strict):
-    name: str = _key("a [data set](models-and-data.md#data) or `package.module:function`")
-    path: Path | None = _key("where the files are; default: the folder `LEAKSCOPE_DATA`", None)
-    split: str | None = _key("a split, where the reader has them", None)
-    limit: int | None = _key(
-        "use only the first so many examples; also shrinks the pool for identification", None, ge=1
-    )
-    options: dict[str, Any] = _key("the reader's own options", {})
-    mean: tuple[float, ...] | None = _key(
-        "with `std`: normalise (unit value − mean) / std, one number a channel or one for all", None
-    )
-    std: tuple[float, ...] | None = _key("see `mean`", None)
-    instance: Any = Field(default=None, exclude=True, repr=False)
-
-
-class TrainingSpec(_Strict):
-    """Federated training on the audit's data before the audit: the model is attacked as it is in round ``rounds``."""
-
-    rounds: int = _key("the model is attacked as a client receives it in this round; 1 is the initial model", ge=1)
-    split: Literal["group", "dirichlet", "iid"] = _key(
-        "how the data is divided: at random, with label shares from a Dirichlet, or a client a group", "iid"
-    )
-    clients: int | None = _key("how many clients; required with `iid` and `dirichlet`, not for `group`", None, ge=1)
-    alpha: float | None = _key(
-        "with `dirichlet`, and required there: the smaller, the fewer clients share a class", None, gt=0
-    )
-    clients_per_round: int = _key(
-        "clients that the server draws each round; all of them where there are fewer", 10, ge=1
-    )
-    epochs: int = _key("local epochs, as in [FedAvg](protocols-and-defenses.md)", 1, ge=1)
-    batch_size: int = _key("size of the local batches", 10, ge=1)
-    lr: float = _key("local learning rate of SGD", 0.01, gt=0)
-    seed: int = _key("seed of the split, of the server's draws and of the order of local batches", 0, ge=0, lt=2**63)
-
-    def describe(self) -> str:
-        """In one line, for reports.
-
-        >>> TrainingSpec(rounds=5, clients=20).describe()
-        'round 5; 20 clients, split iid, 10 a round; epochs 1, batch size 10, learning rate 0.01; seed 0'
-        """
-        clients = "one client a group" if self.clients is None else f"{self.clients} clients"
-        split = self.split if self.alpha is None else f"{self.split} with alpha {self.alpha:g}"
-        drawn = f"{clients}, split {split}, {self.clients_per_round} a round"
-        local = f"epochs {self.epochs}, batch size {self.batch_size}, learning rate {self.lr:g}"
-        return f"round {self.rounds}; {drawn}; {local}; seed {self.seed}"
 
 
 def _model(value: Any) -> Any:
@@ -99,7 +34,7 @@ def _data(value: Any) -> Any:
     return _named(value, DataSpec, parts.in_memory_data)
 
 
-def _named(value: Any, kind: type[_Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
+def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
     """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
     if isinstance(value, str):
         return {"name": value}
@@ -126,27 +61,6 @@ def _data_name(data: DataSpec) -> DataSpec:
         parts.check_own_data(data.name)
         return data
     return data.model_copy(update={"name": find_name(data.name, parts.data_names())})
-
-
-def _whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
-    if training is None:
-        return None
-    names = ("rounds", "clients", "clients_per_round", "epochs", "batch_size")
-    counts = {name: getattr(training, name) for name in names}
-    problems = [f"{name}: {problem}" for name, count in counts.items() if (problem := COUNT.problem(count or 0))]
-    if training.split == "group" and training.clients is not None:
-        problems.append(
-            f"clients: expected none with split group, where each group is a client, got {training.clients}"
-        )
-    if training.split != "group" and training.clients is None:
-        problems.append(f"clients: expected how many with split {training.split}, got nothing")
-    if training.split == "dirichlet" and training.alpha is None:
-        problems.append("alpha: expected a number with split dirichlet, got nothing")
-    if training.split != "dirichlet" and training.alpha is not None:
-        problems.append(f"alpha: expected with split dirichlet only, got {training.alpha}")
-    if problems:
-        raise ValueError("\n".join(problems))
-    return training
 
 
 def _listed(value: Any) -> Any:
@@ -251,30 +165,30 @@ def _dtype(value: str | None) -> str | None:
 _ONCE = AfterValidator(_distinct)
 
 
-class AuditSpec(_Strict):
+class AuditSpec(Strict):
     """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
-    model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)] = _key(
+    model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)] = key(
         "the victim; see the keys of `model`"
     )
-    data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)] = _key(
+    data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)] = key(
         "the private examples; see the keys of `data`"
     )
-    task: Annotated[Part, BeforeValidator(parts.task_part)] = _key(
+    task: Annotated[Part, BeforeValidator(parts.task_part)] = key(
         "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`",
         "classification",
         validate_default=True,
     )
-    training: Annotated[TrainingSpec | None, AfterValidator(_whole_training)] = _key(
+    training: Annotated[TrainingSpec | None, AfterValidator(whole_training)] = key(
         "federated training before the audit; see the keys of `training`; default: the model as it is", None
     )
-    examples: int | None = _key(
+    examples: int | None = key(
         "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
         "as the data goes",
         None,
         ge=1,
     )
-    batch: int = _key(
+    batch: int = key(
         "examples a client holds, in vertical learning the samples that the workers share; batch b holds the "
         "examples b·batch to (b+1)·batch − 1",
         1,
@@ -282,51 +196,51 @@ class AuditSpec(_Strict):
     )
     protocols: Annotated[
         list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), _ONCE
-    ] = _key("[protocols](protocols-and-defenses.md)", ["fedsgd"], validate_default=True)
+    ] = key("[protocols](protocols-and-defenses.md)", ["fedsgd"], validate_default=True)
     defenses: Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), _ONCE] = (
-        _key(
+        key(
             "[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"], validate_default=True
         )
     )
     attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), _ONCE] = (
-        _key(
+        key(
             "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
             ["standard"],
             validate_default=True,
         )
     )
-    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = _key(
+    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = key(
         "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols",
         None,
         validate_default=True,
     )
-    seeds: Annotated[list[int], BeforeValidator(_seeds), _ONCE] = _key("a number n means the seeds 0 to n − 1", [0])
-    policy: Annotated[Policy, BeforeValidator(_policy)] = _key(
+    seeds: Annotated[list[int], BeforeValidator(_seeds), _ONCE] = key("a number n means the seeds 0 to n − 1", [0])
+    policy: Annotated[Policy, BeforeValidator(_policy)] = key(
         "limits of the verdict; see the keys of `policy`", Policy()
     )
-    pictures: bool | None = _key("whether originals and reconstructions are kept; default: only if not private", None)
-    show_names: bool = _key(
+    pictures: bool | None = key("whether originals and reconstructions are kept; default: only if not private", None)
+    show_names: bool = key(
         "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
     )
-    controls: Annotated[list[str], BeforeValidator(_controls)] = _key(
+    controls: Annotated[list[str], BeforeValidator(_controls)] = key(
         "controls beside each attack: `true`, `false` or their kinds", True, validate_default=True
     )
-    findings: Annotated[list[str], BeforeValidator(_findings)] = _key(
+    findings: Annotated[list[str], BeforeValidator(_findings)] = key(
         "what is told of settings beside attacks: `true`, `false` or their kinds", True, validate_default=True
     )
-    lpips: Path | None = _key(
+    lpips: Path | None = key(
         "file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one", None
     )
-    device: str = _key("where attacks run, as torch names it", "cpu")
-    dtype: Annotated[str | None, AfterValidator(_dtype)] = _key(
+    device: str = key("where attacks run, as torch names it", "cpu")
+    dtype: Annotated[str | None, AfterValidator(_dtype)] = key(
         "precision of attacks, `float32` or `float64`; default: that of the update", None
     )
-    threads: int = _key("threads per job", 1, ge=1, le=1024)
-    executor: Annotated[str, AfterValidator(_executor)] = _key(
+    threads: int = key("threads per job", 1, ge=1, le=1024)
+    executor: Annotated[str, AfterValidator(_executor)] = key(
         "where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`", "serial"
     )
-    workers: int | None = _key("parallel jobs; default: processors divided by `threads`", None, ge=1, le=1024)
-    timeout: float | None = _key(
+    workers: int | None = key("parallel jobs; default: processors divided by `threads`", None, ge=1, le=1024)
+    timeout: float | None = key(
         "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0, le=10**7
     )
 
@@ -410,4 +324,4 @@ def _line(error: ErrorDetails) -> str:
     return f"{where}: {message[0].lower()}{message[1:]}, got {brief(got)}"
 
 
-_NESTED: dict[str, type[_Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec}
+_NESTED: dict[str, type[Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec}

@@ -10,6 +10,8 @@ import yaml
 from leakscope.contracts.caps import DEPTH, SPEC_BYTES, SPEC_VALUES
 from leakscope.contracts.checks import brief
 
+#: Problems that a message tells; those beyond are counted.
+MAX_TOLD = 40
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
@@ -19,7 +21,9 @@ class SpecError(ValueError):
     def __init__(self, problems: list[str], source: str = "audit spec") -> None:
         self.problems = list(problems)
         self.source = source
-        super().__init__(f"{source}: cannot be used:\n" + "\n".join(f"  - {line}" for line in self.problems))
+        more = len(self.problems) - MAX_TOLD
+        told = [*self.problems[:MAX_TOLD], *([f"and {more} more"] if more > 0 else [])]
+        super().__init__(f"{source}: cannot be used:\n" + "\n".join(f"  - {line}" for line in told))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.source)

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 
 import typer
 
-from leakscope.audit.spec import AuditSpec, DataSpec, ModelSpec
+from leakscope.audit.sections import DataSpec, ModelSpec
+from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, Verbose, relative
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts

@@ -19,6 +19,8 @@ class Cap:
     name: str
     default: int
     unit: str
+    #: What it is a cap on, in a few words.
+    of: str = ""
 
     @property
     def value(self) -> int:
@@ -50,23 +52,20 @@ class Cap:
             raise ValueError(f"{where}: {problem}")
 
 
-#: Examples in memory, as the 32-bit floats that they become; also files that are read whole.
-BYTES = Cap("LEAKSCOPE_MAX_BYTES", 1 << 30, "bytes")
-#: One picture of a folder, before it is resized.
-PIXELS = Cap("LEAKSCOPE_MAX_PIXELS", 64_000_000, "pixels")
-#: A reference model, before it is built.
-PARAMETERS = Cap("LEAKSCOPE_MAX_PARAMETERS", 200_000_000, "parameters")
-#: Attempts and controls of one audit.
-JOBS = Cap("LEAKSCOPE_MAX_JOBS", 100_000, "jobs")
-#: Whole numbers in settings and facts: local steps, epochs, rounds, iterations, restarts.
-COUNT = Cap("LEAKSCOPE_MAX_COUNT", 1_000_000, "of them")
-#: Layers, workers and axes, each of which costs time however small it is.
-PIECES = Cap("LEAKSCOPE_MAX_PIECES", 1_000, "of them")
-#: The text of a spec; and what it holds once its aliases are written out.
-SPEC_BYTES = Cap("LEAKSCOPE_MAX_SPEC_BYTES", 1 << 17, "bytes")
-SPEC_VALUES = Cap("LEAKSCOPE_MAX_SPEC_VALUES", 5_000, "values")
-#: The facts beside an observation, and the curves of a job.
-JSON_BYTES = Cap("LEAKSCOPE_MAX_JSON_BYTES", 1 << 26, "bytes")
+BYTES = Cap(
+    "LEAKSCOPE_MAX_BYTES", 1 << 30, "bytes", "examples in memory, as the 32-bit floats they become; a file read whole"
+)
+PIXELS = Cap("LEAKSCOPE_MAX_PIXELS", 64_000_000, "pixels", "one picture of a folder, before it is resized")
+PARAMETERS = Cap("LEAKSCOPE_MAX_PARAMETERS", 200_000_000, "parameters", "a reference model, before it is built")
+JOBS = Cap("LEAKSCOPE_MAX_JOBS", 100_000, "jobs", "attempts and controls of one audit")
+COUNT = Cap(
+    "LEAKSCOPE_MAX_COUNT", 1_000_000, "of them", "whole numbers in settings: epochs, local steps, rounds, iterations"
+)
+PIECES = Cap("LEAKSCOPE_MAX_PIECES", 1_000, "of them", "layers and workers of a reference model")
+SPEC_BYTES = Cap("LEAKSCOPE_MAX_SPEC_BYTES", 1 << 17, "bytes", "the text of a spec")
+SPEC_VALUES = Cap("LEAKSCOPE_MAX_SPEC_VALUES", 5_000, "values", "a spec with its aliases written out")
+FACTS_BYTES = Cap("LEAKSCOPE_MAX_FACTS_BYTES", 1 << 22, "bytes", "the facts beside an observation")
+CAPS = (BYTES, PIXELS, PARAMETERS, JOBS, COUNT, PIECES, SPEC_BYTES, SPEC_VALUES, FACTS_BYTES)
 #: Lists within lists; nothing honest comes near it.
 DEPTH = 40
 #: Axes of one example; torch itself knows no more than 64 of them.

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import BYTES, FLOAT, JSON_BYTES, MAX_AXES
+from leakscope.contracts.caps import BYTES, FACTS_BYTES, FLOAT, MAX_AXES
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import brief, expected, is_whole, refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
@@ -147,7 +147,7 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
         if not file.is_file():
             raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
     tensors = read_tensors(target)
-    content = read_whole(beside, JSON_BYTES)
+    content = read_whole(beside, FACTS_BYTES)
     try:
         facts = read_json(content)
     except ValueError as error:

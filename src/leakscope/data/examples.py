@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -174,11 +175,17 @@ def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
     return tuple(float(v) for v in value) if isinstance(value, Sequence) else (float(value),)
 
 
+def _ends(x: Tensor) -> tuple[float, float]:
+    """The smallest and the largest value; NaN where there is one."""
+    low, high = torch.aminmax(x)
+    return float(low), float(high)
+
+
 def _problems(examples: Examples) -> list[str]:
     x, y, problems = examples.x, examples.y, []
     if x.dtype != torch.float32 or x.dim() < 2 or x.numel() == 0:
         problems.append(f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
-    elif not bool(torch.isfinite(x).all()):
+    elif not all(map(math.isfinite, _ends(x))):
         problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
     if y.dtype not in (torch.int64, torch.float32) or y.shape[:1] != x.shape[:1]:
         problems.append(
@@ -202,7 +209,8 @@ def _problems(examples: Examples) -> list[str]:
     if channels > 1 and x.dim() >= 2 and x.shape[1] != channels:
         problems.append(f"value_range: it has {channels} channels, the inputs have shape {tuple(x.shape)}")
     elif not problems:
-        unit = examples.value_range.to_unit(x)
+        # Of one range for all channels the ends tell everything, and they need no copy of the examples.
+        unit = examples.value_range.to_unit(torch.tensor(_ends(x)) if channels == 1 else x)
         if float(unit.min()) < -1e-3 or float(unit.max()) > 1 + 1e-3:
             problems.append(
                 f"value_range: expected every input within {examples.value_range.low} to {examples.value_range.high}, "

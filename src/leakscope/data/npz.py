@@ -82,9 +82,11 @@ class Pack:
     @contextmanager
     def _member(self, name: str, kinds: str = "uifbU") -> Iterator[_Member]:
         """The array ``name`` with its checked header, open for reading; all that is wrong with it is one ValueError."""
-        if name not in self.names:
+        if not isinstance(name, str) or name not in self.names:
             names = ", ".join(sorted(self.names)[:20]) or "none"
-            raise ValueError(f"{self.file}: no array {name!r}; it has {names}. Name the right one with x_key or y_key.")
+            raise ValueError(
+                f"{self.file}: no array {brief(name)}; it has {names}. Name the right one with x_key or y_key."
+            )
         try:
             with zipfile.ZipFile(self.file) as archive, archive.open(f"{name}.npy") as stream:
                 shape, fortran, dtype = self._header(_Bounded(stream, _HEADER_BYTES))
@@ -119,7 +121,7 @@ class Pack:
 
     def text(self, name: str) -> tuple[str, ...] | None:
         """The strings of array ``name``, or None if there is no such array."""
-        if name not in self.names:
+        if not isinstance(name, str) or name not in self.names:
             return None
         return tuple(str(value) for value in self.array(name, "U", most=_TEXT_BYTES).ravel())
 

@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
@@ -156,6 +157,9 @@ def vertical_limits(
     if indices is not None and rounds not in (None, len(indices)):
         problems.append(f"rounds: expected {len(indices)}, as there are indices, or None, got {rounds}")
     problems += expected("'uniform' or 'epochs'", lambda word: word in get_args(Sampling), sampling=sampling)
+    if not problems:
+        tried = BYTES.problem(FLOAT * samples * max(samples, rounds or 0), "Look at fewer samples.")
+        problems += [] if tried is None else [f"samples: who is in which batch: {tried}"]
     refuse("vertical_limits", problems + example_problems(inputs, labels, (samples, *model.input_shape), outputs))
     needed = rounds_needed(samples, batch, sampling)
     own_batches, own_samples = indices is not None, inputs is not None

@@ -16,14 +16,16 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from leakscope.contracts.caps import JSON_BYTES
+from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.files import read_tensors
+from leakscope.results.database import connect
+from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, job_facts, mapping, number, plain, storable_error
 
 STORE_FORMAT = 3
@@ -45,14 +47,15 @@ CREATE TABLE findings(
   subject TEXT NOT NULL, content TEXT, error TEXT, seconds REAL, finished TEXT, checksum TEXT NOT NULL
 );
 """
-_FATE = "error, seconds, finished"
-_JOBS = f"SELECT CAST(position AS INTEGER), key, status, job, result, {_FATE}, files, checksum FROM jobs"
-_FINDINGS = f"SELECT CAST(position AS INTEGER), key, kind, status, subject, content, {_FATE}, checksum FROM findings"
+_FATE = "error, seconds, finished, "
+_PLACE = "SELECT ifnull(CAST(position AS INTEGER), -1), key, "
+_JOBS = f"{_PLACE} status, job, result, {_FATE} files, checksum FROM jobs"
+_FINDINGS = f"{_PLACE} kind, status, subject, content, {_FATE} checksum FROM findings"
 _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
     **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy"), dict),
-    **{"threat_model": list, "audited": list, "salt": str},
+    **{"threat_model": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"
 _BROKEN = "broken"
@@ -103,7 +106,7 @@ class Store:
             temporary.unlink(missing_ok=True)
             _release_lock(lock)
             raise
-        return cls(folder, _connect(target, "write"), lock)
+        return cls(folder, connect(target, "write"), lock)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Store:
@@ -115,7 +118,7 @@ class Store:
         _check(target)
         lock = _take_lock(folder) if write else None
         try:
-            store = cls(folder, _connect(target, "write" if write else "read"), lock)
+            store = cls(folder, connect(target, "write" if write else "read"), lock)
         except BaseException as error:
             _release_lock(lock)
             if isinstance(error, sqlite3.Error):
@@ -203,7 +206,7 @@ class Store:
     def history(self, key: str) -> dict[str, Any]:
         """The curves of a job, empty where there are none; ValueError if they are damaged."""
         path = self._path(key, CURVES)
-        content = read_json(read_whole(path, JSON_BYTES)) if path.is_file() else {}
+        content = read_json(read_whole(path)) if path.is_file() else {}
         history = content.get("history") if isinstance(content, dict) else None
         return history if isinstance(history, dict) else {}
 
@@ -279,7 +282,7 @@ def differences(stored: Any, wanted: Any, where: str = "") -> list[str]:
     if isinstance(stored, dict) and isinstance(wanted, dict):
         places = {key: f"{where}.{key}" if where else key for key in (*stored, *wanted)}
         return [line for key in places for line in differences(stored.get(key), wanted.get(key), places[key])]
-    return [] if stored == wanted else [f"{where}: the store has {_brief(stored)}, now {_brief(wanted)}"]
+    return [] if stored == wanted else [f"{where}: the store has {brief(stored)}, now {brief(wanted)}"]
 
 
 def check_same_audit(store: Store, identity: Mapping[str, Any]) -> None:
@@ -290,11 +293,6 @@ def check_same_audit(store: Store, identity: Mapping[str, Any]) -> None:
             f"{store.directory}: holds another audit; choose another --out or delete this folder.\n"
             + "\n".join(f"  - {line}" for line in lines)
         )
-
-
-def _brief(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def seal(values: Sequence[Any]) -> str:
@@ -335,7 +333,7 @@ def _check(path: Path) -> None:
         if stream.read(16) != b"SQLite format 3\x00":
             raise StoreError(stranger)
     try:
-        with closing(_connect(path, "look")) as connection:
+        with closing(connect(path, "look")) as connection:
             schema = set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
             if not {("table", "meta"), ("table", "jobs")} <= {entry[:2] for entry in schema}:
                 raise StoreError(stranger)
@@ -353,6 +351,23 @@ def _check(path: Path) -> None:
         value = _parsed(meta[key])
         if not isinstance(value, _KINDS[key]) and value is not None:
             raise StoreError(f"{path}: {key!r} in meta is damaged: expected a {_KINDS[key].__name__}. Restore a copy.")
+    if not _is_plan(_parsed(meta.get("plan")) or {}):
+        raise StoreError(f"{path}: 'plan' in meta is damaged: expected how many jobs each setting has. Restore a copy.")
+    try:
+        Policy.build(_parsed(meta.get("policy")) or {})
+    except ValueError as error:
+        raise StoreError(f"{path}: 'policy' in meta is damaged: {'; '.join(str(error).splitlines())}") from error
+
+
+def _is_plan(plan: Mapping[str, Any]) -> bool:
+    settings, total = plan.get("settings", []), plan.get("total", 0)
+    return is_whole(total, 0) and isinstance(settings, list) and all(map(_is_setting, settings))
+
+
+def _is_setting(entry: Any) -> bool:
+    facts = mapping(entry)
+    named = isinstance(facts.get("protocol"), str) and isinstance(facts.get("defense"), str)
+    return named and is_whole(facts.get("jobs"), 0)
 
 
 @cache
@@ -360,30 +375,6 @@ def _own_schema() -> set[tuple[str, str, str]]:
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMA)
         return set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
-
-
-def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Connection:
-    """A connection to write with, to read with, or to look at a file that may be a stranger's."""
-    if mode == "write":
-        connection = sqlite3.connect(path, isolation_level=None, timeout=30)
-        connection.execute("PRAGMA journal_mode=WAL")
-        connection.execute("PRAGMA synchronous=FULL")
-        return connection
-    uri = path.resolve().as_uri()
-    # A reader that could write clears up the files of the log when it closes last; a mere onlooker cannot.
-    access = "rw" if mode == "read" else "ro"
-    connection = sqlite3.connect(f"{uri}?mode={access}", uri=True, isolation_level=None, timeout=30)
-    try:
-        connection.execute("PRAGMA query_only=ON")
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-        return connection
-    except sqlite3.OperationalError:
-        connection.close()
-        log = path.with_name(path.name + "-wal")
-        if log.exists() and log.stat().st_size:
-            raise
-        # A folder that may not be written to, and no pending log: the file itself is complete.
-        return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
 
 def _sweep(folder: Path) -> None:
