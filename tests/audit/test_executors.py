@@ -174,7 +174,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: s
         assert timeless(store.findings()) == timeless(other.findings())
         assert len(store.findings()) == 1
         assert [row for row in rows if row.key in {r.key for r in survived}] == survived
-        assert store.meta("spec_hash") == other.meta("spec_hash")
+        assert store.meta("plan") == other.meta("plan")
     assert not list((out / "artifacts").glob(".*"))
 
 
