@@ -102,7 +102,7 @@ class Tally:
 def rough(seconds: float) -> str:
     """A time that is only guessed.
 
-    >>> rough(7), rough(100), rough(400), rough(9000), rough(200000)
+    >>> rough(9), rough(100), rough(400), rough(9000), rough(200000)
     ('10 s', '2 min', '7 min', '2.5 h', '2.3 days')
     """
     if seconds < 55:
