@@ -25,6 +25,8 @@ PAUSE = 15.0
 SHORT = 200
 #: Running jobs with a bar of their own.
 MAX_BARS = 4
+#: The share of the work from which on the pace alone tells the time left.
+SURE_FROM = 0.25
 
 Event = dict[str, Any]
 
@@ -80,7 +82,9 @@ class Tally:
         by_estimate = max(self.estimate - elapsed, 0.0)
         if by_pace is None or by_estimate == 0.0:  # an estimate that has passed says nothing any more
             return by_estimate if by_pace is None else by_pace
-        return share * by_pace + (1 - share) * by_estimate
+        # The estimate takes every search for one that uses all of its steps, so that it soon gives way.
+        trust = min(1.0, share / SURE_FROM)
+        return trust * by_pace + (1 - trust) * by_estimate
 
     def left(self) -> str:
         remaining = self.remaining
@@ -182,7 +186,7 @@ def _in_turn(*listeners: Callable[[Event], None]) -> Callable[[Event], None]:
 
 
 def _tell_estimate(console: Console, event: Event, verbose: bool) -> None:
-    say(console, f"Estimated time: {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
+    say(console, f"Estimated time: at most {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
     if verbose:
         for attack, seconds in (event.get("by_attack") or {}).items():
             say(console, f"  {attack}: {rough(seconds)}")
