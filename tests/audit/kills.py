@@ -1,6 +1,6 @@
 """Kills spread over the whole length of an audit: set-up, training, trials, jobs, the report.
 
-    python tests/audit/kills.py [KILLS] [serial|processes]
+    PYTHONPATH=tests python tests/audit/kills.py [KILLS] [serial|processes]
 
 Each time the audit is killed at another moment and resumed; its rows must be those of an uninterrupted run.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 from audit_doubles import timeless
 
 from leakscope.results import Store
+from process_groups import group_is_gone
 
 SPEC = """
 model: {name: mlp, options: {hidden: [16]}}
@@ -84,16 +85,6 @@ class Killed:
         litter = [path.name for path in self.folder.rglob("*") if path.name.endswith(".tmp")]
         assert (self.out / "report.html").read_text(encoding="utf-8").rstrip().endswith("</html>")
         return timeless(rows), timeless(findings), pictures, meta, litter
-
-
-def group_is_gone(group: int) -> bool:
-    for _ in range(400):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 def compare(folder: Path, kills: int, executor: str) -> list[tuple[float, str, bool]]:

@@ -16,6 +16,7 @@ from leakscope.audit import ExecutorError
 from leakscope.audit.executors import processes as module
 from leakscope.audit.executors.processes import default_workers
 from leakscope.results import Store
+from process_groups import group_is_gone
 
 
 def processes(out: Path, **changes: Any) -> Any:
@@ -131,17 +132,6 @@ def wait_for_rows(process: subprocess.Popen[bytes], out: Path, count: int) -> No
                     return
         time.sleep(0.02)
     raise AssertionError("no rows came")
-
-
-def group_is_gone(group: int) -> bool:
-    """Whether every process of the group ends soon; the tracker of multiprocessing takes a moment."""
-    for _ in range(200):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize("executor", ["serial", "processes"])

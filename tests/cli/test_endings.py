@@ -13,6 +13,7 @@ import pytest
 
 from leakscope.audit.output import Unfailing
 from leakscope.results import Store
+from process_groups import group_is_gone
 
 SPEC = """
 model: {name: mlp, options: {hidden: [8]}}
@@ -66,17 +67,6 @@ def ended(run: subprocess.Popen[str], folder: Path) -> str:
     with Store.open(folder / "run") as store:
         assert [row.job.attack_name for row in store.rows()] == ["linear-layer"]
     return rest
-
-
-def group_is_gone(group: int) -> bool:
-    """Whether every process of the group ends soon; the tracker of multiprocessing takes a moment."""
-    for _ in range(200):
-        try:
-            os.killpg(group, 0)
-        except ProcessLookupError:
-            return True
-        time.sleep(0.05)
-    return False
 
 
 @pytest.mark.parametrize(
