@@ -68,6 +68,12 @@ def test_dropout_and_outputs_that_no_class_uses() -> None:
     assert "1000 for" in text
 
 
+def test_one_output_without_an_axis_of_its_own() -> None:
+    x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    model = nn.Sequential(nn.Flatten(), nn.Linear(192, 1), nn.Flatten(0))
+    assert "Outputs" not in told(model=model, data=(x, torch.tensor([0, 1, 0, 1])), task="binary")
+
+
 def test_effort_names_attacks_steps_seeds_and_examples() -> None:
     text, _ = told(attacks=[{"inverting-gradients": {"iterations": 7}}, "linear-layer"], seeds=3, batch=2)["Effort"]
     assert "2 attacks: inverting-gradients (iterations 7, restarts 1), linear-layer; 3 seeds" in text

@@ -142,6 +142,25 @@ def test_wrong_labels_make_the_attack_run_once_more_with_the_right_ones() -> Non
     assert same(blind.message.update, dict(told.message.update)), "the same update, noise and all"
 
 
+@dataclass(frozen=True, kw_only=True)
+class Hesitant(Witness):
+    """Cannot do with labels."""
+
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
+        if observation.labels is not None:
+            raise RuntimeError("no use for labels")
+        return super().run(observation, generator, progress)
+
+
+def test_a_second_search_that_fails_does_not_cost_the_first() -> None:
+    setup = prepared(attacks=[Hesitant()], batch=2)
+    outcome = Bench(setup).run(planned(setup, None)[0])
+    assert outcome.status == "done"
+    assert outcome.result is not None
+    assert "given_labels" not in outcome.result, "so that the labels stay a doubt"
+    assert "RuntimeError: no use for labels" in outcome.result["notes"][-1]
+
+
 def test_right_labels_and_controls_are_run_once() -> None:
     setup = prepared(data=(doubles.examples(4)[0], torch.tensor([2, 2, 0, 1])), batch=2)
     for control in (None, "noise"):

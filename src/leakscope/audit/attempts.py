@@ -143,23 +143,28 @@ class Bench:
         if job.control is None:
             result["diagnosis"] = _diagnosis(observation, reconstruction)
             if "labels uncertain" in reconstruction.flags and not _all_right(measured):
-                result["given_labels"] = self._with_labels(job, attack, progress)
+                result |= self._with_labels(job, attack, progress, reconstruction.notes)
         return Outcome(
             "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
         )
 
-    def _with_labels(self, job: Job, attack: Attack, progress: Advance | None) -> list[dict[str, Any]]:
+    def _with_labels(
+        self, job: Job, attack: Attack, progress: Advance | None, notes: tuple[str, ...]
+    ) -> dict[str, Any]:
         """What the same attack makes of the same update if told the labels: whether it was they that were in its way.
 
-        An adversary may guess them, so what a wrong guess hides is not safe.
+        An adversary may guess them, so what a wrong guess hides is not safe. If that fails, a note says so and the
+        labels stay a doubt; the first result stands.
         """
         knowing = dataclasses.replace(self._setup.knowledge, labels="yes")
-        observation = self._make_update(job, knowing)
-        reconstruction = self._attack(job, attack, observation, progress)
-        examples: list[dict[str, Any]] = _result(
-            self._setup, job, reconstruction, self._compare(job, reconstruction, observation.num_examples)
-        )["examples"]
-        return examples
+        try:
+            observation = self._make_update(job, knowing)
+            reconstruction = self._attack(job, attack, observation, progress)
+            measured = self._compare(job, reconstruction, observation.num_examples)
+        except Exception as error:  # noqa: BLE001 - what was found without the labels must not be lost
+            why = f"{type(error).__name__}: {first_line(str(error))}"
+            return {"notes": [*notes, f"run once more with the right labels, the attack failed: {why}"]}
+        return {"given_labels": _result(self._setup, job, reconstruction, measured)["examples"]}
 
     def _guess(self, job: Job, guess: Callable[[Case], Tensor]) -> Outcome:
         """A control without an attack."""

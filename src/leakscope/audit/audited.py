@@ -75,7 +75,8 @@ def _outputs(setup: Setup) -> Iterator[Statement]:
         return
     x, _ = setup.inputs(torch.tensor([0]))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        outputs = int(outputs_of(client_copy(setup.model, "eval")(x)).shape[1])
+        answer = outputs_of(client_copy(setup.model, "eval")(x))
+    outputs = answer.shape[1] if answer.dim() > 1 else 1
     if outputs > max(data.num_classes, 2):
         unused = f"{outputs - data.num_classes} outputs belong to no class"
         text = f"Outputs: {outputs} for {data.num_classes} classes; {unused}, which makes labels easier to read"

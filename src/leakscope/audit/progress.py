@@ -51,7 +51,7 @@ def _bar() -> Iterator[Progress]:
             elif kind == "planned":
                 bar.reset(task, total=event["total"], completed=event["finished"], description="audit")
             elif kind == "estimated":
-                minutes = f"about {max(1, round(event['seconds'] / 60))} min for {event['jobs']} jobs"
+                minutes = f"at most {max(1, round(event['seconds'] / 60))} min for {event['jobs']} jobs"
                 bar.console.print(f"Estimated time: {minutes}. {event['advice'] or ''}", markup=False, highlight=False)
             elif kind == "advanced" and event["total"]:
                 share = min(event["done"] / event["total"], 1.0)

@@ -23,7 +23,7 @@ WIDE_GAP = 3.0
 #: Variance of a grey value of which nothing is known, in units of the squared range.
 _UNKNOWN_VARIANCE = 1 / 12
 
-MORE_STEPS = "Give the attack more steps or restarts, or add others (--attack standard)"
+MORE_STEPS = "Give the attack more steps or restarts, or add others (leakscope list attacks)"
 
 
 def allowed_psnr(floor: FindingRow) -> float:
