@@ -71,7 +71,7 @@ def test_dropout_and_outputs_that_no_class_uses() -> None:
 def test_one_output_without_an_axis_of_its_own() -> None:
     x = torch.rand(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))
     model = nn.Sequential(nn.Flatten(), nn.Linear(192, 1), nn.Flatten(0))
-    assert "Outputs" not in told(model=model, data=(x, torch.tensor([0, 1, 0, 1])), task="binary")
+    assert "Outputs" not in told(model=model, data=(x, torch.tensor([0, 1, 0, 1])))
 
 
 def test_effort_names_attacks_steps_seeds_and_examples() -> None:
