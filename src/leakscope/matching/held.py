@@ -1,0 +1,168 @@
+"""Matching below a cut: what a layer received, and its derivative there, are known and held.
+
+In a trained network the derivative of a matching distance mostly says "change the logits", for the softmax answers to
+every pixel. Where features and their adjoints are known exactly (equations/embedding.py), the client's loss is replaced
+by sum_i <adjoint_i, h(x_i)>: the same weight gradients, without that path. Bias gradients then do not depend on the
+input's content at all and are left out, and the first layer misleads where it is a convolution. See docs/strength.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from leakscope.contracts.inputs import InputSpace
+from leakscope.matching.canvas import Pixels
+from leakscope.matching.optimisers import Adam
+from leakscope.matching.priors import total_variation
+from leakscope.matching.search import Evaluation, SearchResult, Watch, search
+from leakscope.network.recorder import inputs_of
+
+#: Rows of a gradient below this share of the largest are left out: they are rounding.
+SMALLEST_ROW = 1e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weighting:
+    """How much each term counts: the features, and then the layers from the cut down, each ``ratio`` times the next.
+
+    ``level_rows`` divides each output unit's gradient by the square root of its size, so that quiet units count too;
+    ``first`` includes the layers that read the input.
+    """
+
+    name: str
+    features: float
+    ratio: float
+    level_rows: bool = False
+    first: bool = False
+
+    def layers(self, count: int) -> list[float]:
+        """Weights of ``count`` layers, those nearest to the cut first.
+
+        >>> [round(w, 2) for w in Weighting(name="depth", features=0.4, ratio=2.0).layers(2)]
+        [0.4, 0.2]
+        """
+        shares = [self.ratio**-place for place in range(count)]
+        return [(1 - self.features) * share / sum(shares) for share in shares]
+
+
+DEPTH = Weighting(name="depth", features=0.4, ratio=2.0, level_rows=True)
+FEATURES = Weighting(name="features", features=0.7, ratio=3.0)
+EQUAL = Weighting(name="equal", features=0.3, ratio=1.0)
+WHOLE = Weighting(name="whole", features=0.3, ratio=1.0, first=True)
+WEIGHTINGS: tuple[Weighting, ...] = (DEPTH, FEATURES, EQUAL, WHOLE)
+
+
+@dataclass(frozen=True, eq=False)
+class _Term:
+    parameter: nn.Parameter
+    target: Tensor
+    scale: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class HeldMatching:
+    """The search for inputs with known features and adjoints (examples, n) at what ``layer`` receives.
+
+    ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
+    ``first``; ``model`` is a private copy.
+    """
+
+    model: nn.Module
+    layer: nn.Module
+    features: Tensor
+    adjoints: Tensor
+    gradients: Mapping[str, Tensor]
+    inputs: InputSpace
+    first: frozenset[str] = frozenset()
+    tv: float = 0.03
+    optimiser: Adam = Adam()
+    canvas: Pixels = field(default=Pixels())
+
+    def __post_init__(self) -> None:
+        self.model.requires_grad_(False)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.features), *self.inputs.shape)
+
+    def start(self, generator: torch.Generator) -> Tensor:
+        """A flat row to begin from."""
+        return self.canvas.initial(len(self.features), self.inputs, generator, self.features).flatten()[None]
+
+    def run(self, start: Tensor, weighting: Weighting, iterations: int, watch: Watch | None = None) -> SearchResult:
+        """Descend from ``start`` (1, n) under one weighting; the last point is the result."""
+        terms = self._terms(weighting)
+        sizes = self.features.abs().sum(1).clamp_min(torch.finfo(self.features.dtype).tiny)
+
+        def evaluate(rows: Tensor, _step: int) -> Evaluation:
+            with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+                point = rows.detach().requires_grad_()
+                pictures = self.pictures(point)
+                found = inputs_of(self.layer, self.model, self.to_model(pictures)).flatten(1)
+                distance = weighting.features * ((found - self.features).abs().sum(1) / sizes).mean()
+                if terms:
+                    total = (found * self.adjoints).sum()
+                    own = torch.autograd.grad(total, [term.parameter for term in terms], create_graph=True)
+                    for term, value in zip(terms, own, strict=True):
+                        distance = distance + ((value - term.target).abs() * term.scale).sum()
+                objective = distance + self.tv * total_variation(pictures) if self.tv else distance
+                (gradient,) = torch.autograd.grad(objective, point)
+            return objective.detach()[None], torch.stack([objective, distance]).detach()[None], gradient
+
+        names = [name for name, _ in self.model.named_parameters()]
+        parameters = [self.model.get_parameter(name) for name in names]
+        try:
+            for term in terms:
+                term.parameter.requires_grad_(True)
+            return search(
+                evaluate,
+                start,
+                self.optimiser,
+                project=self.project,
+                iterations=iterations,
+                keep="last",
+                watch=watch,
+            )
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+
+    def pictures(self, row: Tensor) -> Tensor:
+        return row.reshape(self.shape)
+
+    def to_model(self, pictures: Tensor) -> Tensor:
+        return self.canvas.to_model(pictures, self.inputs)
+
+    def project(self, rows: Tensor) -> Tensor:
+        pictures = rows.reshape(-1, *self.inputs.shape)
+        return self.canvas.project(pictures, self.inputs).reshape(rows.shape)
+
+    def _terms(self, weighting: Weighting) -> list[_Term]:
+        names = [name for name in self.gradients if weighting.first or name not in self.first]
+        weights = weighting.layers(len(names))
+        terms = []
+        for name, weight in zip(reversed(names), weights, strict=True):
+            target = self.gradients[name]
+            scale = _row_scale(target, weighting.level_rows)
+            size = (target.abs() * scale).sum()
+            if bool(size > 0):
+                terms.append(_Term(self.model.get_parameter(name), target, weight * scale / size))
+        return terms
+
+
+def _row_scale(target: Tensor, level: bool) -> Tensor:
+    """One factor a row: zero for rows that are rounding, and the inverse root of its share where rows are levelled."""
+    rows = target.abs().flatten(1).sum(1)
+    share = rows / rows.max().clamp_min(torch.finfo(rows.dtype).tiny)
+    scale = torch.where(share > SMALLEST_ROW, share.clamp_min(SMALLEST_ROW) ** (-0.5 if level else 0.0), 0.0)
+    return scale.reshape(-1, *[1] * (target.dim() - 1))
+
+
+def matched_weights(names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Those with two or more dimensions, in this order; biases and norms tell nothing once adjoints are held."""
+    return {name: gradients[name] for name in names if name in gradients and gradients[name].dim() > 1}
