@@ -7,18 +7,24 @@ below, the same of each of them in turn (equations/dense.py). The lowest layer t
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
+from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
 from leakscope.equations.head import HeadRefused, HeadSolution, solve_head
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
-from leakscope.network.layers import Head, find_head, structure
+from leakscope.network.dense_path import DensePath, dense_path
+from leakscope.network.layers import Head, find_head
 from leakscope.network.recorder import probe
+
+#: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
+LOOSEST = 0.03
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +77,8 @@ def recover_embedding(
     if solution.features is None:
         raise HeadRefused("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
-    first = structure(observation.model, observation.input_shape).first
-    return Embedding(
+    path = dense_path(observation.model, head.module_name)
+    at_head = Embedding(
         layer=head.module_name,
         features=solution.features,
         adjoints=solution.output_gradients @ weight,
@@ -83,9 +89,49 @@ def recover_embedding(
         error=solution.error,
         exact=solution.exact,
         scale=solution.scale,
-        reaches_input=first.name == head.module_name and first.reads_input,
+        reaches_input=path.reads_input[0],
         notes=solution.notes,
     )
+    return _peeled(observation, at_head, path) if peel else at_head
+
+
+def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embedding:
+    """The embedding as far down as each dense layer's certificate holds."""
+    parameters = {id(parameter): name for name, parameter in observation.model.named_parameters()}
+    update, reason = observation.message.update, path.reason
+    tolerance = max(TOLERANCE, min(3 * found.residual, LOOSEST))
+    for number, step in enumerate(path.steps, start=1):
+        layer = observation.model.get_submodule(step.name)
+        assert isinstance(layer, nn.Linear)
+        names = [None if value is None else parameters.get(id(value)) for value in (layer.weight, layer.bias)]
+        gradient, sums = (None if name is None else update.get(name) for name in names)
+        if gradient is None:
+            reason = f"{step.name!r} is frozen: the update says nothing of it"
+            break
+        try:
+            below = peel_dense(
+                layer.weight,
+                layer.bias,
+                gradient,
+                sums,
+                step.activation,
+                found.features,
+                found.adjoints,
+                tolerance=tolerance,
+            )
+        except DenseRefused as error:
+            reason = f"{step.name!r} was not solved: {error}"
+            break
+        found = dataclasses.replace(
+            found,
+            layer=step.name,
+            features=below.inputs,
+            adjoints=below.adjoints,
+            residual=max(found.residual, below.residual),
+            peeled=(*found.peeled, step.name),
+            reaches_input=path.reads_input[number],
+        )
+    return dataclasses.replace(found, notes=(*found.notes, f"it ends at {found.layer!r}: {reason}"))
 
 
 def _observed_head(observation: Observation) -> Head:
