@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
-from leakscope.equations.head import HeadRefused, HeadSolution, solve_head
+from leakscope.equations.head import solve_head
+from leakscope.equations.head_solution import HeadRefused, HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
 from leakscope.network.dense_path import DensePath, dense_path
@@ -34,9 +35,9 @@ class Embedding:
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut.
     ``output_gradients``, ``labels``, ``losses``, ``residual`` (the certificate), ``error``, ``exact`` and ``scale``: as
-    in :class:`~leakscope.equations.head.HeadSolution`. ``peeled``: dense layers between the cut and the head that were
-    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``notes``: why
-    the cut is not lower, and what else to know.
+    in :class:`~leakscope.equations.head_solution.HeadSolution`. ``peeled``: dense layers between the cut and the head
+    that were solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves.
+    ``notes``: why the cut is not lower, and what else to know.
     """
 
     layer: str
