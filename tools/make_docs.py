@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/*.md again: tables and texts that come from the code itself.
+"""Write the generated parts of docs/*.md and README.md again: what comes from the code, and from committed figures.
 
     python tools/make_docs.py            write
     python tools/make_docs.py --check    exit code 1, and which pages, if something is out of date
@@ -39,7 +39,9 @@ from leakscope.models import MODELS
 from leakscope.papers import PAPERS
 from leakscope.results import Policy
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
+BENCHMARKS = ROOT / "benchmarks"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STANDARD = {"gradient": "gradients", "weight_delta": "weight updates", "rounds": "vertical learning"}
 
@@ -200,12 +202,22 @@ def executors() -> str:
 
 
 def rooms() -> str:
-    return sibling("rooms").drawing()
+    return script(Path(__file__).with_name("rooms.py")).drawing()
 
 
-def sibling(name: str) -> ModuleType:
-    """Another script of this folder."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+def strength() -> str:
+    table = script(BENCHMARKS / "strength_table.py")
+    return table.tables(table.read_rows(BENCHMARKS / "strength.jsonl"))
+
+
+def strength_summary() -> str:
+    table = script(BENCHMARKS / "strength_table.py")
+    return table.summary(table.read_rows(BENCHMARKS / "strength.jsonl"))
+
+
+def script(path: Path) -> ModuleType:
+    """A file of ours that is no part of the package, as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -256,6 +268,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "controls": controls,
     "executors": executors,
     "rooms": rooms,
+    "strength": strength,
+    "strength-summary": strength_summary,
 }
 
 
@@ -326,7 +340,7 @@ def regenerate(page: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     check = "--check" in arguments
     stale = []
-    for path in sorted(DOCS.glob("*.md")):
+    for path in PAGES:
         before = path.read_text(encoding="utf-8")
         after = regenerate(before)
         if after != before:

@@ -24,6 +24,7 @@ _NAMES = {
     "Channel": "leakscope.contracts.channel",
     "Defense": "leakscope.contracts.defense",
     "Diagnosis": "leakscope.contracts.reconstruction",
+    "Embedding": "leakscope.equations.embedding",
     "FedAvg": "leakscope.federation",
     "FedSGD": "leakscope.federation",
     "FederatedTraining": "leakscope.federation",
@@ -40,6 +41,7 @@ _NAMES = {
     "build_model": "leakscope.models",
     "diagnose": "leakscope.limits",
     "load_data": "leakscope.data",
+    "recover_embedding": "leakscope.equations.embedding",
     "setting": "leakscope.contracts.settings",
 }
 _ROOMS = (

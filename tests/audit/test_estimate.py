@@ -62,6 +62,14 @@ def estimated(events: list[dict[str, Any]]) -> dict[str, Any]:
     return event
 
 
+def test_an_estimate_beyond_the_budget_says_so_in_one_line(clock: Any, tmp_path: Path) -> None:
+    told = estimated(events_of(tmp_path / "short", attacks=[Plodding(pace=0.5)], budget="3m"))
+    assert (told["seconds"], told["budget"]) == (pytest.approx(4 * 101 * 0.5), 180.0)
+    assert told["advice"].startswith("That is longer than the budget of 3 m: what is not begun by then is left")
+    told = estimated(events_of(tmp_path / "long", attacks=[Plodding(pace=0.5)], budget="4m"))
+    assert told["advice"] is None
+
+
 def test_steps_times_jobs(clock: Any, tmp_path: Path) -> None:
     events = events_of(tmp_path, attacks=[Plodding(pace=0.5), Plodding(pace=0.25, iterations=40)])
     told = estimated(events)

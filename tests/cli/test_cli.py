@@ -97,6 +97,7 @@ def test_running_again_resumes_and_says_so(finished) -> None:
         (["audit", "--examples", "0"], "examples"),
         (["audit", "--frobnicate"], "frobnicate"),
         (["audit", "spec.yaml", "--threads", "2"], "threads: the store has 1, now 2"),
+        (["audit", "spec.yaml", "--budget", "soon"], "budget: expected a time such as 90s, 10m or 1h30m, or seconds"),
     ],
 )
 def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arguments, words, finished) -> None:
@@ -120,6 +121,22 @@ def test_an_option_changes_one_limit_of_the_policy_not_all(finished) -> None:
     result = leakscope("audit", "policy.yaml", "--max-psnr", "400", "--out", "run", cwd=finished)
     assert result.returncode == 1, result.stderr
     assert "SSIM" in result.stdout
+
+
+def test_a_budget_that_ends_is_told_and_the_same_command_goes_on(finished) -> None:
+    command = ["audit", "spec.yaml", "--out", "short"]
+    first = leakscope(*command, "--budget", "0.000001s", cwd=finished)  # of the many jobs one is always begun
+    assert first.returncode == 5, first.stderr
+    assert "Verdict: NOTHING AUDITED" in first.stdout
+    told = " ".join(first.stdout.split())
+    assert "ended before 4 of 4 attempts were made" in told
+    assert "Raise --budget, or run the same command again: what is done is kept" in told
+    rest = leakscope(*command, "--budget", "1h30m", cwd=finished)
+    assert rest.returncode == 1, rest.stderr
+    assert "resuming: 1 of " in rest.stderr
+    assert "budget" not in rest.stdout
+    with Store.open(finished / "short") as store:
+        assert store.meta("spec")["budget"] == 5400.0
 
 
 def test_usage_errors_do_not_create_a_folder(tmp_path) -> None:

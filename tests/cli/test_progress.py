@@ -134,6 +134,19 @@ def test_time_left_follows_the_estimate_first_and_the_pace_later() -> None:
     assert tally.remaining is None
 
 
+def test_no_more_time_is_left_than_the_budget_allows() -> None:
+    now = 0.0
+    tally = Tally(lambda: now)
+    tally.take({"event": "planned", "total": 10, "finished": 0})
+    told = {"event": "estimated", "seconds": 100.0, "jobs": 10, "by_attack": {}, "advice": None, "budget": 30.0}
+    tally.take(told)
+    assert tally.remaining == 30.0
+    now = 10.0
+    assert tally.left() == "about 20 s left"
+    now = 40.0
+    assert tally.remaining == 0.0
+
+
 def test_a_job_in_few_words() -> None:
     pruning = "GradientPruning(fraction=0.9, scope='tensor')"
     assert job_name(job(defense=pruning)) == "dlg, GradientPruning(fraction=0.9)"

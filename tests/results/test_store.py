@@ -295,6 +295,8 @@ def test_deleted_and_damaged_files_are_named(tmp_path: Path) -> None:
         ("policy", '{"x": 1}'),
         ("plan", '{"settings": [1]}'),
         ("plan", '{"total": "x"}'),
+        ("plan", '{"examples": "x"}'),
+        ("plan", '{"settings": [{"protocol": "p", "defense": "d", "jobs": 1, "findings": -1}]}'),
     ],
 )
 def test_damaged_meta_is_told_in_one_line(tmp_path: Path, key: str, value: str) -> None:

@@ -358,6 +358,28 @@ def test_labels_leak_against_their_limit_and_chance(
     assert bool(setting.remarks) == (policy == {} and named == [True, True])
 
 
+@pytest.mark.parametrize("measure", ["identified", "label_correct"])
+@pytest.mark.parametrize(("right", "outcome"), [(1, "inconclusive"), (2, "inconclusive"), (3, "leaks")])
+def test_shares_in_an_unfinished_audit_are_of_all_that_was_planned(measure: str, right: int, outcome: str) -> None:
+    limit = {"identified": "max_identification", "label_correct": "max_label_accuracy"}[measure]
+    rows = [make(index, 9, index=index, **{measure: True}) for index in range(right)]
+    setting = {"protocol": SGD, "defense": "none", "jobs": 4}
+    plan = {"settings": [setting], "total": 4, "examples": 4, "label_chance": 0.1, "budget": "10 m"}
+    verdict = judge(rows, {limit: 0.5}, plan)
+    assert verdict.outcome == outcome
+    late = f"the budget of 10 m ended before {4 - right} of 4 attempts were made"
+    assert any(reason.text.endswith(late) and "Raise --budget" in reason.remedy for reason in verdict.reasons)
+
+
+def test_a_finding_that_was_planned_and_not_made_is_no_pass() -> None:
+    rows = [make(0, 9), control(1), planted(2)]
+    setting = {"protocol": SGD, "defense": "none", "jobs": 1}
+    assert judge(rows, None, {"settings": [setting], "total": 3}).outcome == "within policy"
+    missing = judge(rows, None, {"settings": [{**setting, "findings": 1}], "total": 3})
+    assert missing.outcome == "inconclusive"
+    assert "1 finding missing" in str(missing)
+
+
 def test_labels_that_the_adversary_knows_do_not_leak() -> None:
     rows = [make(0, 9, label_correct=True, labels="yes"), control(1), planted(2)]
     verdict = judge(rows, {"max_label_accuracy": 0.5})

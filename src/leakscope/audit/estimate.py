@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leakscope.audit.attempts import Bench
+from leakscope.audit.budget import span
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
 
@@ -137,9 +138,16 @@ def estimate(setup: Setup, jobs: Sequence[Job], trials: Mapping[str, Trial | Non
     seconds = sum(by_attack.values())
     count = sum(job.attack is not None for job in jobs)
     advice = None
-    if longest is not None and seconds > LONG_SECONDS:
+    budget = setup.spec.budget
+    if budget is not None and seconds > budget:
+        advice = (
+            f"That is longer than the budget of {span(budget)}: what is not begun by then is left for the next run of "
+            "the same command."
+        )
+    elif longest is not None and seconds > LONG_SECONDS:
         advice = _advice(longest[1], longest[2], findings=any(job.finding is not None for job in jobs))
-    return {"event": "estimated", "seconds": seconds, "jobs": count, "by_attack": by_attack, "advice": advice}
+    told = {"seconds": seconds, "jobs": count, "by_attack": by_attack, "advice": advice, "budget": budget}
+    return {"event": "estimated", **told}
 
 
 def _advice(name: str, trial: Trial, findings: bool) -> str:
@@ -150,6 +158,6 @@ def _advice(name: str, trial: Trial, findings: bool) -> str:
     theory = " Theory takes extra time; --no-findings leaves it out." if findings else ""
     return (
         f"Most of it is {name}{steps}. To shorten it: {shorter}fewer examples (--examples) or seeds, inputs of a "
-        f"smaller size, fewer attacks or defences, or more --workers.{theory} What is done is kept, and more can be "
-        "added later."
+        f"smaller size, fewer attacks or defences, more --workers, or a --budget.{theory} What is done is kept, and "
+        "more can be added later."
     )

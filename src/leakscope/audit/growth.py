@@ -7,6 +7,7 @@ those of an earlier run that never finished still missed.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -91,22 +92,27 @@ class Plan:
         }
 
     def summary(self, setup: Setup) -> dict[str, Any]:
-        """How many attempts and controls there are, in all and per setting, so that missing ones are noticed.
+        """How many attempts, controls and findings there are, in all and per setting, so that missing ones are noticed.
 
         ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the
         share of the most frequent label, which a guess from no information names.
         """
         counts: dict[tuple[str, str], int] = {}
+        theory: Counter[tuple[str, str]] = Counter()
         for job in self.jobs:
-            if job.control is None and job.finding is None and job.defense is not None:
+            if job.control is None and job.defense is not None:
                 cell = self.axes["protocols"][job.protocol], self.axes["defenses"][job.defense]
-                counts[cell] = counts.get(cell, 0) + 1
+                counts[cell] = counts.get(cell, 0) + (job.finding is None)
+                theory[cell] += job.finding is not None
         settings = [
-            {"protocol": p, "defense": d, "jobs": n, "has_floor": self.floors[p]} for (p, d), n in counts.items()
+            {"protocol": p, "defense": d, "jobs": n, "has_floor": self.floors[p], "findings": theory[p, d]}
+            for (p, d), n in counts.items()
         ]
         findings = sum(job.finding is not None for job in self.jobs)
         total = len(self.jobs) - findings
-        return {"total": total, "findings": findings, "settings": settings, "label_chance": label_chance(setup)}
+        examples = self.axes["examples"]
+        facts = {"total": total, "findings": findings, "settings": settings, "examples": examples}
+        return {**facts, "label_chance": label_chance(setup)}
 
 
 def grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from leakscope import __version__
+from leakscope.attacks import ATTACKS
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.setup import Setup, tensor_bytes
@@ -186,6 +187,26 @@ def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
     for job in jobs:
         groups.setdefault(client_of(setup, job), []).append(job)
     return list(groups.values())
+
+
+def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
+    """The jobs as a time budget wants them, each a group of its own, so that they are begun in this order.
+
+    Guesses without an attack; then attack by attack, in the order of the table: of one example after the other its
+    controls, then every setting, and further seeds only after all examples. Findings are last. Controls go before the
+    attempts that are compared with them, so that a leak which was seen stays one when more is run.
+    """
+    spec, table = setup.spec, list(ATTACKS)
+    ranks = [table.index(part.name) if part.name in table else len(table) for part in spec.attacks]
+
+    def order(job: Job) -> tuple[int, ...]:
+        seed = spec.seeds.index(job.seed) if job.control is None else 0
+        if job.attack is None:
+            stage = -1 if job.finding is None else len(table) + 1
+            return stage, 0, seed, job.batch, 0, job.position
+        return ranks[job.attack], job.attack, seed, job.batch, int(job.control is None), job.position
+
+    return [[job] for job in sorted(jobs, key=order)]
 
 
 def describe(setup: Setup, job: Job) -> JobRecord:

@@ -14,9 +14,10 @@ from typing import Any
 
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
+from leakscope.audit.budget import Budget, span
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.growth import Plan, grown_spec, grown_statements
-from leakscope.audit.plan import Job, describe, grouped, identity, make_plan
+from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
 from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
@@ -89,7 +90,7 @@ def audit(
     ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader,
     and protocols, defences and attacks their objects. ``value_range`` is the box of valid inputs of such data,
     ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
-    policy, executor, ...
+    policy, executor, budget, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
     result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
     see :func:`run_spec`.
@@ -125,8 +126,8 @@ def run_spec(
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
-    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice"}; the
-      advice is None unless it will take long;
+    - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice",
+      "budget"}; the advice is None unless it will take long;
     - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
       "status", "seconds", "error", "psnr", "completed", "total"}, each with "key", "position" and "job" as in the
       store, whose "finding" is the kind of finding where it is no attempt.
@@ -146,7 +147,8 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
     setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    executor: Executor = EXECUTORS.target(spec.executor)(spec.workers, spec.timeout, progress is not None)
+    limits = spec.workers, spec.timeout, progress is not None, Budget(spec.budget)
+    executor: Executor = EXECUTORS.target(spec.executor)(*limits)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
@@ -300,4 +302,8 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
 
     if progress is not None:
         progress({"event": "planned", "total": len(jobs), "finished": completed})
-    executor.run(setup, grouped(setup, todo), emit=emit, record=record)
+    budget = setup.spec.budget
+    groups = grouped(setup, todo) if budget is None else in_turn(setup, todo)
+    executor.run(setup, groups, emit=emit, record=record)
+    if budget is not None and completed < len(jobs):
+        store.set_meta("plan", {**store.meta("plan"), "budget": span(budget)})

@@ -15,6 +15,7 @@ from pydantic import AfterValidator, BeforeValidator, ValidationError, Validatio
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
+from leakscope.audit.budget import seconds_of
 from leakscope.audit.parts import Part
 from leakscope.audit.sections import DataSpec, ModelSpec, Strict, TrainingSpec, key, whole_training
 from leakscope.audit.yaml_text import SpecError, read_yaml
@@ -242,6 +243,11 @@ class AuditSpec(Strict):
     workers: int | None = key("parallel jobs; default: processors divided by `threads`", None, ge=1, le=1024)
     timeout: float | None = key(
         "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0, le=10**7
+    )
+    budget: Annotated[float | None, BeforeValidator(seconds_of)] = key(
+        "time after which no further job is begun (`90s`, `10m`, `1h30m` or seconds); the same command again goes on "
+        "with what is left; default: all are run",
+        None,
     )
 
     @classmethod

@@ -69,6 +69,7 @@ def audit(
     workers: Annotated[int | None, _help("workers")] = None,
     threads: Annotated[int | None, _help("threads")] = None,
     device: Annotated[str | None, _help("device")] = None,
+    budget: Annotated[str | None, _help("budget")] = None,
     serial: Annotated[bool, typer.Option("--serial", help="Run jobs in this process, one after another.")] = False,
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
@@ -104,6 +105,7 @@ def audit(
         "findings": findings,
         "workers": workers,
         "threads": threads,
+        "budget": budget,
         "device": device,
         "pictures": pictures,
         "show_names": show_names,

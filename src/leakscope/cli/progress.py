@@ -41,6 +41,7 @@ class Tally:
         self.best: float | None = None
         self.running: dict[str, Event] = {}
         self.estimate: float | None = None
+        self.budget: float | None = None
         self.since = clock()
 
     def take(self, event: Event) -> None:
@@ -50,6 +51,7 @@ class Tally:
             self.at_start, self.since = self.completed, self._clock()
         elif kind == "estimated":
             self.estimate, self.since = event["seconds"], self._clock()
+            self.budget = event.get("budget")
         elif kind == "started" or kind == "advanced":
             self.running[event["key"]] = event
         elif kind == "finished":
@@ -72,7 +74,11 @@ class Tally:
 
     @property
     def remaining(self) -> float | None:
-        """Seconds left: the estimate at first, and the more is done the more by the pace so far."""
+        """Seconds left: the estimate at first, and the more is done the more by the pace so far; within the budget."""
+        left = self._without_budget()
+        return left if left is None or self.budget is None else min(left, max(self.budget - self.elapsed, 0.0))
+
+    def _without_budget(self) -> float | None:
         share, elapsed = self.share, self.elapsed
         if share >= 1:
             return None

@@ -240,7 +240,7 @@ class _Reader:
     def _piece(self, node: fx.Node) -> Operation | Activation | None:
         """What a node does to the values of an example; None where they stay as they are."""
         module = _module_of(node, self.model)
-        if _passes(node, module):
+        if passes(node, module):
             if math.prod(shape_before(node)) != math.prod(shape_of(node)):
                 raise Unsupported(f"{label(node, self.graph)} mixes the examples of a batch")
             return None
@@ -293,7 +293,7 @@ def _check_weights(stages: Iterable[Stage]) -> None:
         raise Unsupported("the model has no layer with weights")
 
 
-def _passes(node: fx.Node, module: nn.Module | None) -> bool:
+def passes(node: fx.Node, module: nn.Module | None) -> bool:
     """Whether the values of an example come out as they went in, in the same order."""
     if module is not None:
         return type(module) in _PASSED

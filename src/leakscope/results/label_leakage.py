@@ -22,22 +22,29 @@ class LabelLeakage:
 
     ``accuracy`` is the share that one attack with one seed names, the best of them; ``chance`` is the share of the most
     frequent label, or what attacks name where the update is noise. Both NaN where the adversary knows the labels.
+    ``certain`` is the share if every example that was not attacked yet is named wrong.
     """
 
     accuracy: float = NAN
     chance: float = NAN
+    certain: float = NAN
 
     @classmethod
-    def of(cls, done: list[Row], chance: float) -> Self:
+    def of(cls, done: list[Row], chance: float, examples: int = 0) -> Self:
+        """Of these rows; with ``examples`` of at least so many examples, some of them not attacked yet."""
         named: dict[tuple[str, int], list[float]] = defaultdict(list)
         for row in done:
             if row.job.knowledge.get("labels") != "yes":
                 named[row.job.attack, row.job.seed] += [example.value("label_correct") for example in row.examples]
-        return cls(highest(map(mean, named.values())), chance) if named else cls()
+        if not named:
+            return cls()
+        right = {attempt: [value for value in values if not math.isnan(value)] for attempt, values in named.items()}
+        certain = [math.fsum(values) / max(len(values), examples) for values in right.values() if values]
+        return cls(highest(map(mean, named.values())), chance, highest(certain))
 
     def leaks(self, policy: Policy) -> list[Reason]:
         limit = policy.max_label_accuracy
-        if limit is None or not self.accuracy > limit or self.accuracy <= self.chance:
+        if limit is None or not self.certain > limit or self.certain <= self.chance:
             return []
         return [Reason(f"{self._words()}; the limit is {limit:.0%}")]
 

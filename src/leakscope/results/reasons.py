@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 AGAIN = "Run the same command again: what is done stays"
+MORE_TIME = "Raise --budget, or run the same command again: what is done is kept"
 OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
 
 

@@ -14,7 +14,7 @@ from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, OTHER_ATTACKS, Reason
+from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
 from leakscope.results.records import NAN, ExampleRecord, Row, best, counted, highest, mean
 from leakscope.results.strength import MORE_STEPS, AttackStrength, gap_doubt
 
@@ -105,6 +105,20 @@ class SettingVerdict:
         return [Reason(f"{place}: {reason.text}", reason.remedy) for reason in self.reasons]
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What was planned for a setting: attempts, the examples they are on, and findings; 0 where nobody says.
+
+    ``budget``: the time budget that ended before all of it was begun, in words.
+    """
+
+    attempts: int
+    examples: int = 0
+    findings: int = 0
+    findings_missing: int = 0
+    budget: str | None = None
+
+
 class Setting:
     """The rows of one setting, and what speaks against it and against our being sure."""
 
@@ -116,11 +130,12 @@ class Setting:
         strength: AttackStrength,
         allowed: float,
         policy: Policy,
-        missing: int,
+        expected: Expected,
         label_chance: float,
     ) -> None:
         self.protocol, self.defense = cell
-        self.rows, self.policy, self.missing = rows, policy, missing
+        self.rows, self.policy, self.expected = rows, policy, expected
+        self.missing = max(0, expected.attempts - len(rows))
         self.baselines, self.strength, self.allowed = baselines, strength, allowed
         self.done = [row for row in rows if row.status == "done"]
         self.tries: dict[int, list[StrongestExample]] = defaultdict(list)
@@ -132,9 +147,12 @@ class Setting:
         self.recognised = {index: any(e.identified for e in tries) for index, tries in self.tries.items()}
         measured = [e for e in self.strongest if e.identified is not None]
         self.identification = mean([float(self.recognised[e.index]) for e in measured])
+        # Of shares, what is still missing might lower them: by the limits they are shares of all that was planned.
+        least = expected.examples if self.missing else 0
+        certain = sum(self.recognised[e.index] for e in measured) / max(len(measured), least, 1)
         limit = policy.max_identification
-        self.identified_too_often = limit is not None and self.identification > limit
-        self.labels = LabelLeakage.of(self.done, label_chance)
+        self.identified_too_often = limit is not None and certain > limit
+        self.labels = LabelLeakage.of(self.done, label_chance, least)
         self.flags = sorted({flag for row in self.done for flag in row.flags})
         self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
 
@@ -267,8 +285,9 @@ class Setting:
         unmeasured = sum(math.isnan(t.psnr) for tries in self.tries.values() for t in tries)
         # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
         starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in self.rows)
+        waiting = self.missing and self.expected.budget is not None and not self.rows
         doubts = {
-            Reason(NO_RESULT, OTHER_ATTACKS): not self.done,
+            Reason(NO_RESULT, OTHER_ATTACKS): not self.done and not waiting,
             Reason(
                 f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)",
                 "Lower the attack's learning rate, or use dtype: float64",
@@ -280,9 +299,21 @@ class Setting:
                 f"{counted(starved, 'job')} refused for want of knowledge",
                 "Grant what they ask for (knowledge), or leave these attacks out",
             ): starved,
-            Reason(f"{counted(self.missing, 'job')} missing", AGAIN): self.missing,
         }
-        return [doubt for doubt, raised in doubts.items() if raised]
+        return [*(doubt for doubt, raised in doubts.items() if raised), *self._doubts_of_what_is_missing()]
+
+    def _doubts_of_what_is_missing(self) -> list[Reason]:
+        """Jobs that were planned and not begun, and why."""
+        expected, untold = self.expected, self.expected.findings_missing
+        findings = counted(untold, "finding")
+        if expected.budget is None:
+            jobs, theory, remedy = f"{counted(self.missing, 'job')} missing", f"{findings} missing", AGAIN
+        else:
+            late, remedy = f"the budget of {expected.budget} ended before", MORE_TIME
+            jobs = f"{late} {self.missing} of {expected.attempts} attempts were made"
+            theory = f"{late} {findings} {'was' if untold == 1 else 'were'} made"
+        told = ((self.missing, jobs), (untold, theory))
+        return [Reason(text, remedy) for count, text in told if count]
 
     def _flag_doubt(self, flag: str) -> Reason:
         count = sum(flag in row.flags for row in self.done)

@@ -360,14 +360,14 @@ def _check(path: Path) -> None:
 
 
 def _is_plan(plan: Mapping[str, Any]) -> bool:
-    settings, total = plan.get("settings", []), plan.get("total", 0)
-    return is_whole(total, 0) and isinstance(settings, list) and all(map(_is_setting, settings))
+    settings, counts = plan.get("settings", []), (plan.get("total", 0), plan.get("examples", 0))
+    return all(is_whole(n, 0) for n in counts) and isinstance(settings, list) and all(map(_is_setting, settings))
 
 
 def _is_setting(entry: Any) -> bool:
     facts = mapping(entry)
     named = isinstance(facts.get("protocol"), str) and isinstance(facts.get("defense"), str)
-    return named and is_whole(facts.get("jobs"), 0)
+    return named and is_whole(facts.get("jobs"), 0) and is_whole(facts.get("findings", 0), 0)
 
 
 @cache

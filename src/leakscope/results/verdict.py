@@ -9,6 +9,7 @@ that could not be computed, a wide gap to what theory allows, and defences that 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,9 +18,9 @@ from typing import Any
 
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, OTHER_ATTACKS, Reason
+from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
 from leakscope.results.records import NAN, FindingRow, Row, counted, number
-from leakscope.results.setting_verdict import NO_RESULT, Outcome, Setting, SettingVerdict, StrongestExample
+from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
 
@@ -61,7 +62,7 @@ def judge(
     With ``plan`` (the store's, or a number of jobs) missing jobs are noticed.
     """
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
-    rows = list(rows)
+    rows, findings = list(rows), list(findings)
     total, cells, with_floor = _expectations(rows, plan)
     floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
@@ -70,17 +71,18 @@ def judge(
         controls = [row for row in rows if not row.counts and row.job.protocol == protocol]
         baselines = Baselines(controls)
         strength = AttackStrength.of(protocol, rows, baselines, limits, floors, protocol in with_floor)
-        for cell, count in cells.items():
+        for cell, expected in cells.items():
             if cell[0] == protocol:
                 attempts = [row for row in rows if row.counts and row.job.setting == cell]
-                missing = max(0, count - len(attempts))
+                told = sum(finding.setting == cell for finding in findings)
+                expected = dataclasses.replace(expected, findings_missing=max(0, expected.findings - told))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
-                setting = Setting(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, missing, chance)
+                setting = Setting(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
                 settings.append(setting.verdict())
     order = list(cells)
     settings.sort(key=lambda setting: order.index((setting.protocol, setting.defense)))
     reasons = [reason for setting in settings for reason in setting.named_reasons]
-    doubts = _doubts_of_all(rows, total, settings)
+    doubts = _doubts_of_all(rows, total, settings, _ended_budget(plan))
     every = [example for setting in settings for example in setting.examples]
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
@@ -92,7 +94,7 @@ def judge(
     return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst)
 
 
-def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict]) -> list[Reason]:
+def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
     """Doubts that belong to no one setting."""
     broken = sum(row.status == "failed" for row in rows if not row.counts)
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
@@ -100,13 +102,22 @@ def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict]) 
     if broken:
         doubts.append(Reason(f"{counted(broken, 'control job')} failed", AGAIN))
     if missing:
-        doubts.append(Reason(f"{missing} of {max(total, len(rows) + missing)} jobs have not been run", AGAIN))
+        count = f"{missing} of {max(total, len(rows) + missing)} jobs"
+        told = Reason(f"{count} have not been run", AGAIN)
+        ended = Reason(f"the budget of {budget} ended before {count} were run, controls included", MORE_TIME)
+        doubts.append(told if budget is None else ended)
     return doubts
+
+
+def _ended_budget(plan: Mapping[str, Any] | int | None) -> str | None:
+    """The time budget that ended before all jobs were begun, in words."""
+    budget = plan.get("budget") if isinstance(plan, Mapping) else None
+    return budget if isinstance(budget, str) else None
 
 
 def _expectations(
     rows: list[Row], plan: Mapping[str, Any] | int | None
-) -> tuple[int, dict[tuple[str, str], int], set[str]]:
+) -> tuple[int, dict[tuple[str, str], Expected], set[str]]:
     """How many jobs there should be, in all and per setting, and the protocols of which theory can say something.
 
     Without a plan the rows' own grid is the guide.
@@ -123,6 +134,13 @@ def _expectations(
     entries = plan.get("settings", []) if isinstance(plan, Mapping) else []
     if isinstance(plan, Mapping):
         total = max(total, int(plan.get("total", 0)))
-    cells = {(entry["protocol"], entry["defense"]): int(entry["jobs"]) for entry in entries}
+    examples = int(plan.get("examples", 0)) if isinstance(plan, Mapping) else 0
+    budget = _ended_budget(plan)
+    cells = {
+        (entry["protocol"], entry["defense"]): Expected(
+            int(entry["jobs"]), examples=examples, findings=int(entry.get("findings", 0)), budget=budget
+        )
+        for entry in entries
+    }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
-    return total, {**dict.fromkeys(grid, widest), **cells}, with_floor
+    return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from leakscope.audit.attempts import Advance, Outcome
+from leakscope.audit.budget import Budget
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
 
@@ -30,11 +31,13 @@ class Executor(ABC):
     """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
 
     ``estimates``: somebody wants to know beforehand how long it will take (``audit/estimate.py``).
+    ``budget`` is to be asked before each job; what it does not allow any more is left for another run.
     """
 
     workers: int | None = None
     timeout: float | None = None
     estimates: bool = False
+    budget: Budget = field(default_factory=Budget)
 
     def check(self, setup: Setup) -> None:
         """ExecutorError, before anything is written, where this audit cannot run here."""
@@ -42,12 +45,14 @@ class Executor(ABC):
 
     @abstractmethod
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
-        """Do all jobs. Those of a group are on one client, so they are best done one after another in one place.
+        """Do all jobs within the budget, and begin them in this order where there is one.
+
+        Those of a group are on one client, so they are best done one after another in one place.
 
         Side by side only in processes: torch's random numbers and its forward mode are shared by all threads of one.
 
         ``emit`` is told of each job that starts and advances, and of an estimate; ``record`` is called in the audit's
-        own process, once for each job, whatever became of it.
+        own process, once for each job that was begun, whatever became of it.
         """
 
 

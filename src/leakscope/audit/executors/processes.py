@@ -21,6 +21,7 @@ from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from leakscope.audit.attempts import Outcome
+from leakscope.audit.budget import Budget
 from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
 from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.executors.worker import inheritance, interrupts_held_back, serve
@@ -42,7 +43,7 @@ class Processes(Executor):
             return
         jobs = sum(len(group) for group in groups)
         workers = self.workers or default_workers(setup.spec.threads)
-        crew = _Crew(setup, pack(setup), groups, self.timeout, emit, record)
+        crew = _Crew(setup, pack(setup), groups, self.timeout, self.budget, emit, record)
         crew.work(min(workers, jobs), self.estimates)
 
 
@@ -85,11 +86,12 @@ class _Crew:
         packed: bytes,
         groups: Sequence[Sequence[Job]],
         timeout: float | None,
+        budget: Budget,
         emit: Emit,
         record: Record,
     ) -> None:
         self._setup, self._packed, self._threads, self._timeout = setup, packed, setup.spec.threads, timeout
-        self._emit, self._record = emit, record
+        self._budget, self._emit, self._record = budget, emit, record
         self._jobs = [job for group in groups for job in group]
         self._waiting = deque(deque(group) for group in groups)
         self._workers: list[_Worker] = []
@@ -170,12 +172,20 @@ class _Crew:
         if not self._estimated:
             self._try_out(worker)
             return
+        if not self._budget.allows():
+            self._leave_the_rest()
         job = self._next(worker)
         if job is None:
             return
         worker.job, worker.since = job, time.monotonic()
         self._emit({"event": "started", "job": worker.job})
         self._send(worker, "run", job)
+
+    def _leave_the_rest(self) -> None:
+        """Begin nothing more; what is under way gets to end."""
+        self._waiting.clear()
+        for worker in self._workers:
+            worker.group.clear()
 
     def _send(self, worker: _Worker, kind: str, job: Job) -> None:
         # If it died just now its sentinel tells so, and the job is recorded then.
@@ -184,7 +194,7 @@ class _Crew:
 
     def _try_out(self, worker: _Worker) -> None:
         """Have it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
-        self._try_until = min(self._try_until, time.monotonic() + ALL_SECONDS)
+        self._try_until = min(self._try_until, time.monotonic() + self._budget.trial_seconds(ALL_SECONDS))
         if self._to_try and time.monotonic() < self._try_until:
             worker.trial, worker.since = self._to_try.popleft(), time.monotonic()
             self._send(worker, "try", worker.trial)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -24,17 +23,18 @@ class Serial(Executor):
         bench = Bench(setup)
         try:
             jobs = [job for group in groups for job in group]
-            if self.estimates and trial_jobs(jobs):
-                emit(_estimate(setup, jobs))
-            for group in groups:
-                for job in group:
-                    emit({"event": "started", "job": job})
-                    record(job, bench.run(job, throttled(job, emit)))
+            if self.estimates:
+                self._estimate(setup, jobs, emit)
+            for job in jobs:
+                if not self.budget.allows():
+                    break
+                emit({"event": "started", "job": job})
+                record(job, bench.run(job, throttled(job, emit)))
         finally:
             torch.set_num_threads(before)
 
-
-def _estimate(setup: Setup, jobs: Sequence[Job]) -> dict[str, Any]:
-    until = time.monotonic() + ALL_SECONDS
-    trials = {job.key: try_out(setup, job) for job in trial_jobs(jobs) if time.monotonic() < until}
-    return estimate(setup, jobs, trials, workers=1)
+    def _estimate(self, setup: Setup, jobs: Sequence[Job], emit: Emit) -> None:
+        until = time.monotonic() + self.budget.trial_seconds(ALL_SECONDS)
+        trials = {job.key: try_out(setup, job) for job in trial_jobs(jobs) if time.monotonic() < until}
+        if trials:
+            emit(estimate(setup, jobs, trials, workers=1))

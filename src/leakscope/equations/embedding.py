@@ -1,0 +1,219 @@
+"""What the last linear layers of a model leak by themselves: each example's features in front of them, with a
+certificate.
+
+The head's gradient gives each example's output gradient and features (equations/head.py), and where dense layers lie
+below, the same of each of them in turn (equations/dense.py). The lowest layer that is reached is the cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.task import Classification
+from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
+from leakscope.equations.head import solve_head
+from leakscope.equations.head_solution import HeadRefused, HeadSolution
+from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
+from leakscope.labels.dummies import dummy_inputs
+from leakscope.network.dense_path import DensePath, dense_path
+from leakscope.network.layers import Head, find_head
+from leakscope.network.recorder import probe
+
+#: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
+LOOSEST = 0.03
+
+
+@dataclass(frozen=True, eq=False)
+class Embedding:
+    """The inputs of ``layer``, the cut, for each of n examples, in the order of ``labels``.
+
+    ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
+    every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut.
+    ``output_gradients``, ``labels``, ``losses``, ``residual`` (the certificate), ``error``, ``exact`` and ``scale``: as
+    in :class:`~leakscope.equations.head_solution.HeadSolution`. ``peeled``: dense layers between the cut and the head
+    that were solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves.
+    ``notes``: why the cut is not lower, and what else to know.
+    """
+
+    layer: str
+    features: Tensor
+    adjoints: Tensor
+    output_gradients: Tensor
+    labels: Tensor | None
+    losses: Tensor | None
+    residual: float
+    error: float
+    exact: bool
+    scale: float = 1.0
+    peeled: tuple[str, ...] = ()
+    reaches_input: bool = False
+    notes: tuple[str, ...] = ()
+
+
+def recover_embedding(
+    observation: Observation, generator: torch.Generator | None = None, *, peel: bool = True
+) -> Embedding:
+    """Each example's features at the lowest cut that stays exact, or HeadRefused with what the adversary saw instead.
+
+    ``generator`` draws the starts of the search; without one a fixed seed is used. ``peel``: continue below the head.
+
+    >>> from torch import nn
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    >>> x, y = torch.rand((2, 1, 2, 2), generator=draws), torch.tensor([2, 0])
+    >>> loss = nn.functional.cross_entropy(net(x), y)
+    >>> update = dict(zip(("1.weight", "1.bias"), torch.autograd.grad(loss, list(net.parameters()))))
+    >>> seen = Observation.from_update(net, update, input_shape=(1, 2, 2), num_classes=3, num_examples=2)
+    >>> found = recover_embedding(seen, draws)
+    >>> found.layer, found.reaches_input, found.labels.tolist()
+    ('1', True, [0, 2])
+    """
+    head = _observed_head(observation)
+    solution = _solve(observation, head, generator or torch.Generator().manual_seed(0))
+    if solution.features is None:
+        raise HeadRefused("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
+    weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
+    path = dense_path(observation.model, head.module_name)
+    at_head = Embedding(
+        layer=head.module_name,
+        features=solution.features,
+        adjoints=solution.output_gradients @ weight,
+        output_gradients=solution.output_gradients,
+        labels=solution.labels,
+        losses=solution.losses,
+        residual=solution.residual,
+        error=solution.error,
+        exact=solution.exact,
+        scale=solution.scale,
+        reaches_input=path.reads_input[0],
+        notes=solution.notes,
+    )
+    return _peeled(observation, at_head, path) if peel else at_head
+
+
+def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embedding:
+    """The embedding as far down as each dense layer's certificate holds."""
+    parameters = {id(parameter): name for name, parameter in observation.model.named_parameters()}
+    update, reason = observation.message.update, path.reason
+    tolerance = max(TOLERANCE, min(3 * found.residual, LOOSEST))
+    for number, step in enumerate(path.steps, start=1):
+        layer = observation.model.get_submodule(step.name)
+        assert isinstance(layer, nn.Linear)
+        names = [None if value is None else parameters.get(id(value)) for value in (layer.weight, layer.bias)]
+        gradient, sums = (None if name is None else update.get(name) for name in names)
+        if gradient is None:
+            reason = f"{step.name!r} is frozen: the update says nothing of it"
+            break
+        try:
+            below = peel_dense(
+                layer.weight,
+                layer.bias,
+                gradient,
+                sums,
+                step.activation,
+                found.features,
+                found.adjoints,
+                tolerance=tolerance,
+            )
+        except DenseRefused as error:
+            reason = f"{step.name!r} was not solved: {error}"
+            break
+        found = dataclasses.replace(
+            found,
+            layer=step.name,
+            features=below.inputs,
+            adjoints=below.adjoints,
+            residual=max(found.residual, below.residual),
+            peeled=(*found.peeled, step.name),
+            reaches_input=path.reads_input[number],
+        )
+    return dataclasses.replace(found, notes=(*found.notes, f"it ends at {found.layer!r}: {reason}"))
+
+
+def _observed_head(observation: Observation) -> Head:
+    if observation.has_rounds:
+        raise HeadRefused("the update is that of several rounds, or of batches of the examples")
+    if observation.num_examples is None:
+        raise HeadRefused("num_examples: expected a number, got None: how many examples there are decides what follows")
+    if len(observation.output_shape) != 1:
+        raise HeadRefused(f"the model's outputs are no row: their shape is {observation.output_shape}")
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError as error:
+        raise HeadRefused(str(error)) from error
+    if not head.last:
+        raise HeadRefused(f"something follows the last linear layer {head.module_name!r}, so its outputs are no logits")
+    if head.weight_name not in observation.message.update:
+        raise HeadRefused(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+    return head
+
+
+def _solve(observation: Observation, head: Head, generator: torch.Generator) -> HeadSolution:
+    """With the scale that the threat model grants; where this does not fit, with the scale as one more unknown."""
+    scale, _ = mean_gradient_scale(observation)
+    channel = observation.channel
+    clipped = channel is None or channel.clip is not None
+    if scale is not None and observation.reduction == "sum":
+        scale /= observation.num_examples or 1
+    refused: HeadRefused | None = None
+    best: HeadSolution | None = None
+    for factor in (scale, None) if scale is not None and clipped else (scale,):
+        try:
+            found = _with_scale(observation, head, factor, generator)
+        except HeadRefused as error:
+            refused = refused or error
+            continue
+        if found.exact:
+            return found
+        best = found if best is None or found.residual < best.residual else best
+    if best is None:
+        assert refused is not None
+        raise refused
+    return best
+
+
+def _with_scale(observation: Observation, head: Head, scale: float | None, generator: torch.Generator) -> HeadSolution:
+    update = observation.message.update
+    parameters = dict(observation.model.named_parameters())
+    labels, readings = _labels(observation, generator)
+    return solve_head(
+        parameters[head.weight_name],
+        observation.model.get_submodule(head.module_name).bias,  # type: ignore[arg-type]  # a linear layer's
+        update[head.weight_name],
+        None if head.bias_name is None else update.get(head.bias_name),
+        examples=observation.num_examples or 1,
+        labels=labels,
+        readings=readings,
+        nonnegative=_is_nonnegative(observation, head),
+        reduction=observation.reduction,
+        scale=scale,
+        cross_entropy=isinstance(observation.task, Classification),
+        generator=generator,
+    )
+
+
+def _labels(observation: Observation, generator: torch.Generator) -> tuple[Tensor | None, list[Tensor]]:
+    """Labels that are known, or readings of them."""
+    if not observation.task.has_classes:
+        return None, []
+    if observation.labels is not None:
+        return observation.labels, []
+    if observation.label_counts is not None:
+        return counts_to_labels(observation.label_counts.long()), []
+    try:
+        return None, [reading.labels for reading in label_candidates(observation, generator)]
+    except ValueError:
+        return None, []
+
+
+def _is_nonnegative(observation: Observation, head: Head) -> bool:
+    """Whether the head's inputs are never negative, as behind a ReLU, told from dummies."""
+    like = next(observation.model.parameters())
+    dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(like)
+    record = probe(observation.model, dummies, lambda name, _: name == head.module_name)
+    return bool((record.of(head.module_name)[-1].inputs >= 0).all())

@@ -1,0 +1,143 @@
+"""The dense layers that lead to the head, one behind the other, read from the model's symbolic trace.
+
+Between two of them only elementwise activations may stand, and what leaves values as they are; then what comes back to
+one layer's inputs is all that reaches the outputs of the layer before it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from leakscope.network.activations import Unsupported
+from leakscope.network.chain import passes
+from leakscope.network.paths import label, trace
+
+Elementwise = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class DenseStep:
+    """A dense layer below the head, and what becomes of its outputs on their way into the layer above, in float64."""
+
+    name: str
+    module: nn.Linear
+    activation: Elementwise
+
+
+@dataclass(frozen=True, eq=False)
+class DensePath:
+    """Dense layers from the head downwards (the head itself is not among them), and why there are no more.
+
+    ``reads_input``: for each number of layers taken, from none on, whether the inputs reached are the model's.
+    """
+
+    steps: tuple[DenseStep, ...]
+    reads_input: tuple[bool, ...]
+    reason: str
+
+
+def dense_path(model: nn.Module, head: str) -> DensePath:
+    """The dense layers below ``head``, for a model in evaluation mode; empty where its code cannot be traced.
+
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+    >>> path = dense_path(net, "3")
+    >>> [step.name for step in path.steps], path.reads_input, path.reason
+    (['1'], (False, True), 'the input is reached')
+    """
+    twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64)
+    try:
+        graph = trace(twin)
+        node = _only_call(graph, head)
+    except Unsupported as error:
+        return DensePath((), (False,), str(error))
+    steps: list[DenseStep] = []
+    reads: list[bool] = []
+    while True:
+        found = _below(graph, twin, node)
+        reads.append(found is None)
+        if found is None or isinstance(found, str):
+            return DensePath(tuple(steps), tuple(reads), found or "the input is reached")
+        step, node = found
+        steps.append(step)
+
+
+def _below(graph: fx.GraphModule, model: nn.Module, node: fx.Node) -> tuple[DenseStep, fx.Node] | str | None:
+    """The dense layer whose outputs a layer reads; None where it reads the input, else what stands in the way."""
+    between: list[Elementwise] = []
+    while True:
+        read = node.args[0] if node.args else None
+        if not isinstance(read, fx.Node):
+            return f"{label(node, graph)} does not read the layer before it alone"
+        node = read
+        if node.op == "placeholder":
+            return f"an activation stands between the input and {label(node, graph)}" if between else None
+        if sum(not _is_size(user) for user in node.users) != 1:
+            return f"{label(node, graph)} is used twice"
+        module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if isinstance(module, nn.Linear):
+            try:
+                _only_call(graph, str(node.target))
+            except Unsupported as error:
+                return str(error)
+            return DenseStep(str(node.target), module, _chained(between)), node
+        if passes(node, module):
+            continue
+        function = _function(node, module)
+        if not _is_elementwise(function):
+            return f"{label(node, graph)} is neither a dense layer nor an elementwise activation"
+        between.insert(0, function)
+
+
+def _only_call(graph: fx.GraphModule, name: str) -> fx.Node:
+    calls = [node for node in graph.graph.nodes if node.op == "call_module" and node.target == name]
+    weight = graph.get_submodule(name).weight
+    shared = sum(weight is parameter for module in graph.modules() for parameter in module.parameters(recurse=False))
+    if len(calls) != 1 or shared != 1:
+        raise Unsupported(f"layer {name!r} does not run once with weights of its own")
+    return calls[0]
+
+
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node asks for a size only, as ``x.view(x.size(0), -1)`` does."""
+    return (node.op == "call_method" and node.target in ("size", "dim")) or node.target is getattr
+
+
+def _function(node: fx.Node, module: nn.Module | None) -> Elementwise:
+    """What a node does to the tensor that it reads."""
+    rest, options = node.args[1:], dict(node.kwargs)
+    if module is not None:
+        return lambda x: module(x)
+    if node.op == "call_method":
+        return lambda x: getattr(x, str(node.target))(*rest, **options)
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]  # a function's node holds the function
+    return lambda x: target(x, *rest, **options)
+
+
+def _chained(functions: list[Elementwise]) -> Elementwise:
+    def run(x: Tensor) -> Tensor:
+        for function in functions:
+            x = function(x.clone())  # an activation in place must not change what the caller holds
+        return x
+
+    return run
+
+
+def _is_elementwise(function: Elementwise) -> bool:
+    """Whether each entry of the output depends on that entry of the input alone; tried on some numbers."""
+    row = torch.linspace(-2, 2, 12, dtype=torch.float64)[None]
+    moved = row.clone()
+    moved[0, 4] += 0.7
+    with torch.no_grad():
+        try:
+            before, after = function(row.clone()), function(moved.clone())
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return False
+    if not isinstance(before, Tensor) or before.shape != row.shape:
+        return False
+    return bool(((before == after) | (row != moved)).all())

@@ -1,0 +1,177 @@
+"""A time budget: what is begun, in which order, what the verdict says of the rest, and that another run goes on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import audit_doubles as doubles
+import pytest
+from audit_doubles import run, timeless
+
+from leakscope.audit import Audit, AuditSpec, SpecError
+from leakscope.audit import run as run_module
+from leakscope.audit.budget import Budget
+from leakscope.audit.plan import Job, in_turn, make_plan
+from leakscope.audit.setup import Setup, build_setup
+
+#: Few enough jobs to run one of every length: two settings, two examples, a blind and a positive control.
+SMALL: dict[str, Any] = {
+    "attacks": [doubles.Quotient()],
+    "examples": 2,
+    "controls": ["noise", "prior-mean", "planted"],
+    "findings": ["floor"],
+}
+
+
+@pytest.fixture
+def ticking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second passes with each look at the clock: a budget of n seconds is one of n jobs."""
+
+    def make(seconds: float | None) -> Budget:
+        return Budget(seconds, clock=functools.partial(next, itertools.count()))
+
+    monkeypatch.setattr(run_module, "Budget", make)
+
+
+def texts(done: Audit) -> list[str]:
+    return [str(reason) for reason in done.verdict.reasons]
+
+
+def setup(**changes: Any) -> Setup:
+    base = {**doubles.BASE, "model": doubles.net(), "data": doubles.examples()}
+    return build_setup(AuditSpec.parse({**base, **changes}))
+
+
+def turns(built: Setup) -> list[Job]:
+    groups = in_turn(built, make_plan(built))
+    assert all(len(group) == 1 for group in groups)
+    return [job for (job,) in groups]
+
+
+def test_every_job_has_its_turn_and_controls_come_before_what_is_compared_with_them() -> None:
+    built = setup(seeds=[5, 3], protocols=["fedsgd", {"fedavg": {"batch_size": 1}}])
+    jobs = turns(built)
+    assert {job.key for job in jobs} == {job.key for job in make_plan(built)}
+    guesses = [job.attack is None and job.finding is None for job in jobs]
+    assert guesses == sorted(guesses, reverse=True), "what costs nothing is first"
+    findings = [job.finding is not None for job in jobs]
+    assert findings == sorted(findings)
+    for place, job in enumerate(jobs):
+        if job.attack is not None and job.control is None:
+            same = [other for other in jobs if other.control and (other.attack, other.batch) == (job.attack, job.batch)]
+            assert same
+            assert all(jobs.index(other) < place for other in same)
+
+
+def test_every_setting_gets_its_first_example_before_any_gets_its_second() -> None:
+    built = setup(seeds=[5, 3], protocols=["fedsgd", {"fedavg": {"batch_size": 1}}], controls=False)
+    attempts = [job for job in turns(built) if job.finding is None]
+    rounds = [(job.attack, [5, 3].index(job.seed), job.batch) for job in attempts]
+    assert rounds == sorted(rounds)
+    assert len({(job.protocol, job.defense) for job in attempts[:4]}) == 4
+
+
+def test_attacks_have_the_order_of_the_table_and_ones_own_are_last() -> None:
+    table = ["gauss-newton", "inverting-gradients", "idlg"]
+    built = setup(attacks=[doubles.Guess(), *reversed(table)], controls=False, findings=False)
+    from leakscope.attacks import ATTACKS
+
+    order = [built.spec.attacks[job.attack or 0].name for job in turns(built)]
+    assert list(dict.fromkeys(order)) == [*sorted(table, key=list(ATTACKS).index), "guess"]
+
+
+@pytest.mark.usefixtures("ticking")
+def test_what_the_budget_leaves_is_said_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", **SMALL)
+    first = run(tmp_path / "parts", **SMALL, budget="5s")
+    assert len(first.rows) + len(first.findings) == 5
+    assert "the budget of 5 s ended before" in str(first.verdict)
+    assert "Raise --budget, or run the same command again: what is done is kept." in str(first.verdict)
+    spent = [first]
+    while len(spent[-1].rows) + len(spent[-1].findings) < len(whole.rows) + len(whole.findings):
+        spent.append(run(tmp_path / "parts", **SMALL, budget=5))
+    assert timeless(spent[-1].rows) == timeless(whole.rows), "a row is the same whatever the budget was"
+    assert timeless(spent[-1].findings) == timeless(whole.findings)
+    assert spent[-1].verdict.outcome == whole.verdict.outcome
+    assert texts(spent[-1]) == texts(whole)
+    assert spent[-1].store.meta("plan") == whole.store.meta("plan"), "nothing is left of the budget"
+
+
+@pytest.mark.usefixtures("ticking")
+def test_a_leak_that_was_seen_stays_one_however_long_the_budget(tmp_path: Path) -> None:
+    known: set[tuple[str, str]] = set()
+    outcomes = []
+    policy = {"max_psnr": 25.0, "max_identification": 0.4, "max_label_accuracy": 0.4}
+    for jobs in range(1, 14):
+        done = run(tmp_path / str(jobs), **SMALL, policy=policy, budget=jobs)
+        leaking = {(s.protocol, s.defense) for s in done.verdict.settings if s.outcome == "leaks"}
+        assert known <= leaking
+        known = leaking
+        outcomes.append(done.verdict.outcome)
+    assert outcomes[0] == "nothing audited"
+    assert outcomes[-1] == "leaks"
+
+
+@pytest.mark.usefixtures("ticking")
+def test_no_setting_passes_because_of_a_budget(tmp_path: Path) -> None:
+    lenient = {**SMALL, "defenses": None, "findings": True, "policy": {"max_psnr": 250.0}}
+    whole = run(tmp_path / "whole", **lenient)
+    assert whole.verdict.outcome == "within policy"
+    jobs = len(whole.rows) + len(whole.findings)
+    for budget in range(1, jobs):
+        done = run(tmp_path / str(budget), **lenient, budget=budget)
+        assert done.verdict.outcome != "within policy"
+        assert all(setting.outcome != "within policy" for setting in done.verdict.settings)
+    assert run(tmp_path / "enough", **lenient, budget=jobs).verdict.outcome == "within policy"
+    assert "FedSGD(batchnorm='eval', reduction='mean'), defence none: the budget" in texts(done)[0]
+    assert "ended before 1 finding was made" in texts(done)[0]
+
+
+@pytest.mark.usefixtures("ticking")
+def test_attempts_are_counted_by_setting(tmp_path: Path) -> None:
+    # two guesses and a control come first, then the first example of the first setting
+    done = run(tmp_path, **{**SMALL, "controls": ["noise", "prior-mean"]}, budget=4)
+    told = texts(done)
+    late = "the budget of 4 s ended before"
+    assert [text.partition(": ")[2] for text in told if "defence none" in text][-2].startswith(
+        f"{late} 1 of 2 attempts"
+    )
+    assert sum(f"{late} 2 of 2 attempts were made" in text for text in told) == 1
+    assert told[-1].startswith(f"{late} 4 of 8 jobs were run, controls included")
+    assert not any("no attack gave a result" in text for text in told), "none was refused, none failed"
+
+
+@pytest.mark.usefixtures("ticking")
+def test_worker_processes_begin_no_more_and_end_what_is_under_way(tmp_path: Path) -> None:
+    done = run(tmp_path, **SMALL, executor="processes", workers=2, budget=5)
+    assert len(done.rows) + len(done.findings) == 5
+    assert {row.status for row in done.rows} == {"done"}
+    again = run(tmp_path, **SMALL, executor="processes", workers=2)
+    assert len(again.rows) + len(again.findings) == len(make_plan(setup(**SMALL)))
+    assert "budget" not in str(again.verdict)
+
+
+@pytest.mark.usefixtures("ticking")
+def test_another_budget_makes_no_job_anew(tmp_path: Path) -> None:
+    before = run(tmp_path, **SMALL, budget="1h30m")
+    after = run(tmp_path, **SMALL, budget=2)
+    assert [row.finished for row in before.rows] == [row.finished for row in after.rows]
+    assert after.store.meta("spec")["budget"] == 2.0
+
+
+@pytest.mark.parametrize("value", ["", "soon", "-5m", "10x", "1.2.3s", 0, -1, True, "1m1h", float("nan"), 10**9, [1]])
+def test_what_is_no_time_is_told_in_one_line(value: Any) -> None:
+    with pytest.raises(SpecError) as told:
+        setup(budget=value)
+    (problem,) = told.value.problems
+    assert problem.startswith("budget: expected a time such as 90s, 10m or 1h30m, or seconds, up to 10,000,000 s, got ")
+
+
+@pytest.mark.parametrize(
+    "value, seconds", [("90s", 90), ("10m", 600), ("1h30m", 5400), ("45", 45), (1.5, 1.5), (None, None)]
+)
+def test_times_as_people_write_them(value: Any, seconds: float | None) -> None:
+    assert setup(budget=value).spec.budget == seconds
