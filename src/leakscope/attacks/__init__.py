@@ -11,6 +11,7 @@ from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
 from leakscope.attacks.gauss_newton import GaussNewton
 from leakscope.attacks.gradient_matching import GradientMatching
+from leakscope.attacks.head_first import HeadFirst
 from leakscope.attacks.hybrid import Hybrid
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
@@ -40,6 +41,13 @@ ATTACKS: Registry[AttackEntry] = Registry(
             GaussNewton,
             "second-order least squares on the gradient: exact in a handful of steps on smooth nets",
             "Levenberg 1944, Marquardt 1963; this project's own use of them",
+            standard_for=_ONE_UPDATE,
+        ),
+        AttackEntry(
+            "head-first",
+            HeadFirst,
+            "solve the head, match below it, decode ReLU masks and solve: the strongest on trained nets and batches",
+            "this project's own",
             standard_for=_ONE_UPDATE,
         ),
         AttackEntry(

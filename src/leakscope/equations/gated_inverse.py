@@ -225,7 +225,10 @@ class GatedProblem:
 
         def unpack(flat: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
             x, *rest = flat.split(sizes)
-            slack = {n: part.reshape(shape) * widths[n].to(flat) for n, part, shape in zip(numbers, rest, shapes, strict=True)}
+            slack = {
+                n: part.reshape(shape) * widths[n].to(flat)
+                for n, part, shape in zip(numbers, rest, shapes, strict=True)
+            }
             return x.reshape(z.shape), slack
 
         with torch.enable_grad():
