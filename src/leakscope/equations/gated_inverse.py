@@ -100,7 +100,7 @@ class GatedProblem:
             now = self.network.run(z)
             gates, layers, errors = self._decode(now, first=number == 0)
             error = max((one.residual for one in layers if not one.layer.first), default=math.inf)
-            stalled = error > (0.5 if error < 2e-3 else 0.97) * lowest
+            stalled = error > 0.5 * lowest if error < 2e-3 else error > 0.9 * lowest
             if error < lowest:
                 best, lowest = z, error
             history.append(error)
@@ -108,11 +108,13 @@ class GatedProblem:
                 break
             if error < settings.exact and (stalled or steps > settings.steps):
                 break
-            stalls = stalls + 1 if stalled and number > 2 and error < 2e-3 else 0
-            if stalls:
+            if number >= 12 and lowest > max(2e-3, 0.9 * min(history[:-5])):
+                break  # it does not come nearer: another start may
+            stalls = stalls + 1 if stalled and number > 2 else 0
+            if stalls and error < 2e-3:
                 # Either the equations are badly conditioned, or masks of lower layers are wrong: one after the other.
                 steps = min(2 * steps, settings.most_steps)
-            reach = 4.0 ** (stalls + 1) if stalls % 2 == 0 and stalls else 0.0 if stalls else 1.0
+            reach = 1.0 if not stalls else 4.0 ** (stalls // 2 + 1) if stalls % 2 == 0 or error > 2e-3 else 0.0
             if error < settings.exact:
                 steps, reach = settings.most_steps, 0.0
             blocks = _blocks(layers[:1] if number == 0 else layers, settings)
