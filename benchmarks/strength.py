@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (FileNotFoundError, ValueError) as error:
         raise SystemExit(f"strength.py needs real data (set LEAKSCOPE_DATA): {error}") from error
     rows = {} if options.again else {key_of(row): row for row in read_rows(options.out)}
-    run = secrets.token_hex(4)
+    run, broken = secrets.token_hex(4), 0
     warm_up()
     for place, cell in enumerate(cells, start=1):
         examples = data[VICTIMS[cell.model].data]
@@ -65,11 +65,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
             assert net is not None
             seen = observe(cell, net, examples, batches[number], number)
             speed = pace(net, examples, batches[number])
-            row = measure(cell, word, seen, examples, batches[number], number, options.tries)
+            try:
+                row = measure(cell, word, seen, examples, batches[number], number, options.tries)
+            except Exception as error:  # noqa: BLE001 - one that breaks does not cost the night; another run tries again
+                broken += 1
+                print(f"    {number} {word} FAILED: {type(error).__name__}: {error}", flush=True)
+                continue
             row |= {"pace": speed, "run": run}
             with options.out.open("a", encoding="utf-8") as stream:  # one write, so that runs side by side do not mix
                 stream.write(json.dumps(row, allow_nan=False) + "\n")
             print(f"    {number} {brief(row)}", flush=True)
+    if broken:
+        raise SystemExit(f"{broken} of the attacks failed; the lines above say why")
 
 
 def warm_up() -> None:

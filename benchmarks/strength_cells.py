@@ -163,7 +163,8 @@ def measure(
     claims = certificates(best.info, len(places))
     return {
         **row,
-        "psnr": [number_or_none(found["psnr"]) for found in told.rows],
+        # Nothing in [0, 1] is further away than 0 dB, and what is no number is not nearer.
+        "psnr": [number_or_none(found["psnr"]) or 0.0 for found in told.rows],
         "certificate": [number_or_none(claims[place]) for place in told.order.tolist()] if claims else [],
         "label_accuracy": sum(right) / len(right) if right else None,
         "flags": list(best.flags),

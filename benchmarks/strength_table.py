@@ -57,7 +57,7 @@ class Result:
         means = [mean(row["psnr"]) for row in self.done]
         self.psnr, self.interval = mean(means), interval(means)
         claims = [pair for row in self.done for pair in zip(row["certificate"], row["psnr"], strict=False)]
-        certified = [psnr or 0.0 for claim, psnr in claims if claim is not None and claim < CERTIFIED]
+        certified = [psnr for claim, psnr in claims if claim is not None and claim < CERTIFIED]
         self.images = sum(len(row["psnr"]) for row in self.done)
         self.exact = sum(psnr > EXACT for psnr in certified)
         self.false_claims = len(certified) - self.exact
@@ -194,10 +194,9 @@ def _mean_text(result: Result) -> str:
     return f"{result.psnr:.1f}" if result.done else "refused"
 
 
-def mean(values: Sequence[float | None]) -> float:
-    """Of what is a number; NaN of nothing."""
-    numbers = [value for value in values if value is not None and not math.isnan(value)]
-    return sum(numbers) / len(numbers) if numbers else math.nan
+def mean(values: Sequence[float]) -> float:
+    """NaN of nothing."""
+    return math.fsum(values) / len(values) if values else math.nan
 
 
 def all_numbers(values: Sequence[float | None]) -> bool:

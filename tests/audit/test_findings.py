@@ -77,20 +77,23 @@ def kinds(findings: list[FindingRow]) -> list[tuple[str, str]]:
 def test_once_for_a_setting_whatever_attacks_seeds_and_batches(asked: list[Any], tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
     done = run(tmp_path, attacks=ATTACKS, seeds=2, progress=events.append)
-    assert [name for name, _ in asked] == ["floor"] * 2
-    assert kinds(done.findings) == [("floor", "none"), ("floor", "noise")]
+    assert Counter(name for name, _ in asked) == {"floor": 2, "embedding": 2}
+    both = [(kind, defense) for kind in ("floor", "embedding") for defense in ("none", "noise")]
+    assert kinds(done.findings) == both
     assert all((row.status, row.batch, row.seed) == ("done", 0, 0) for row in done.findings)
-    assert all(row.protocol == repr(FedSGD()) and row.content["unknowns"] == 16 for row in done.findings)
+    assert {row.protocol for row in done.findings} == {repr(FedSGD())}
+    assert all(row.content["unknowns"] == 16 for row in done.findings if row.kind == "floor")
     last = max(row.position for row in done.rows)
-    assert [row.position for row in done.findings] == [last + 1, last + 2]
+    assert [row.position for row in done.findings] == [last + place for place in (1, 2, 3, 4)]
     assert not {row.key for row in done.rows} & {row.key for row in done.findings}
     told = [e for e in events if e["event"] in ("started", "finished") and e["job"]["finding"]]
-    assert [e["event"] for e in told] == ["started", "finished"] * 2
+    assert [e["event"] for e in told] == ["started", "finished"] * 4
     assert {(e["job"]["finding"], e["job"]["attack_name"], e["job"]["control"]) for e in told} == {
-        ("floor", "floor", None)
+        ("floor", "floor", None),
+        ("embedding", "embedding", None),
     }
     assert all(e["status"] == "done" and e["psnr"] is None for e in told if e["event"] == "finished")
-    assert events[0]["total"] == len(done.rows) + 2 == events[-1]["completed"]
+    assert events[0]["total"] == len(done.rows) + 4 == events[-1]["completed"]
     attempts = [e for e in events if e["event"] == "finished" and not e["job"]["finding"]]
     assert len(attempts) == len(done.rows)
     json.dumps(events)
@@ -98,9 +101,9 @@ def test_once_for_a_setting_whatever_attacks_seeds_and_batches(asked: list[Any],
 
 def test_one_trajectory_a_client_however_many_attacks(asked: list[Any]) -> None:
     done = run(protocol=AVG, attacks=ATTACKS, seeds=2, examples=4, batch=2)
-    assert [name for name, _ in asked] == ["trajectory"] * (2 * 2 * 2)
-    clients = {(row.defense, row.seed, row.batch) for row in done.findings}
-    assert len(clients) == len(done.findings) == 8
+    assert Counter(name for name, _ in asked) == {"trajectory": 2 * 2 * 2, "embedding": 2}
+    paths = [row for row in done.findings if row.kind == "trajectory"]
+    assert len({(row.defense, row.seed, row.batch) for row in paths}) == len(paths) == 8
     assert {row.status for row in done.findings} == {"done"}
 
 
@@ -122,9 +125,9 @@ def test_findings_can_be_switched_off_or_chosen(asked: list[Any], tmp_path: Path
     some = run(tmp_path / "some", **both, findings=["floor"])
     assert [row.kind for row in some.findings] == ["floor"] * 2
     every = run(tmp_path / "every", **both, findings=True)
-    assert Counter(row.kind for row in every.findings) == {"floor": 2, "trajectory": 2}
+    assert Counter(row.kind for row in every.findings) == {"floor": 2, "trajectory": 2, "embedding": 4}
     assert timeless(off.rows) == timeless(some.rows) == timeless(every.rows)
-    with pytest.raises(SpecError, match=r"findings: expected one of floor, trajectory, rounds, cost, got 'flor'"):
+    with pytest.raises(SpecError, match=r"findings: expected one of floor, trajectory, rounds, cost, embedding, got"):
         run(**both, findings=["flor"])
 
 
@@ -132,8 +135,8 @@ def test_findings_may_be_asked_for_later(asked: list[Any], tmp_path: Path) -> No
     without = run(tmp_path, findings=False)
     later = run(tmp_path)
     assert later.rows == without.rows
-    assert [row.kind for row in later.findings] == ["floor"] * 2
-    assert later.store.meta("plan")["findings"] == 2
+    assert [row.kind for row in later.findings] == ["floor"] * 2 + ["embedding"] * 2
+    assert later.store.meta("plan")["findings"] == 4
 
 
 def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
@@ -144,7 +147,7 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
 
     whole = floor.describe_floor
     monkeypatch.setattr(floor, "describe_floor", broken)
-    failed = run(tmp_path, defenses=None)
+    failed = run(tmp_path, defenses=None, findings=["floor"])
     assert {row.status for row in failed.rows} == {"done"}
     (row,) = failed.findings
     assert (row.status, row.reason, dict(row.content)) == ("failed", "RuntimeError: singular", {})
@@ -153,7 +156,7 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     assert not any("job" in reason.text and "failed" in reason.text for reason in failed.verdict.reasons)
     monkeypatch.setattr(floor, "describe_floor", whole)
     events: list[dict[str, Any]] = []
-    again = run(tmp_path, defenses=None, progress=events.append)
+    again = run(tmp_path, defenses=None, findings=["floor"], progress=events.append)
     assert [e["job"]["finding"] for e in events if e["event"] == "finished"] == ["floor"], "only what failed"
     assert [row.status for row in again.findings] == ["done"]
     assert again.rows == failed.rows
@@ -167,7 +170,7 @@ def test_resume_does_not_run_a_finding_again(asked: list[Any], tmp_path: Path) -
     assert again.findings == first.findings
     with Store.open(tmp_path) as store:
         assert store.findings() == first.findings
-        assert store.meta("plan")["findings"] == 2
+        assert store.meta("plan")["findings"] == 4
 
 
 def test_a_finding_sees_the_client_that_the_attempts_were_on(asked: list[Any]) -> None:
@@ -194,7 +197,7 @@ def test_keys_of_findings_follow_what_they_depend_on_and_not_the_attacks() -> No
 def test_a_clients_update_is_made_once_for_all_jobs_on_it(made: list[Any]) -> None:
     done = run(attacks=ATTACKS, examples=2, controls="noise", progress=after_rehearsal(made))
     assert len(done.rows) == 3 * (2 + 1) * 2
-    assert len(done.findings) == 2
+    assert len(done.findings) == 4
     # Two clients, bare and with noise; the controls and findings share the bare and the noisy ones.
     assert Counter(defense for _, defense, _ in made) == {"NoneType": 2, "GradientNoise": 2}
     made.clear()
@@ -238,7 +241,7 @@ def test_theory_that_fails_costs_a_note_and_neither_a_row_nor_the_verdict(monkey
     assert {(d.outcome, d.reason) for d in counted if d is not None} == {
         ("undecided", "the diagnosis failed with ArithmeticError: no convergence")
     }
-    assert {(row.kind, row.status, row.reason) for row in audit.findings} == {
+    assert {(row.kind, row.status, row.reason) for row in audit.findings if row.kind == "floor"} == {
         ("floor", "failed", "ArithmeticError: no convergence")
     }
     assert audit.verdict.outcome == plain_verdict.outcome

@@ -141,7 +141,7 @@ def test_everything_of_ones_own_in_one_file(mine: Path) -> None:
     assert sum(row.counts for row in done.rows) == 2 * 3 * 2 * 2
     assert {row.job.attack for row in done.rows if row.counts} == {"MyAttack(steps=2)", "LinearLayer(tolerance=1e-05)"}
     assert {row.job.attack_name for row in done.rows if row.counts} == {"mine:MyAttack", "linear-layer"}
-    assert [row.kind for row in done.findings] == ["floor"] * 3, "MyProtocol names none"
+    assert [row.kind for row in done.findings] == ["floor"] * 3 + ["embedding"] * 3, "MyProtocol names none"
     assert done.worst is not None
     assert done.worst.psnr > 60
     knew = {(row.job.defense, row.result.info["knew"]) for row in done.rows if row.result and "knew" in row.result.info}

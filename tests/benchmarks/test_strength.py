@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+import importlib
 import json
 from pathlib import Path
 from types import ModuleType
@@ -93,6 +95,42 @@ def test_local_steps_are_those_of_the_whole_batch_and_have_their_own_rival(stren
     assert not strength.wants_sme(strength.Cell("mlp", "untrained", 4, "equal"), [])
 
 
+def test_an_attack_that_breaks_costs_no_other_row(
+    strength: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measure = strength.measure
+
+    def breaks(cell: Any, word: str, *rest: Any) -> dict[str, Any]:
+        if word == "idlg":
+            raise RuntimeError("the line search failed")
+        return dict(measure(cell, word, *rest))
+
+    monkeypatch.setattr(strength, "measure", breaks)
+    some = ["--states", "untrained", "--batches", "1", "--attacks", "idlg,linear-layer"]
+    with pytest.raises(SystemExit, match="2 of the attacks failed"):
+        _run(strength, tmp_path, *some)
+    assert "0 idlg FAILED: RuntimeError: the line search failed" in capsys.readouterr().out
+    assert [row["attack"] for row in strength.read_rows(tmp_path / "rows.jsonl")] == 2 * ["linear-layer"]
+
+
+def test_what_is_no_number_counts_as_nothing_recovered(
+    strength: ModuleType, data: Examples, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import strength_cells
+
+    monkeypatch.setattr(strength_cells, "named_attack", lambda word: _Broken())
+    cell, net = strength.Cell("mlp", "untrained", 1, "distinct"), strength.victim("mlp", "untrained", data, Path())
+    row = strength.measure(cell, "broken", strength.observe(cell, net, data, [3], 0), data, [3], 0)
+    assert (row["psnr"], row["certificate"]) == ([0.0], [None])
+
+
+@pytest.mark.parametrize("name", ["strength", "strength_cells", "strength_table"])
+def test_examples_in_the_docstrings_hold(strength: ModuleType, name: str) -> None:
+    told = doctest.testmod(importlib.import_module(name))
+    assert told.attempted
+    assert not told.failed
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -118,6 +156,14 @@ def test_without_data_it_says_what_it_needs(monkeypatch: pytest.MonkeyPatch) -> 
 
     with pytest.raises(SystemExit, match="set LEAKSCOPE_DATA"):
         strength.main(["--models", "mlp", "--attacks", "linear-layer"])
+
+
+class _Broken(Attack):
+    """Ends in NaN, its certificate too."""
+
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
+        inputs = torch.full((1, *observation.input_shape), torch.nan)
+        return Reconstruction(inputs, None, torch.zeros(1), info={"certificate": torch.nan})
 
 
 class _Claims(Attack):

@@ -70,6 +70,12 @@ def _cost(subject: Subject) -> Mapping[str, Any]:
     return describe_cost(subject)
 
 
+def _embedding(subject: Subject) -> Mapping[str, Any]:
+    from leakscope.audit.embedding import describe_embedding
+
+    return describe_embedding(subject)
+
+
 #: Kinds of findings; a further one is a function and a line here, and a protocol that names it.
 FINDINGS: Mapping[str, Finding] = MappingProxyType(
     {
@@ -79,6 +85,7 @@ FINDINGS: Mapping[str, Finding] = MappingProxyType(
             Finding("trajectory", "how nearly the update of many local steps is one gradient", "client", _trajectory),
             Finding("rounds", "which samples announced batches determine", "setting", _rounds),
             Finding("cost", "how the training goes under the defence", "setting", _cost),
+            Finding("embedding", "the features that the last layers give away by themselves", "setting", _embedding),
         )
     }
 )

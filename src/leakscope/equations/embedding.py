@@ -156,25 +156,42 @@ def _observed_head(observation: Observation) -> Head:
 def _solve(observation: Observation, head: Head, generator: torch.Generator) -> HeadSolution:
     """With the scale that the threat model grants; where this does not fit, with the scale as one more unknown."""
     scale, _ = mean_gradient_scale(observation)
-    channel = observation.channel
-    clipped = channel is None or channel.clip is not None
     if scale is not None and observation.reduction == "sum":
         scale /= observation.num_examples or 1
+    factors = (scale,) if scale is None else _factors(observation, scale)
     refused: HeadRefused | None = None
     best: HeadSolution | None = None
-    for factor in (scale, None) if scale is not None and clipped else (scale,):
+    for factor in factors:
         try:
             found = _with_scale(observation, head, factor, generator)
         except HeadRefused as error:
             refused = refused or error
             continue
-        if found.exact:
+        if found.exact and found.labels is not None:
             return found
-        best = found if best is None or found.residual < best.residual else best
+        best = found if best is None or (found.labels is not None and found.residual < best.residual) else best
     if best is None:
         assert refused is not None
         raise refused
+    if scale is None and not best.exact:
+        raise HeadRefused(
+            f"the weight update's recipe is not known, and one step explains it but for {best.residual:.1e}: it may be "
+            "that of several steps"
+        )
     return best
+
+
+def _factors(observation: Observation, scale: float) -> tuple[float | None, ...]:
+    """The scales to try: clipping multiplies the update, and may be what nobody tells of."""
+    channel = observation.channel
+    if observation.message.kind == "weight_delta":
+        return (scale,)
+    if channel is None:
+        return (scale, None)
+    if channel.clip is None:
+        return (scale,)
+    norm = torch.stack([value.double().square().sum() for value in observation.message.update.values()]).sum().sqrt()
+    return (scale, None) if float(norm) < 0.999 * channel.clip else (None, scale)
 
 
 def _with_scale(observation: Observation, head: Head, scale: float | None, generator: torch.Generator) -> HeadSolution:

@@ -117,23 +117,30 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
     deviation = max(float(gap.square().mean().sqrt()), problem.noise)
     error = deviation * math.sqrt(len(features)) / float(delta.norm() * features.norm().clamp_min(1e-300))
     note = "the loss is not cross-entropy over classes"
-    if cross_entropy and not (labels is not None and labels.is_floating_point()):
-        label = int(delta.argmin()) if labels is None else int(labels[0])
+    if cross_entropy:
+        chosen = delta.argmin()[None] if labels is None else labels.detach().cpu()
+        targets = problem.targets(chosen)[0]
         logits = problem.weight @ features + problem.bias
-        signal = torch.softmax(logits, 0)
-        signal[label] = -(signal.sum() - signal[label])  # 1 - p without cancellation
+        signal = torch.softmax(logits, 0) - targets
+        if not chosen.is_floating_point():
+            signal[chosen[0]] = -(signal.sum() - signal[chosen[0]])  # 1 - p without cancellation
         scale = float(delta.norm() / signal.norm()) if problem.scale is None else problem.scale
         residual = max(rank_one, float((signal - delta / scale).norm() / (delta / scale).norm()))
         if residual <= REFUSED:
             return HeadSolution(
                 output_gradients=delta[None],
                 features=features[None],
-                labels=torch.tensor([label]),
-                losses=(torch.logsumexp(logits, 0) - logits[label])[None],
+                labels=chosen.argmax(1) if chosen.is_floating_point() else chosen,
+                losses=-(targets @ torch.log_softmax(logits, 0))[None],
                 residual=residual,
                 error=error,
                 exact=residual <= exact_residual(float(signal.norm()), 1, problem.rounding),
                 scale=scale,
+            )
+        if rank_one > EXACT:
+            raise HeadRefused(
+                f"no label explains the head's gradient: the nearest leaves {residual:.1e} of it. The update was "
+                "altered, or is that of several steps"
             )
         note = f"no hard label explains the output gradient (off by {residual:.1e}): soft labels, or another scale"
     return HeadSolution(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import combinations_with_replacement, islice
 
 import torch
 from torch import Tensor
@@ -18,19 +18,24 @@ from leakscope.equations.head_solution import (
     exact_residual,
 )
 from leakscope.equations.head_system import HeadSystem, least_squares
+from leakscope.labels import certain_counts_from_bias, counts_to_labels
 
 #: Features behind a ReLU are not negative; a larger share of negative ones (L1) shows that they are wrong.
 NEGATIVE_SHARE = 1e-4
 #: The smallest singular value of G that still carries an example: relative to the largest, and to that of noise.
 LEAST_RANK, LEAST_SIGNAL = 1e-7, 3.0
-#: Starts for known labels, choices of unknown ones, and starts for all of these together.
-STARTS, READINGS, STARTS_IN_ALL = 12, 20, 64
+#: Starts for one choice of labels, choices of unknown ones, and starts for all of these together.
+STARTS, READINGS, STARTS_IN_ALL = 12, 24, 72
+#: If the bias gradient allows more label counts than that, only neighbours of readings are tried.
+MOST_COUNTS = 3000
 #: Spread of the logits about their mean at which searches start.
 SPREADS = (0.1, 1.0, 2.0, 3.0)
 #: Steps of a search, and of each of the refinements with the weights that noise gives.
 STEPS, REFINING_STEPS, REFINEMENTS = 60, 40, 2
 #: Weight of a negative feature, relative to the features' norm, while searching.
 SIGN_WEIGHT = 10.0
+#: Sums of squares that are larger after the search are not refined: right labels leave 1e-14 to 2e-3, wrong ones 0.05.
+HOPELESS = 0.03
 #: A solution leaves no more than so many standard deviations of noise and rounding unexplained, root-mean-square.
 MOST_DEVIATIONS = 10.0
 
@@ -123,25 +128,27 @@ class HeadProblem:
         return float((-self.sums / counts.clamp_min(1e-9))[counts > 0].max().clamp_min(1e-300))
 
 
-def search(problem: HeadProblem, choices: Sequence[Tensor], generator: torch.Generator) -> HeadSolution:
-    """A few starts for every choice of labels, then more; the first solution that noise explains is taken."""
+def search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Generator) -> HeadSolution:
+    """One start for every choice of labels, then more; the first solution that noise explains is taken."""
     best: HeadSolution | None = None
-    rounds = (range(STARTS),) if len(choices) == 1 else (range(2), range(2, 4), range(4, STARTS))
-    tried = 0
-    for numbers in rounds:
-        for labels in choices:
-            for number in numbers if tried < STARTS_IN_ALL and problem.possible(labels) else ():
-                tried += 1
-                found, explained = _from_start(problem, labels, number, generator)
-                if found is not None and (best is None or found.residual < best.residual):
-                    best = found
-                if found is not None and explained:
-                    return _checked(problem, found)
-    if best is None:
-        raise HeadRefused(f"no labels of {problem.examples} examples explain the head's bias gradient")
+    source, tried = iter(choices), 0
+    kept: list[Tensor] = []
+    for number in range(STARTS):
+        for labels in islice(source, READINGS) if number == 0 else kept:
+            if number == 0:
+                kept.append(labels)
+            if tried == STARTS_IN_ALL or not problem.possible(labels):
+                continue
+            tried += 1
+            found, explained = _from_start(problem, labels, number, generator)
+            if found is not None and explained:
+                return _checked(problem, found)
+            if found is not None and (best is None or found.residual < best.residual):
+                best = found
+    nearest = "" if best is None else f"; the nearest leave {best.residual:.1e} of it"
     raise HeadRefused(
-        f"no {problem.examples} examples explain the head's gradient: the nearest leave {best.residual:.1e} of it. The "
-        "update was pruned or altered, is that of several steps, or the labels are others"
+        f"no {problem.examples} examples explain the head's gradient{nearest}. The update was pruned or altered, is "
+        "that of several steps, or the labels are others"
     )
 
 
@@ -167,9 +174,10 @@ def _from_start(
     each = torch.ones(problem.examples, dtype=torch.float64)
     weight = SIGN_WEIGHT / system.features(unknowns).norm(dim=1) if problem.nonnegative else None
     unknowns, value = least_squares(system.signed(each, weight), unknowns, STEPS)
+    each, feature = system.deviations(unknowns)
+    if not value < HOPELESS + 100 * len(problem.weight) * float(each.square().sum()):
+        return None, False
     for _ in range(REFINEMENTS):
-        if not math.isfinite(value):
-            return None, False
         each, feature = system.deviations(unknowns)
         equations = system.signed(1 / each, 1 / feature if problem.nonnegative else None)
         unknowns, value = least_squares(equations, unknowns, REFINING_STEPS)
@@ -210,45 +218,57 @@ def _solution(problem: HeadProblem, system: HeadSystem, unknowns: Tensor, labels
     )
 
 
-def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> list[Tensor]:
-    """The readings, then those that differ from them in one label, then in two; each once, ascending."""
-    return list(islice(_choices(problem, readings), READINGS))
+def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The readings, then what the bias gradient allows, nearest to a reading first; each once, ascending."""
+    classes = len(problem.weight)
+    known = torch.stack([torch.bincount(reading.long(), minlength=classes) for reading in readings or [_read(problem)]])
+    yield from (counts_to_labels(counts) for counts in known)
+    allowed = _allowed_counts(problem)
+    if allowed is None:
+        allowed = torch.cat([_exchanged(counts) for counts in known])
+    allowed = allowed[~(allowed[:, None] == known[None]).all(2).any(1)]
+    distance = (allowed[:, None] - known[None]).abs().sum(2).min(1).values if len(allowed) else allowed.sum(1)
+    uneven = torch.zeros(len(allowed), dtype=torch.float64)
+    if problem.sums is not None:
+        mean = problem.sums / (problem.amplitude * problem.examples) + allowed / problem.examples
+        uneven = (mean * mean.clamp_min(1e-9).log()).sum(1)
+    # An even mean softmax is the likelier one.
+    for place in (distance * 1e3 + uneven).argsort():
+        yield counts_to_labels(allowed[place])
 
 
-def _choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[Tensor]:
-    seen: set[tuple[int, ...]] = set()
-    level = [tuple(sorted(int(label) for label in reading)) for reading in readings] or [_first_reading(problem)]
-    while level:
-        further: list[tuple[int, ...]] = []
-        for labels in level:
-            if labels in seen:
-                continue
-            seen.add(labels)
-            if problem.possible(torch.tensor(labels)):
-                yield torch.tensor(labels)
-            further += _exchanged(labels, len(problem.weight))
-        level = sorted(set(further) - seen, key=lambda labels: _surprise(problem, labels))
-
-
-def _exchanged(labels: tuple[int, ...], classes: int) -> list[tuple[int, ...]]:
-    places = [place for place in range(len(labels)) if labels.index(labels[place]) == place]
-    return [
-        tuple(sorted((*labels[:place], label, *labels[place + 1 :]))) for place in places for label in range(classes)
+def _allowed_counts(problem: HeadProblem) -> Tensor | None:
+    """All label counts that leave each class a positive mean softmax; None where they are too many or none."""
+    if problem.sums is None:
+        return None
+    classes, n = len(problem.weight), problem.examples
+    if problem.scale is None:
+        certain = (problem.sums < 0).long()
+    else:
+        certain = certain_counts_from_bias(problem.sums / (problem.amplitude * n), n)
+    free = n - int(certain.sum())
+    if free < 0 or math.comb(free + classes - 1, free) > MOST_COUNTS:
+        return None
+    rows = [
+        certain + torch.bincount(torch.tensor(added, dtype=torch.long), minlength=classes)
+        for added in combinations_with_replacement(range(classes), free)
     ]
+    return torch.stack(rows)
 
 
-def _first_reading(problem: HeadProblem) -> tuple[int, ...]:
+def _exchanged(counts: Tensor) -> Tensor:
+    """All counts that differ in one label."""
+    unit = torch.eye(len(counts), dtype=counts.dtype)
+    rows = [counts - unit[old] + unit[new] for old in counts.nonzero()[:, 0] for new in range(len(counts))]
+    return torch.stack(rows).unique(dim=0)
+
+
+def _read(problem: HeadProblem) -> Tensor:
     """Without any reading: one by one the class whose entry is most negative."""
     entries = (problem.observed.sum(1) if problem.sums is None else problem.sums).clone()
-    entries = entries / (problem.unit * entries.abs().max() if problem.scale is None else problem.amplitude)
+    entries = entries / (entries.abs().max() if problem.scale is None else problem.amplitude)
     labels = []
     for _ in range(problem.examples):
         labels.append(int(entries.argmin()))
         entries[labels[-1]] += 1 - 1 / len(entries)
-    return tuple(sorted(labels))
-
-
-def _surprise(problem: HeadProblem, labels: tuple[int, ...]) -> float:
-    """How uneven the mean softmax is that the labels call for: the more even, the likelier."""
-    mean = problem.mean_softmax(problem.targets(torch.tensor(labels)), problem.amplitude)
-    return 0.0 if mean is None else float((mean * mean.clamp_min(1e-9).log()).sum() - 1e3 * mean.clamp(max=0).sum())
+    return torch.tensor(labels)

@@ -46,7 +46,7 @@ class FedAvg(OneMessage):
         return []
 
     def findings(self) -> tuple[str, ...]:
-        return ("trajectory",)
+        return ("trajectory", "embedding")
 
     def passes(self, examples: int) -> int:
         return self.epochs

@@ -16,6 +16,7 @@ import yaml
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
+from leakscope.report.embedding import embedding_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.matrix import matrix_section
@@ -94,6 +95,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "matrix": matrix_section(rows, named),
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
+        "embedding": embedding_section(findings, named),
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),

@@ -71,11 +71,11 @@ def judge(
         controls = [row for row in rows if not row.counts and row.job.protocol == protocol]
         baselines = Baselines(controls)
         strength = AttackStrength.of(protocol, rows, baselines, limits, floors, protocol in with_floor)
-        for cell, expected in cells.items():
+        for cell, planned in cells.items():
             if cell[0] == protocol:
                 attempts = [row for row in rows if row.counts and row.job.setting == cell]
-                told = sum(finding.setting == cell for finding in findings)
-                expected = dataclasses.replace(expected, findings_missing=max(0, expected.findings - told))
+                left = planned.findings - sum(finding.setting == cell for finding in findings)
+                expected = dataclasses.replace(planned, findings_missing=max(0, left))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
                 setting = Setting(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
                 settings.append(setting.verdict())

@@ -1,0 +1,66 @@
+"""The finding "embedding": what the last linear layers give away by themselves, compared with the true features."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from leakscope.audit.findings import Subject
+from leakscope.contracts.protocol import client_copy
+from leakscope.equations.embedding import Embedding, recover_embedding
+from leakscope.equations.head_solution import HeadRefused
+from leakscope.metrics.assignment import assign
+from leakscope.network.recorder import inputs_of
+
+#: Errors and losses of so many examples are kept.
+MOST_EXAMPLES = 64
+
+
+def describe_embedding(subject: Subject) -> dict[str, Any]:
+    """How near the features that follow from the update are to the true ones; or only a ``reason`` why none follow.
+
+    The features are solved for from the observation alone; the truth enters the comparison.
+    """
+    try:
+        found = recover_embedding(subject.observation)
+    except HeadRefused as refusal:
+        return {"reason": str(refusal)}
+    truth = _true_features(subject, found.layer)
+    order = assign(truth, found.features)
+    errors = (found.features[order] - truth).norm(dim=1) / truth.norm(dim=1).clamp_min(1e-300)
+    return {
+        "layer": found.layer,
+        "peeled": list(found.peeled),
+        "reaches_input": found.reaches_input,
+        "examples": len(truth),
+        "numbers": truth.shape[1],
+        "error": _finite(float(errors.max())),
+        "errors": [_finite(float(error)) for error in errors[:MOST_EXAMPLES]],
+        "expected_error": _finite(found.error),
+        "residual": _finite(found.residual),
+        "exact": found.exact,
+        "labels_right": _labels_right(subject, found, order),
+        "losses": [] if found.losses is None else [_finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
+        "scale": _finite(found.scale),
+        "note": "; ".join(found.notes),
+    }
+
+
+def _true_features(subject: Subject, layer: str) -> Tensor:
+    model = client_copy(subject.observation.model, subject.observation.batchnorm)
+    with torch.no_grad():
+        return inputs_of(model.get_submodule(layer), model, subject.x).flatten(1).double().cpu()
+
+
+def _labels_right(subject: Subject, found: Embedding, order: Tensor) -> float | None:
+    """The share of labels that are right, where the task has any."""
+    if found.labels is None or not subject.task.has_classes:
+        return None
+    return float(subject.task.right(subject.y.cpu(), found.labels[order]).mean())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
