@@ -19,12 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from leakscope.attacks.gauss_newton import LEAST_STEPS
+from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.observation import Observation
@@ -33,29 +36,45 @@ from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.gated_inverse import GatedProblem, SolverSettings
 from leakscope.equations.head_solution import HeadRefused
-from leakscope.matching import DirectionL1, Victim
+from leakscope.matching import DirectionL1, GradientMap, LevenbergMarquardt, Victim
+from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
+from leakscope.matching.loop import forward_flops
+from leakscope.matching.search import Watch
 from leakscope.network.activations import Unsupported
-from leakscope.network.gates import GatedNetwork, read_gated
+from leakscope.network.gates import read_gated
+from leakscope.network.kinks import kinks
 from leakscope.network.recorder import record_layers
 
 #: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
 CERTIFIED = 1e-6
+#: Fewer products with the equations than this lead nowhere.
+LEAST_PRODUCTS = 200
+GAUSS_NEWTON_STEPS = 30
+#: Steps times multiplications of a forward pass after which no further start is tried.
+MOST_WORK = 1e10
+WHOLE_UPDATE = "whole update"
 
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Inputs that some step found: in the model's space, with what they leave of the whole update."""
+    """Inputs that some step found, in the model's space: what they leave of the whole update, and their certificate."""
 
     inputs: Tensor
     distance: float
-    certificate: float
-    curve: list[float]
     way: str
+    certificate: float = math.inf
+    curve: tuple[float, ...] = ()
+    flags: tuple[str, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, float]:
-        return self.certificate >= CERTIFIED, self.distance
+        """Smaller is better: one with a certificate before one without, then by what is left of the update."""
+        return self.certificate >= CERTIFIED, self.distance if math.isfinite(self.distance) else math.inf
+
+
+def _better(first: _Candidate | None, second: _Candidate) -> _Candidate:
+    return second if first is None or second.rank < first.rank else first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +86,8 @@ class HeadFirst(Attack):
     iterations: int = setting(300, "Steps of each search below the cut.", ge=1)
     tries: int = setting(3, "Starts at most; one that ends with a certificate ends them.", ge=1)
     tv: float = setting(0.03, "Weight of total variation.", ge=0)
-    solve: bool = setting(True, "Decode the masks of ReLU networks and solve what is then linear.")
+    solve: bool = setting(True, "Finish the search: decode masks and solve, or Gauss-Newton steps on smooth nets.")
+    rival: bool = setting(True, "Without a certificate, match the whole update too, and keep what explains it better.")
 
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
@@ -75,15 +95,16 @@ class HeadFirst(Attack):
         try:
             embedding = recover_embedding(observation, generator)
         except HeadRefused as error:
-            return self._without_head(observation, generator, progress, str(error))
+            note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
+            result = self.whole_update(observation, generator, progress)
+            return dataclasses.replace(result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE})
         return _Below(self, observation, embedding, generator, progress).reconstruct()
 
-    def _without_head(
-        self, observation: Observation, generator: torch.Generator, progress: Progress | None, why: str
+    def whole_update(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None
     ) -> Reconstruction:
-        result = InvertingGradients(iterations=self.iterations).run(observation, generator, progress)
-        note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {why}"
-        return dataclasses.replace(result, notes=(note, *result.notes), info={**result.info, "way": "whole update"})
+        """What matching without the head finds."""
+        return InvertingGradients(iterations=self.iterations, tv=self.tv).run(observation, generator, progress)
 
 
 class _Below:
@@ -100,144 +121,198 @@ class _Below:
         self.attack, self.observation, self.embedding = attack, observation, embedding
         self.generator, self.progress = generator, progress
         self.victim = Victim.of(observation)
+        self.update = dict(observation.message.update)
         self.notes = list(embedding.notes)
+        self.steps = self.tries = 0
 
     def reconstruct(self) -> Reconstruction:
-        if self.embedding.reaches_input:
-            found = self._candidate(self.embedding.features.reshape(-1, *self.observation.input_shape), "algebra", [])
-            found = dataclasses.replace(found, certificate=self.embedding.residual)
-            return self._result(found, steps=0, tries=1)
-        network = self._gated() if self.attack.solve and self.embedding.exact else None
+        best = self._algebra() if self.embedding.reaches_input else self._search()
+        if best.certificate >= CERTIFIED and self.attack.rival and not self.embedding.reaches_input:
+            best = _better(best, self._rival())
+        return self._result(best)
+
+    def _algebra(self) -> _Candidate:
+        """The cut is the input itself: nothing is left to search."""
+        inputs = self.embedding.features.reshape(-1, *self.observation.input_shape)
+        return dataclasses.replace(self._candidate(inputs, "algebra"), certificate=self.embedding.residual)
+
+    def _search(self) -> _Candidate:
+        """Searches below the cut, each finished where that can be done, until one has a certificate."""
         matching = self._matching()
+        finish = self._finish() if self.attack.solve and self.embedding.exact else None
+        work = forward_flops(self.victim.model, self.victim_input(1)) * len(self.embedding.features)
         best: _Candidate | None = None
-        steps = tries = 0
-        single = len(self.embedding.features) == 1
         for number in range(self.attack.tries):
-            quick = single and network is not None and number == 0
-            weighting = WEIGHTINGS[0]
-            if not quick:
-                weighting, spent = self._choose(matching)
-                steps += spent
-            count = max(1, self.attack.iterations // 3) if quick else self.attack.iterations
-            result = matching.run(matching.start(self.generator), weighting, count, self._watch)
-            steps, tries = steps + count, tries + 1
-            pictures = matching.to_model(matching.pictures(result.points[0]))
-            curve = [float(value[0]) for value in result.curves]
-            found = self._candidate(pictures, weighting.name, curve)
-            if network is not None:
-                found = min(found, self._solved(network, pictures, found), key=lambda one: one.rank)
-            best = found if best is None else min(best, found, key=lambda one: one.rank)
-            if network is None or best.certificate < CERTIFIED:
+            # One example: masks are decoded from far away, so that a short search does. It is tried first.
+            short = finish is not None and len(self.embedding.features) == 1 and number == 0
+            weighting = WEIGHTINGS[0] if short else self._choose(matching)
+            found = self._match(matching, weighting, max(1, self.attack.iterations // (3 if short else 1)))
+            best = _better(best, found)
+            if finish is None:
+                break
+            best = _better(best, finish(found))
+            if best.certificate < CERTIFIED or self.steps * work > MOST_WORK:
                 break
         assert best is not None
-        return self._result(best, steps, tries)
+        return best
 
-    def _gated(self) -> GatedNetwork | None:
-        observation = self.observation
-        if observation.batchnorm == "train" and self.victim.batchnorm_targets:
-            self.notes.append("BatchNorm uses the statistics of the batch, so masks are not decoded")
-            return None
-        try:
-            return read_gated(observation.model, observation.input_shape, self.embedding.layer)
-        except Unsupported as error:
-            self.notes.append(f"masks are not decoded: {error}")
-            return None
+    def _match(self, matching: HeldMatching, weighting: Weighting, steps: int) -> _Candidate:
+        self.tries += 1
+        result = matching.run(matching.start(self.generator), weighting, steps, self._watch(steps))
+        found = self._candidate(matching.to_model(matching.pictures(result.points[0])), weighting.name)
+        falling = result.still_falling(0, result.points.shape[1], steps)
+        curve = tuple(float(value[0]) for value in result.curves)
+        return dataclasses.replace(found, curve=curve, flags=("did not converge",) if falling else ())
+
+    def _choose(self, matching: HeldMatching) -> Weighting:
+        """The weighting whose short trial, from one start, leaves least of the whole update."""
+        count = max(1, self.attack.iterations // 6)
+        start = matching.start(self.generator)
+        distances = []
+        for weighting in WEIGHTINGS:
+            point = matching.run(start, weighting, count, self._watch(count)).points[0]
+            distance = self._distance(matching.to_model(matching.pictures(point)))
+            distances.append(distance if math.isfinite(distance) else math.inf)
+        return WEIGHTINGS[distances.index(min(distances))]
 
     def _matching(self) -> HeldMatching:
-        observation, embedding = self.observation, self.embedding
-        like = next(iter(observation.message.update.values()))
         names, first = self._weights_below()
+        like = next(iter(self.update.values()))
         return HeldMatching(
             model=self.victim.model,
-            layer=self.victim.model.get_submodule(embedding.layer),
-            features=embedding.features.to(like),
-            adjoints=embedding.adjoints.to(like),
-            gradients={name: observation.message.update[name] for name in names},
-            inputs=observation.inputs,
+            layer=self.victim.model.get_submodule(self.embedding.layer),
+            features=self.embedding.features.to(like),
+            adjoints=self.embedding.adjoints.to(like),
+            gradients={name: self.update[name] for name in names},
+            inputs=self.observation.inputs,
             first=first,
             tv=self.attack.tv,
         )
 
     def _weights_below(self) -> tuple[list[str], frozenset[str]]:
         """Weights of two or more dimensions that act before the cut, and those among them that read the input."""
-        observation = self.observation
-        like = next(observation.model.parameters())
-        probe = like.new_zeros((2, *observation.input_shape))
-        record = record_layers(observation.model, probe, evaluate=True)
+        record = record_layers(self.observation.model, self.victim_input(2), evaluate=True)
         layers = [call.name for call in record.calls]
         before = layers[: layers.index(self.embedding.layer)]
-        owned = {name: name.rpartition(".")[0] for name in observation.message.update}
-        containers = {name for name, owner in owned.items() if owner not in layers}  # a class token, say
-        names = [
-            name
-            for name, value in observation.message.update.items()
-            if value.dim() > 1 and (owned[name] in before or name in containers)
-        ]
-        first = frozenset(name for name in names if name in containers or owned[name] == before[0])
-        return names, first
+        owners = {name: name.rpartition(".")[0] for name in self.update}
+        # A class token, say, or positions: they belong to no layer, and stand beside the input.
+        beside = {name for name, owner in owners.items() if owner not in layers}
+        names = [n for n, value in self.update.items() if value.dim() > 1 and (owners[n] in before or n in beside)]
+        return names, frozenset(name for name in names if name in beside or owners[name] == before[0])
 
-    def _choose(self, matching: HeldMatching) -> tuple[Weighting, int]:
-        """The weighting whose short trial leaves least of the whole update, and the steps that this took."""
-        count = max(1, self.attack.iterations // 6)
-        start = matching.start(self.generator)
-        distances = []
-        for weighting in WEIGHTINGS:
-            result = matching.run(start, weighting, count, self._watch)
-            distances.append(self._distance(matching.to_model(matching.pictures(result.points[0]))))
-        best = min(range(len(WEIGHTINGS)), key=lambda n: distances[n] if math.isfinite(distances[n]) else math.inf)
-        return WEIGHTINGS[best], count * len(WEIGHTINGS)
-
-    def _solved(self, network: GatedNetwork, near: Tensor, found: _Candidate) -> _Candidate:
-        embedding, inputs = self.embedding, self.observation.inputs
+    def _finish(self) -> Callable[[_Candidate], _Candidate] | None:
+        """How a search is finished on this network; None where it is not, and a note says why."""
+        observation = self.observation
+        if observation.batchnorm == "train" and self.victim.batchnorm_targets:
+            self.notes.append("BatchNorm uses the statistics of the batch, so the search is not finished")
+            return None
+        if not kinks(observation.model, observation.input_shape):
+            return self._gauss_newton
+        try:
+            network = read_gated(observation.model, observation.input_shape, self.embedding.layer)
+        except Unsupported as error:
+            self.notes.append(f"masks are not decoded: {error}")
+            return None
+        inputs = observation.inputs
         problem = GatedProblem(
             network,
-            embedding.features,
-            embedding.adjoints,
-            {name: value.cpu() for name, value in self.observation.message.update.items()},
+            self.embedding.features,
+            self.embedding.adjoints,
+            {name: value.cpu() for name, value in self.update.items()},
             project=inputs.project if inputs.bounded else (lambda x: x),
         )
-        solution = problem.solve(near.cpu(), SolverSettings(exact=CERTIFIED))
-        solved = self._candidate(solution.inputs.to(near), f"{found.way}, solved", found.curve)
-        return dataclasses.replace(solved, certificate=solution.certificate)
+        if problem.affordable_products() < LEAST_PRODUCTS:
+            self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
+            return None
+        return lambda found: self._decoded(problem, found)
 
-    def _candidate(self, inputs: Tensor, way: str, curve: list[float]) -> _Candidate:
-        like = next(iter(self.observation.message.update.values()))
-        inputs = inputs.to(like)
-        return _Candidate(inputs, self._distance(inputs), math.inf, curve, way)
+    def _decoded(self, problem: GatedProblem, found: _Candidate) -> _Candidate:
+        solution = problem.solve(found.inputs.cpu(), SolverSettings(exact=CERTIFIED))
+        solved = self._candidate(solution.inputs, f"{found.way}, masks decoded")
+        return dataclasses.replace(solved, certificate=solution.certificate, curve=found.curve, flags=found.flags)
+
+    def _gauss_newton(self, found: _Candidate) -> _Candidate:
+        """Second-order steps with the output gradient held, for networks without kinks."""
+        wide = self.observation.to(dtype=torch.float64)
+        mapping = GradientMap.of(wide, self._targets(), self.embedding.output_gradients.to(wide.device))
+        if affordable_steps(mapping) < LEAST_STEPS:
+            self.notes.append("no Gauss-Newton steps: the network is too large for them")
+            return found
+        observed = mapping.joined(wide.message.update)
+        fit = LevenbergMarquardt(steps=GAUSS_NEWTON_STEPS).run(mapping, observed, mapping.flat(found.inputs.double()))
+        solved = self._candidate(mapping.pictures(fit.x), f"{found.way}, Gauss-Newton")
+        residual = float(fit.residual.norm() / observed.norm().clamp_min(1e-300))
+        return dataclasses.replace(solved, certificate=residual, curve=found.curve, flags=found.flags)
+
+    def _rival(self) -> _Candidate:
+        """What matching the whole update finds with these labels."""
+        known = dataclasses.replace(self.observation.knowledge, labels="yes")
+        labels = self.embedding.labels
+        if labels is None or self.observation.labels is not None:
+            observation = self.observation
+        else:
+            observation = dataclasses.replace(
+                self.observation, knowledge=known, labels=labels.to(self.observation.device), label_counts=None
+            )
+        result = self.attack.whole_update(observation, self.generator, self._told(self.attack.iterations))
+        found = self._candidate(result.inputs, WHOLE_UPDATE)
+        return dataclasses.replace(found, curve=tuple(result.history["objective"][0]), flags=result.flags)
+
+    def _candidate(self, inputs: Tensor, way: str) -> _Candidate:
+        inputs = inputs.detach().to(next(iter(self.update.values())))
+        return _Candidate(inputs, self._distance(inputs), way)
 
     def _distance(self, inputs: Tensor) -> float:
         """What these inputs leave of the direction of the whole update, by the client's own loss."""
-        victim, embedding = self.victim, self.embedding
-        labels = embedding.labels
-        held = None if labels is not None else embedding.output_gradients.to(inputs)
-        targets = torch.zeros(len(inputs), dtype=torch.int64) if labels is None else labels
-        update, _ = victim.gradient(victim.tensors, inputs, targets.to(inputs.device), held)
-        return float(DirectionL1()(self.observation.message.update, victim.sent_update(update, victim.tensors)))
+        victim, labels = self.victim, self.embedding.labels
+        held = self.embedding.output_gradients.to(inputs) if labels is None else None
+        update, _ = victim.gradient(victim.tensors, inputs, self._targets(), held)
+        return float(DirectionL1()(self.update, victim.sent_update(update, victim.tensors)))
 
-    def _watch(self, done: int, values: Tensor, _best: Tensor) -> None:
-        if self.progress is not None:
-            self.progress(done, self.attack.iterations, float(values[0]))
+    def _targets(self) -> Tensor:
+        """The labels; any will do where the output gradient stands for the loss."""
+        labels, device = self.embedding.labels, self.observation.device
+        count = len(self.embedding.features)
+        return torch.zeros(count, dtype=torch.int64, device=device) if labels is None else labels.to(device)
 
-    def _result(self, found: _Candidate, steps: int, tries: int) -> Reconstruction:
+    def victim_input(self, count: int) -> Tensor:
+        return next(iter(self.update.values())).new_zeros((count, *self.observation.input_shape))
+
+    def _watch(self, steps: int) -> Watch:
+        tell = self._told(steps)
+        return lambda done, values, _best: None if tell is None else tell(done, steps, float(values[0]))
+
+    def _told(self, steps: int) -> Progress | None:
+        """Tells of ``steps`` further steps; how many there will be in all depends on what they find."""
+        before, self.steps = self.steps, self.steps + steps
+        progress, total = self.progress, max(self.attack.iterations, self.steps)
+        return None if progress is None else (lambda done, _, value: progress(before + done, total, value))
+
+    def _result(self, found: _Candidate) -> Reconstruction:
         embedding, observation = self.embedding, self.observation
         certified = found.certificate < CERTIFIED
+        flags = list(() if certified else found.flags)
+        known = observation.labels is not None or observation.label_counts is not None
+        if not (known or embedding.exact or certified):
+            flags.append("labels uncertain")
+        if several_steps(observation):
+            flags.append("steps not simulated")
         return Reconstruction(
-            inputs=found.inputs.detach(),
+            inputs=found.inputs,
             labels=None if embedding.labels is None else embedding.labels.to(found.inputs.device),
             scores=torch.full((len(found.inputs),), found.distance),
-            history={"objective": [found.curve]},
-            flags=(),
+            history={"objective": [list(found.curve)] if found.curve else []},
+            flags=tuple(dict.fromkeys(flags)),
             notes=tuple(self.notes),
             info={
-                "steps": steps,
-                "restarts": tries,
+                "steps": self.steps,
+                "restarts": max(self.tries, 1),
                 "compiled": False,
                 "distance": found.distance,
-                "labels": "known" if observation.labels is not None else "head",
+                "labels": "known" if known else "head",
                 "way": found.way,
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
-                "certificate": found.certificate,
-                "certified": certified,
+                "certificate": found.certificate if math.isfinite(found.certificate) else None,
             },
         )

@@ -18,6 +18,8 @@ TRIM = 2.5
 NEVER_TRIMMED = 1e-5
 #: Flips tried one by one after the regression was rounded.
 MOST_FLIPS = 40
+#: A unit with more free masks than this keeps those of the approximate input: too many unknowns for its equations.
+MOST_FREE = 2000
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +72,6 @@ def decode_masks(equations: LayerEquations, forward: Tensor, free: Tensor, doubt
     shape = forward.shape
     columns, right = equations.system()
     signal, masks, free, doubt = (equations.flat(part) for part in (equations.signal, forward, free, doubt))
-    gram = columns.T @ columns
     rest = right - (signal * masks) @ columns.T
     correlation = signal * (rest @ columns)
     rows = len(columns)
@@ -78,14 +79,10 @@ def decode_masks(equations: LayerEquations, forward: Tensor, free: Tensor, doubt
     active = masks.clone()
     for unit in range(len(signal)):
         places = torch.nonzero(free[unit] & (signal[unit] != 0)).flatten()
-        if len(places) == 0 or noise[unit] == 0:
+        if not 0 < len(places) <= MOST_FREE or noise[unit] == 0:
             continue
-        problem = _UnitProblem(
-            columns[:, places] * signal[unit, places],
-            gram[places][:, places] * signal[unit, places, None] * signal[unit, places],
-            masks[unit, places],
-            doubt[unit, places],
-        )
+        own = columns[:, places] * signal[unit, places]
+        problem = _UnitProblem(own, own.T @ own, masks[unit, places], doubt[unit, places])
         active[unit, places], rest[unit] = problem.solve(rest[unit], correlation[unit, places], noise[unit])
     size = (signal * active).norm(dim=1)
     share = rest.norm(dim=1) / size.clamp_min(torch.finfo(size.dtype).tiny)

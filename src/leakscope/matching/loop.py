@@ -170,28 +170,11 @@ def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int)
         return ("non-finite objective",)
     if not bool(result.alive.all()):
         flags.append("non-finite restart")
-    if _still_falling(problem, result, winner, iterations):
+    if result.still_falling(winner, problem.size, iterations):
         flags.append("did not converge")
     if _restarts_disagree(problem, result, winner):
         flags.append("restarts disagree")
     return tuple(flags)
-
-
-def _still_falling(problem: Problem, result: SearchResult, winner: int, iterations: int) -> bool:
-    """Whether more steps would have shown something else.
-
-    The objective fell by a twentieth over the second half, and the picture moved by a grey level in the last quarter.
-    (The last steps alone tell nothing where a schedule ends in zero.)
-    """
-    if len(result.curves) < iterations:
-        return False  # came to rest, or reached the tolerance
-    if iterations < 10:
-        return True
-    moved = float((result.points - result.settled)[winner, : problem.size].abs().mean())
-    curve = torch.stack(result.curves)[:, winner].cpu()
-    lowest = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
-    middle = float(lowest[len(curve) // 2])
-    return moved > 1 / 256 and middle - float(lowest[-1]) > 0.05 * abs(middle)
 
 
 def _restarts_disagree(problem: Problem, result: SearchResult, winner: int) -> bool:

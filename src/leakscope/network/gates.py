@@ -9,6 +9,7 @@ trace, so residual connections, BatchNorm in eval mode and average pooling are s
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping
@@ -72,6 +73,12 @@ class WeightedLayer:
     gate: int | None
     first: bool
 
+    @property
+    def weights(self) -> int:
+        weight = self.module.weight
+        assert isinstance(weight, Tensor)
+        return weight.numel()
+
     def patches(self, values: Tensor) -> Tensor:
         """What each output number reads: (examples, inputs of a unit, places)."""
         if isinstance(self.module, nn.Linear):
@@ -88,7 +95,7 @@ class WeightedLayer:
         return F.unfold(values, size, dilation=dilation, stride=stride)
 
     def weight_gradient(self, values: Tensor, signal: Tensor) -> Tensor:
-        """The gradient (units, inputs of a unit) for a derivative ``signal`` (examples, units, places) at the output."""
+        """The gradient (units, inputs of a unit) for a derivative (examples, units, places) at the output."""
         return torch.einsum("ncl,npl->cp", signal, self.patches(values))
 
 
@@ -109,11 +116,16 @@ class GatedNetwork:
     steps: tuple[Step, ...]
     layers: tuple[WeightedLayer, ...]
 
+    @property
+    def work(self) -> int:
+        """Multiplications of one run on one example."""
+        return sum(layer.weights * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
+
     def to(self, dtype: torch.dtype) -> GatedNetwork:
         """A copy in another precision."""
         modules = {id(s.module): copy.deepcopy(s.module).to(dtype) for s in self.steps if s.module is not None}
-        steps = tuple(_with(step, module=modules.get(id(step.module))) for step in self.steps)
-        layers = tuple(_with(layer, module=modules[id(layer.module)]) for layer in self.layers)
+        steps = tuple(dataclasses.replace(step, module=modules.get(id(step.module))) for step in self.steps)
+        layers = tuple(dataclasses.replace(layer, module=modules[id(layer.module)]) for layer in self.layers)
         return GatedNetwork(steps, layers)
 
     def run(self, x: Tensor) -> Pass:
@@ -392,6 +404,7 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)
     if isinstance(module, _NORMS):
+        assert module.running_var is not None  # read_gated refuses others
         scale = torch.rsqrt(module.running_var + module.eps)
         scale = scale if module.weight is None else scale * module.weight
         return x * scale.reshape(1, -1, *[1] * (x.dim() - 2))
@@ -404,7 +417,7 @@ def _places_of_maxima(step: Step, source: Tensor) -> Tensor:
     return step.function(source)
 
 
-def _pooling(module: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+def _pooling(module: Any) -> dict[str, Any]:
     """Of a max pooling: the places of its maxima in the flattened map, and the average over the same windows."""
     if module.dilation not in (1, (1, 1)):
         raise Unsupported("a max pooling with dilation")
@@ -413,12 +426,6 @@ def _pooling(module: Any) -> dict[str, Callable[[Tensor], Tensor]]:
     kind: Any = nn.AvgPool1d if isinstance(module, nn.MaxPool1d) else nn.AvgPool2d
     average = kind(module.kernel_size, module.stride, module.padding, module.ceil_mode)
     return {"function": lambda x: module(x)[1], "average": average}
-
-
-def _with(part: Any, module: nn.Module | None) -> Any:
-    import dataclasses
-
-    return dataclasses.replace(part, module=module)
 
 
 def _pair(value: Any) -> tuple[int, int]:
