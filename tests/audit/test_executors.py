@@ -29,7 +29,7 @@ def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     serial = run(tmp_path / "b")
     assert timeless(spread.rows) == timeless(serial.rows)
     assert timeless(spread.findings) == timeless(serial.findings)
-    assert len(spread.findings) == 2
+    assert len(spread.findings) == 4
     total = len(spread.rows) + len(spread.findings)
     assert spread.verdict.outcome == "leaks"
     finished = [e for e in events if e["event"] == "finished"]
@@ -162,7 +162,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: s
         assert len(rows) == 16
         assert timeless(rows) == timeless(other.rows())
         assert timeless(store.findings()) == timeless(other.findings())
-        assert len(store.findings()) == 1
+        assert len(store.findings()) == 2
         assert [row for row in rows if row.key in {r.key for r in survived}] == survived
         assert store.meta("plan") == other.meta("plan")
     assert not list((out / "artifacts").glob(".*"))

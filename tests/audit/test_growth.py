@@ -119,8 +119,8 @@ def test_jobs_of_a_run_that_was_interrupted_are_still_missed(tmp_path: Path) -> 
 
 
 def test_one_finding_a_setting_whichever_client_stands_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run(tmp_path, **{**SMALL, "findings": True})
-    second, events = told(tmp_path, **{**SMALL, "findings": True, "seeds": [7]})
+    first = run(tmp_path, **{**SMALL, "findings": ["floor"]})
+    second, events = told(tmp_path, **{**SMALL, "findings": ["floor"], "seeds": [7]})
     assert second.findings[0].key == first.findings[0].key
     assert len(second.findings) == 1
     assert len(finished(events)) == 4
@@ -133,9 +133,9 @@ def test_one_finding_a_setting_whichever_client_stands_for_it(tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(floor, "describe_floor", broken)
-        failed = run(tmp_path / "failed", **{**SMALL, "findings": True})
+        failed = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"]})
     assert [row.status for row in failed.findings] == ["failed"]
-    done = run(tmp_path / "failed", **{**SMALL, "findings": True, "seeds": [7]})
+    done = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"], "seeds": [7]})
     assert [(row.status, row.seed) for row in done.findings] == [("done", 7)]
     assert done.store.meta("plan")["findings"] == 1
 

@@ -77,9 +77,10 @@ def test_an_infinite_condition_number_is_stored_as_such(model: str, defense: Any
 @pytest.mark.parametrize("name", ["transformer", "LSTM over rows", "U-Net-like"])
 def test_theory_and_controls_beside_every_kind_of_layer(name: str, folder: Path) -> None:
     settings = {"findings": True, "controls": True, "attacks": ATTACKS[1:2]}
-    rows, (floor,) = audited(folder, f"mynets:{NETS[name][0]}", 28, **settings)
+    rows, (floor, embedding) = audited(folder, f"mynets:{NETS[name][0]}", 28, **settings)
     assert {row.status for row in rows} == {"done"}, [row.error for row in rows]
     assert floor.status == "done", floor.error
+    assert embedding.status == "done", embedding.error
     assert floor.content["unknowns"] == 784
 
 

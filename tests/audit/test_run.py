@@ -52,7 +52,7 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     meta = {key: done.store.meta(key) for key in ("format", "plan", "policy", "data", "model", "versions")}
     assert meta["format"] == STORE_FORMAT
     assert meta["plan"]["total"] == len(done.rows)
-    assert meta["plan"]["findings"] == len(done.findings) == 2
+    assert meta["plan"]["findings"] == len(done.findings) == 4
     assert meta["data"]["shape"] == [1, 4, 4]
     assert meta["model"]["parameters"] == 51
     assert set(meta["policy"]) == {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
@@ -145,9 +145,9 @@ def test_resume_skips_done_and_retries_failed(tmp_path: Path) -> None:
     second = run(tmp_path / "out", attacks=attacks, defenses=None, controls=False, progress=events.append)
     assert [row.status for row in second.rows] == ["done"] * 3 + ["refused"] * 3 + ["done"] * 3
     assert second.rows[:6] == first.rows[:6]
-    assert events[0] == {"event": "planned", "total": 10, "finished": 7}
+    assert events[0] == {"event": "planned", "total": 11, "finished": 8}
     assert [e["position"] for e in events if e["event"] == "finished"] == [6, 7, 8]
-    assert events[-1]["completed"] == 10
+    assert events[-1]["completed"] == 11
     assert events[-1]["status"] == "done"
     json.dumps(events)
 

@@ -161,7 +161,8 @@ def test_a_model_of_ones_own_from_a_file_of_ones_own(form: str, mine: Path) -> N
         assert all(math.isnan(example.value("target_error")) for example in searched)
     if FORMS[form]["task"] == "classification":
         assert [row.examples[0].value("label_correct") for row in attempts(done, "idlg")] == [1.0, 1.0]
-    (floor,) = done.findings
+    floor, embedding = done.findings
+    assert embedding.status == "done", embedding.error
     assert (floor.status, floor.reason) == ("done", "")
     assert floor.content["unknowns"] == 16
     assert "linear-layer" in write_report(mine / "out").read_text(encoding="utf-8")

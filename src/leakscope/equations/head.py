@@ -20,9 +20,6 @@ from leakscope.equations.head_solution import EXACT, REFUSED, HeadRefused, HeadS
 from leakscope.equations.last_layer import softmax_signals
 from leakscope.network.activations import Activation
 
-#: Larger batches would take minutes.
-MOST_EXAMPLES = 50
-
 
 def solve_head(
     weight: Tensor,
@@ -98,8 +95,8 @@ def _check(problem: HeadProblem, cross_entropy: bool) -> None:
             f"{examples} examples and {classes} classes: the head's gradient has {classes} rows that add up to zero, "
             f"so that it determines at most {max(most, 0)} examples{'' if bias else ' without a bias'}"
         )
-    if examples > MOST_EXAMPLES:
-        raise HeadRefused(f"{examples} examples: the head's equations are solved for at most {MOST_EXAMPLES}")
+    if not problem.starts:
+        raise HeadRefused(f"{examples} examples of {classes} classes: solving the head's equations would take minutes")
 
 
 def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: bool) -> HeadSolution:

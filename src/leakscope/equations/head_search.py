@@ -26,6 +26,8 @@ NEGATIVE_SHARE = 1e-4
 LEAST_RANK, LEAST_SIGNAL = 1e-7, 3.0
 #: Starts for one choice of labels, choices of unknown ones, and starts for all of these together.
 STARTS, READINGS, STARTS_IN_ALL = 12, 24, 72
+#: Multiplications of a whole search: about a minute.
+WORK = 4e11
 #: If the bias gradient allows more label counts than that, only neighbours of readings are tried.
 MOST_COUNTS = 3000
 #: Spread of the logits about their mean at which searches start.
@@ -66,6 +68,12 @@ class HeadProblem:
         floor = rounding * float(observed.square().mean().sqrt())
         # What exceeds the rank is noise: of a defence, or of rounding.
         self.noise = max(floor, float(spare.square().sum() / entries) ** 0.5) if entries else floor
+
+    @property
+    def starts(self) -> int:
+        """How many starts there is time for: a step factorises a matrix with n^2 columns."""
+        n = self.examples
+        return min(STARTS_IN_ALL, int(WORK / (STEPS * n**4 * (n * len(self.weight) + n * (n + 1)))))
 
     @property
     def relative_noise(self) -> float:
@@ -137,7 +145,7 @@ def search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Gen
         for labels in islice(source, READINGS) if number == 0 else kept:
             if number == 0:
                 kept.append(labels)
-            if tried == STARTS_IN_ALL or not problem.possible(labels):
+            if tried == problem.starts or not problem.possible(labels):
                 continue
             tried += 1
             found, explained = _from_start(problem, labels, number, generator)

@@ -168,12 +168,12 @@ def least_squares(equations: Equations, unknowns: Tensor, steps: int) -> tuple[T
         if not math.isfinite(value) or not bool(torch.isfinite(columns).all()):
             return unknowns, math.inf
         norms = columns.norm(dim=0).clamp_min(1e-12 * float(columns.norm()) + 1e-300)
-        basis, triangle = torch.linalg.qr(columns / norms)
-        goal, taken = basis.T @ rest, False
+        # The triangle with the right-hand side beside it; the orthogonal factor itself is not needed.
+        triangle, taken = torch.linalg.qr(torch.cat([columns / norms, rest[:, None]], 1), mode="r").R, False
         for _ in range(12):
-            damped = torch.cat([triangle, math.sqrt(damping) * torch.eye(len(norms), dtype=goal.dtype)])
-            factor, small = torch.linalg.qr(damped)
-            step = torch.linalg.solve_triangular(small, (factor.T[:, : len(goal)] @ goal)[:, None], upper=True)[:, 0]
+            ridge = math.sqrt(damping) * torch.eye(len(norms), len(norms) + 1, dtype=rest.dtype)
+            damped = torch.linalg.qr(torch.cat([triangle, ridge]), mode="r").R
+            step = torch.linalg.solve_triangular(damped[: len(norms), :-1], damped[: len(norms), -1:], upper=True)[:, 0]
             trial = unknowns - step / norms
             further, slope = equations(trial)
             reached = float(further @ further)
