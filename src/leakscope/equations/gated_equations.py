@@ -92,7 +92,7 @@ class LinearStep:
         slack: Mapping[int, Tensor],
         steps: int,
     ) -> Tensor:
-        """The next input. ``slack``: how far what each gate lets through may be off, zero where it is taken as right."""
+        """The next input. ``slack``: how far what each gate lets through may be off; zero where it is trusted."""
         unknowns = _Unknowns(z, slack)
         narrow_gates = {n: gate.float() if gate.is_floating_point() else gate for n, gate in gates.items()}
         narrow_blocks = [Block(self._layers[b.layer.step], b.signal.float(), b.right) for b in blocks]

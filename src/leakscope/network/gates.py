@@ -297,8 +297,8 @@ class _Reader:
         raise self._refusal(node)
 
     def _function_step(self, node: fx.Node, facts: dict[str, Any]) -> Step:
-        options = dict(node.kwargs)
-        arguments = node.args[1:]
+        options: dict[str, Any] = dict(node.kwargs)
+        arguments: tuple[Any, ...] = node.args[1:]
         if node.target in _RELU_FUNCTIONS:
             return Step(kind="relu", **facts)
         if node.target is F.leaky_relu:
