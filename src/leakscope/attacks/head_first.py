@@ -236,13 +236,22 @@ class _Below:
         wide = self.observation.to(dtype=torch.float64)
         mapping = GradientMap.of(wide, self._targets(), self.embedding.output_gradients.to(wide.device))
         if affordable_steps(mapping) < LEAST_STEPS:
-            self.notes.append("no Gauss-Newton steps: the network is too large for them")
+            self._note("no Gauss-Newton steps: the network is too large for them")
             return found
-        observed = mapping.joined(wide.message.update)
-        fit = LevenbergMarquardt(steps=GAUSS_NEWTON_STEPS).run(mapping, observed, mapping.flat(found.inputs.double()))
+        observed, start = mapping.joined(wide.message.update), mapping.flat(found.inputs.double())
+        try:
+            fit = LevenbergMarquardt(steps=GAUSS_NEWTON_STEPS).run(mapping, observed, start)
+        except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
+            self._note(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
+            return found
         solved = self._candidate(mapping.pictures(fit.x), f"{found.way}, Gauss-Newton")
         residual = float(fit.residual.norm() / observed.norm().clamp_min(1e-300))
         return dataclasses.replace(solved, certificate=residual, curve=found.curve, flags=found.flags)
+
+    def _note(self, text: str) -> None:
+        """Once, however many starts there are."""
+        if text not in self.notes:
+            self.notes.append(text)
 
     def _rival(self) -> _Candidate:
         """What matching the whole update finds with these labels."""
