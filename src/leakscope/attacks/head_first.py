@@ -245,7 +245,11 @@ class _Below:
         size = float(observed.norm().clamp_min(1e-300))
         x, residual = mapping.flat(found.inputs.double()), math.inf
         for steps, enough in GAUSS_NEWTON:
-            fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
+            try:
+                fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
+            except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
+                self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
+                return found
             x, residual = fit.x, float(fit.residual.norm()) / size
             if fit.at_rest or residual > enough:
                 break

@@ -32,7 +32,7 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d)
-_SAME = (nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
+_SAME = (nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 _SAME_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, F.dropout)
 _SAME_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 _AVERAGE_FUNCTIONS = (F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, torch.mean, "mean")
@@ -137,7 +137,7 @@ class GatedNetwork:
             source = values[step.sources[0]]
             if step.kind == "relu":
                 received[number] = source
-                gates[number] = torch.where(source > 0, 1.0, step.slope).to(source)
+                gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
             elif step.kind == "max":
                 received[number] = source
                 gates[number] = _places_of_maxima(step, source)
@@ -224,8 +224,13 @@ def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> Gate
     twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64).requires_grad_(False)
     graph = trace(twin)
     sample = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    with torch.no_grad():
-        ShapeProp(graph).propagate(sample)
+    try:
+        with torch.no_grad():
+            ShapeProp(graph).propagate(sample)
+    # The model's code can fail on float64 in any way that code can.
+    except Exception as error:
+        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        raise Unsupported(f"the model does not run in float64: {reason}") from error
     last = next((n for n in graph.graph.nodes if n.op == "call_module" and n.target == cut), None)
     if last is None:
         raise Unsupported(f"the model does not call the layer {cut!r} by itself")
@@ -399,7 +404,7 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
         return step.function(x)
     module: Any = step.module
     if bias:
-        result: Tensor = module(x)
+        result: Tensor = module.forward(x)  # past hooks, which would change one of both ways only
         return result
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)
