@@ -33,9 +33,17 @@ class AttackEntry(Entry):
 
 
 _ONE_UPDATE = ("gradient", "weight_delta")
+#: In the order in which an audit runs them: closed forms first, then the strongest.
 ATTACKS: Registry[AttackEntry] = Registry(
     "attack",
     (
+        AttackEntry(
+            "linear-layer",
+            LinearLayer,
+            "closed form for a first linear layer: one input exactly, the span of a batch",
+            "Phong et al., 2018; Geiping et al., 2020",
+            standard_for=_ONE_UPDATE,
+        ),
         AttackEntry(
             "gauss-newton",
             GaussNewton,
@@ -78,13 +86,6 @@ ATTACKS: Registry[AttackEntry] = Registry(
             LearnFromGradients,
             "L-BFGS or Adam with a decaying norm or orthogonality prior",
             "Qian, Hansen, What Can We Learn from Gradients?, 2021",
-        ),
-        AttackEntry(
-            "linear-layer",
-            LinearLayer,
-            "closed form for a first linear layer: one input exactly, the span of a batch",
-            "Phong et al., 2018; Geiping et al., 2020",
-            standard_for=_ONE_UPDATE,
         ),
         AttackEntry(
             "rgap",

@@ -8,9 +8,10 @@ descent with the known learning rate, compared with the observed difference of w
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, takes plain
 Adam steps with a cosine schedule in [0, 1] space, and needs 300 steps where the published settings take thousands: on a
 3-layer ReLU ConvNet with one CIFAR-10 image the median is above 60 dB against about 21 for the cosine after the same
-steps. ``preset("paper")`` is the published untrained-ConvNet setting (cosine, signed Adam 0.1, step schedule, N(0, 1)
-start, TV 1e-6, 4000 steps), ``preset("paper-trained")`` the ImageNet one. The best restart is chosen by the whole
-objective, not by the matching term alone; the optional median filter is left out.
+steps. ``preset("house")`` writes these defaults out, so that a report can name them whatever defaults come later;
+``preset("paper")`` is the published untrained-ConvNet setting (cosine, signed Adam 0.1, step schedule, N(0, 1) start,
+TV 1e-6, 4000 steps), ``preset("paper-trained")`` the ImageNet one. The best restart is chosen by the whole objective,
+not by the matching term alone; the optional median filter is left out.
 """
 
 from __future__ import annotations
@@ -28,6 +29,17 @@ from leakscope.matching import DISTANCES, Matcher, Pixels, SingleGradient, Unrol
 from leakscope.matching.optimisers import Adam, Schedule
 from leakscope.matching.priors import BatchNormStatistics, TotalVariation
 
+_HOUSE = {
+    "iterations": 300,
+    "restarts": 1,
+    "distance": "direction-l1",
+    "tv": 0.03,
+    "lr": 0.1,
+    "gradient": "plain",
+    "schedule": "cosine",
+    "start": "grey",
+    "space": "unit",
+}
 _PAPER = {"iterations": 4000, "distance": "cosine", "gradient": "sign", "schedule": "step", **NORMAL_START, "tv": 1e-6}
 
 
@@ -40,7 +52,11 @@ class InvertingGradients(GradientMatching):
     """
 
     presets = MappingProxyType(
-        {"paper": _PAPER, "paper-trained": {**_PAPER, "iterations": 24_000, "restarts": 8, "tv": 0.1}}
+        {
+            "house": _HOUSE,
+            "paper": _PAPER,
+            "paper-trained": {**_PAPER, "iterations": 24_000, "restarts": 8, "tv": 0.1},
+        }
     )
 
     distance: str = setting("direction-l1", "How two updates are compared.", choices=DISTANCES)
