@@ -41,8 +41,8 @@ from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.loop import forward_flops
 from leakscope.matching.search import Watch
 from leakscope.network.activations import Unsupported
-from leakscope.network.gates import read_gated
 from leakscope.network.kinks import kinks
+from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import record_layers
 
 #: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
