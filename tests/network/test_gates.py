@@ -217,7 +217,7 @@ def test_sums_share_the_gate_behind_them() -> None:
     network = read_gated(Residual(), IMAGE, "head")
     by_name = {layer.weight_name: layer for layer in network.layers}
     assert by_name["two.weight"].gate is not None
-    assert by_name["two.weight"].gate > by_name["one.weight"].gate  # type: ignore[operator]  # both have one
+    assert by_name["two.weight"].gate > by_name["one.weight"].gate
     assert [name for name, layer in by_name.items() if layer.first] == ["stem.weight"]
 
 
@@ -329,7 +329,7 @@ def test_what_is_no_such_network_is_refused_by_name(words: str) -> None:
 
 def test_a_hook_that_changes_numbers_is_noticed() -> None:
     model, shape, cut = chain(nn.Conv2d(2, 3, 3), nn.ReLU())
-    model[0].register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)  # type: ignore[index]
+    model[0].register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
     with pytest.raises(Unsupported, match="something else than its layers say"):
         read_gated(model, shape, cut)
 
@@ -340,4 +340,4 @@ def test_the_model_is_left_as_it_is() -> None:
     read_gated(model, shape, cut)
     assert model.training
     assert all(parameter.requires_grad and parameter.dtype == torch.float32 for parameter in model.parameters())
-    assert float(model[1].num_batches_tracked) == 0  # type: ignore[index,arg-type]
+    assert float(model[1].num_batches_tracked) == 0
