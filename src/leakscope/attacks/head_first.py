@@ -26,7 +26,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from leakscope.attacks.gauss_newton import LEAST_STEPS
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Attack, Progress
@@ -42,15 +41,18 @@ from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.loop import forward_flops
 from leakscope.matching.search import Watch
 from leakscope.network.activations import Unsupported
-from leakscope.network.gates import read_gated
 from leakscope.network.kinks import kinks
+from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import record_layers
 
 #: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
 CERTIFIED = 1e-6
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
-GAUSS_NEWTON_STEPS = 30
+#: Gauss-Newton steps, and the relative residual that is worth going on from.
+GAUSS_NEWTON = ((6, 3e-3), (14, math.inf))
+#: So many products with the Jacobian must be affordable, by the size of the model.
+GAUSS_NEWTON_PRODUCTS = 100
 #: Steps times multiplications of a forward pass after which no further start is tried.
 MOST_WORK = 1e10
 WHOLE_UPDATE = "whole update"
@@ -123,6 +125,7 @@ class _Below:
         self.victim = Victim.of(observation)
         self.update = dict(observation.message.update)
         self.notes = list(embedding.notes)
+        self.smooth = not kinks(observation.model, observation.input_shape)
         self.steps = self.tries = 0
 
     def reconstruct(self) -> Reconstruction:
@@ -144,14 +147,14 @@ class _Below:
         best: _Candidate | None = None
         for number in range(self.attack.tries):
             # One example: masks are decoded from far away, so that a short search does. It is tried first.
-            short = finish is not None and len(self.embedding.features) == 1 and number == 0
+            short = finish is not None and len(self.embedding.features) == 1 and number == 0 and not self.smooth
             weighting = WEIGHTINGS[0] if short else self._choose(matching)
             found = self._match(matching, weighting, max(1, self.attack.iterations // (3 if short else 1)))
             best = _better(best, found)
             if finish is None:
                 break
             best = _better(best, finish(found))
-            if best.certificate < CERTIFIED or self.steps * work > MOST_WORK:
+            if best.certificate < CERTIFIED or self.smooth or self.steps * work > MOST_WORK:
                 break
         assert best is not None
         return best
@@ -206,7 +209,7 @@ class _Below:
         if observation.batchnorm == "train" and self.victim.batchnorm_targets:
             self.notes.append("BatchNorm uses the statistics of the batch, so the search is not finished")
             return None
-        if not kinks(observation.model, observation.input_shape):
+        if self.smooth:
             return self._gauss_newton
         try:
             network = read_gated(observation.model, observation.input_shape, self.embedding.layer)
@@ -235,13 +238,26 @@ class _Below:
         """Second-order steps with the output gradient held, for networks without kinks."""
         wide = self.observation.to(dtype=torch.float64)
         mapping = GradientMap.of(wide, self._targets(), self.embedding.output_gradients.to(wide.device))
-        if affordable_steps(mapping) < LEAST_STEPS:
+        if affordable_steps(mapping) < GAUSS_NEWTON_PRODUCTS:
             self.notes.append("no Gauss-Newton steps: the network is too large for them")
             return found
         observed = mapping.joined(wide.message.update)
-        fit = LevenbergMarquardt(steps=GAUSS_NEWTON_STEPS).run(mapping, observed, mapping.flat(found.inputs.double()))
-        solved = self._candidate(mapping.pictures(fit.x), f"{found.way}, Gauss-Newton")
-        residual = float(fit.residual.norm() / observed.norm().clamp_min(1e-300))
+        size = float(observed.norm().clamp_min(1e-300))
+        x, residual = mapping.flat(found.inputs.double()), math.inf
+        for steps, enough in GAUSS_NEWTON:
+            try:
+                fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
+            except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
+                self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
+                return found
+            x, residual = fit.x, float(fit.residual.norm()) / size
+            if fit.at_rest or residual > enough:
+                break
+        if residual >= CERTIFIED:
+            # The gradient alone, without a prior, is explained by inputs that are further away.
+            self.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
+            return found
+        solved = self._candidate(mapping.pictures(x), f"{found.way}, Gauss-Newton")
         return dataclasses.replace(solved, certificate=residual, curve=found.curve, flags=found.flags)
 
     def _rival(self) -> _Candidate:

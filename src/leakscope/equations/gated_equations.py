@@ -21,13 +21,14 @@ WHITENING = (3e-3, 0.3)
 class LayerState:
     """One layer at the present input: the signal at its output, the gradient it should give, the relative residual.
 
-    Both are zero for units that are not counted on.
+    Both are zero for units that are not counted on; ``whole`` is the residual of all units.
     """
 
     layer: WeightedLayer
     signal: Tensor
     gradient: Tensor
     residual: float
+    whole: float
 
 
 @dataclass(frozen=True, eq=False)

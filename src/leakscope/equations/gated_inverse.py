@@ -35,6 +35,9 @@ FAR = 2e-3
 PATIENCE, WINDOW = 12, 5
 #: Multiplications that all products with the equations may take.
 WORK = 6e10
+#: Of features and of layers that read the input, the share that an exact solution may leave. Their residual is not as
+#: small as that of the others, and not needed as small: they only rule out what the others do not see.
+UNSEEN = 1e-3
 #: A slack of a gate is at most this share of the spread of what it receives.
 MOST_SLACK = 0.2
 
@@ -60,10 +63,11 @@ class SolverSettings:
 
 @dataclass(frozen=True, eq=False)
 class GatedSolution:
-    """The input, its certificate, and that of each pass.
+    """The input, its certificate, and what each pass left of the units that the solver counted on.
 
-    The certificate is the largest relative residual of the gradients of the layers above the first: what it certifies
-    is that the input explains them. It is the client's own as far as these gradients determine it.
+    The certificate is the largest relative residual of the gradients of the layers above the first, all units counted;
+    or that of the features or of a first layer where these are not explained. What it certifies is that the input
+    explains them. It is the client's own as far as these gradients determine it.
     """
 
     inputs: Tensor
@@ -106,10 +110,23 @@ class GatedProblem:
             damping = 1e-9 + settings.damping * layers[0].residual ** 2
             slack = _slack(now, errors, pace.reach)
             z = linear(z, gates, blocks, damping=damping, slack=slack, steps=pace.steps)
-        return GatedSolution(best, pace.lowest, tuple(pace.history))
+        return GatedSolution(best, max(pace.lowest, self.certificate(best)), tuple(pace.history))
 
-    def _decode(self, now: Pass, first: bool) -> tuple[Gates, list[LayerState], dict[int, float]]:
-        """Gates for the solve, the highest decoded; the layers from the cut downwards; and the error at each gate."""
+    def certificate(self, z: Tensor) -> float:
+        """What the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
+        now = self.network.run(z)
+        _, layers, _ = self._decode(now, first=False, every=True)
+        features = float((now.features.flatten(1) - self.features).norm() / self.features.norm())
+        above = max((one.whole for one in layers if not one.layer.first), default=math.inf)
+        unseen = max([features, *(one.whole for one in layers if one.layer.first)])
+        return above if unseen < UNSEEN else max(above, unseen)
+
+    def _decode(self, now: Pass, first: bool, every: bool = False) -> tuple[Gates, list[LayerState], dict[int, float]]:
+        """Gates for the solve, the highest decoded; the layers from the cut downwards; and the error at each gate.
+
+        ``first``: it is the first pass. ``every``: layers that read the input are decoded too; they have so few
+        equations that this is for nearly exact inputs, where hardly a unit is in doubt.
+        """
         steps = self.network.steps
         gates = dict(now.gates)
         loud = self.features.abs() > SILENT * self.features.abs().max()
@@ -130,7 +147,7 @@ class GatedProblem:
             own = max(error * spread / (highest or spread), 1e-300)
             if highest is not None:
                 errors[layer.gate] = own
-            if layer.first:
+            if layer.first and not every:
                 found.append(self._plain(layer, now, signal_gates))
                 continue
             factor = FIRST_PASS[highest is not None] if first else 1.0
@@ -166,10 +183,11 @@ class GatedProblem:
         )
         doubt = 1 + (received / error) ** 2
         masks = decode_masks(equations, *(_by_places(part) for part in (forward, free, doubt)))
-        gate = torch.where(masks.active, 1.0, slope).to(full)
+        gate = torch.where(masks.active, full.new_ones(()), slope)
         kept = masks.kept.to(full)[:, None]
         residual = masks.residual if bool(masks.kept.any()) else math.inf
-        return LayerState(layer, full * gate * kept, gradient * kept, residual), gate.reshape(received.shape)
+        state = LayerState(layer, full * gate * kept, gradient * kept, residual, masks.whole)
+        return state, gate.reshape(received.shape)
 
     def _plain(self, layer: WeightedLayer, now: Pass, gates: Gates) -> LayerState:
         """A layer whose masks are those of the present input, or that has none."""
@@ -177,7 +195,8 @@ class GatedProblem:
         gradient = self._gradient(layer)
         rest = layer.weight_gradient(now.inputs[layer.step], signal) - gradient
         size = float(gradient.norm())
-        return LayerState(layer, signal, gradient, float(rest.norm()) / size if size else math.inf)
+        residual = float(rest.norm()) / size if size else math.inf
+        return LayerState(layer, signal, gradient, residual, residual)
 
     def _gradient(self, layer: WeightedLayer) -> Tensor:
         return self.gradients[layer.weight_name].double().flatten(1)

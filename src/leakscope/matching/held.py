@@ -107,9 +107,11 @@ class HeldMatching:
                 distance = weighting.features * ((found - self.features).abs().sum(1) / sizes).mean()
                 if terms:
                     total = (found * self.adjoints).sum()
-                    own = torch.autograd.grad(total, [term.parameter for term in terms], create_graph=True)
+                    weights = [term.parameter for term in terms]
+                    own = torch.autograd.grad(total, weights, create_graph=True, allow_unused=True)
                     for term, value in zip(terms, own, strict=True):
-                        distance = distance + ((value - term.target).abs() * term.scale).sum()
+                        if value is not None:  # a weight that acts behind the cut only
+                            distance = distance + ((value - term.target).abs() * term.scale).sum()
                 objective = distance + self.tv * total_variation(pictures) if self.tv else distance
                 (gradient,) = torch.autograd.grad(objective, point)
             return objective.detach()[None], torch.stack([objective, distance]).detach()[None], gradient
