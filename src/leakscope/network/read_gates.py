@@ -39,13 +39,14 @@ def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> Gate
     twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64).requires_grad_(False)
     graph = trace(twin)
     sample = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    try:
-        with torch.no_grad():
-            ShapeProp(graph).propagate(sample)
-    # The model's code can fail on float64 in any way that code can.
-    except Exception as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise Unsupported(f"the model does not run in float64: {reason}") from error
+    with torch.no_grad():
+        try:
+            twin(sample)
+        # The model's code can fail on float64 in any way that code can.
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Unsupported(f"the model does not run in float64: {reason}") from error
+        ShapeProp(graph).propagate(sample)
     last = next((n for n in graph.graph.nodes if n.op == "call_module" and n.target == cut), None)
     if last is None:
         raise Unsupported(f"the model does not call the layer {cut!r} by itself")
