@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -92,7 +93,7 @@ def test_weights_add_up_to_one_and_fall_from_the_cut(weighting: Weighting, count
     weights = weighting.layers(count)
     assert weighting.features + sum(weights) == pytest.approx(1)
     assert weights == sorted(weights, reverse=True)
-    assert all(a == pytest.approx(weighting.ratio * b) for a, b in zip(weights, weights[1:], strict=False))
+    assert all(a == pytest.approx(weighting.ratio * b) for a, b in itertools.pairwise(weights))
 
 
 def test_relative_terms_do_not_change_with_the_size_of_the_gradient(monkeypatch) -> None:

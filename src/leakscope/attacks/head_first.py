@@ -28,7 +28,7 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.inverting_gradients import InvertingGradients
-from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -99,7 +99,8 @@ class HeadFirst(Attack):
         except HeadRefused as error:
             note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
             result = self.whole_update(observation, generator, progress)
-            return dataclasses.replace(result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE})
+            info = {**result.info, "way": WHOLE_UPDATE, "certificate": None}
+            return dataclasses.replace(result, notes=(note, *result.notes), info=info)
         return _Below(self, observation, embedding, generator, progress).reconstruct()
 
     def whole_update(
@@ -131,7 +132,8 @@ class _Below:
     def reconstruct(self) -> Reconstruction:
         best = self._algebra() if self.embedding.reaches_input else self._search()
         if best.certificate >= CERTIFIED and self.attack.rival and not self.embedding.reaches_input:
-            best = _better(best, self._rival())
+            rival = self._rival()
+            best = best if rival is None else _better(best, rival)
         return self._result(best)
 
     def _algebra(self) -> _Candidate:
@@ -260,8 +262,8 @@ class _Below:
         solved = self._candidate(mapping.pictures(x), f"{found.way}, Gauss-Newton")
         return dataclasses.replace(solved, certificate=residual, curve=found.curve, flags=found.flags)
 
-    def _rival(self) -> _Candidate:
-        """What matching the whole update finds with these labels."""
+    def _rival(self) -> _Candidate | None:
+        """What matching the whole update finds with these labels; None where the model's code does not allow it."""
         known = dataclasses.replace(self.observation.knowledge, labels="yes")
         labels = self.embedding.labels
         if labels is None or self.observation.labels is not None:
@@ -270,7 +272,11 @@ class _Below:
             observation = dataclasses.replace(
                 self.observation, knowledge=known, labels=labels.to(self.observation.device), label_counts=None
             )
-        result = self.attack.whole_update(observation, self.generator, self._told(self.attack.iterations))
+        try:
+            result = self.attack.whole_update(observation, self.generator, self._told(self.attack.iterations))
+        except (RuntimeError, NotApplicable) as error:  # the steps of an LSTM, say, are not unrolled
+            self.notes.append(f"the whole update is not matched: {str(error).strip().splitlines()[0]}")
+            return None
         found = self._candidate(result.inputs, WHOLE_UPDATE)
         return dataclasses.replace(found, curve=tuple(result.history["objective"][0]), flags=result.flags)
 

@@ -118,7 +118,8 @@ class GatedProblem:
         _, layers, _ = self._decode(now, first=False, every=True)
         features = float((now.features.flatten(1) - self.features).norm() / self.features.norm())
         above = max((one.whole for one in layers if not one.layer.first), default=math.inf)
-        unseen = max([features, *(one.whole for one in layers if one.layer.first)])
+        # A first layer has too few equations for its masks: units that these do not explain say nothing.
+        unseen = max([features, *(one.residual for one in layers if one.layer.first)])
         return above if unseen < UNSEEN else max(above, unseen)
 
     def _decode(self, now: Pass, first: bool, every: bool = False) -> tuple[Gates, list[LayerState], dict[int, float]]:

@@ -8,13 +8,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import fx, nn
 from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
 from leakscope.network.activations import Unsupported
 from leakscope.network.gates import CONVOLUTIONS, NORMS, GatedNetwork, Step, WeightedLayer
 from leakscope.network.paths import label, shape_of, trace
+from leakscope.network.recorder import record_layers
 
 _AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d)
@@ -38,24 +39,22 @@ def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> Gate
     twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64).requires_grad_(False)
     graph = trace(twin)
     sample = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    try:
-        with torch.no_grad():
-            ShapeProp(graph).propagate(sample)
-    # The model's code can fail on float64 in any way that code can.
-    except Exception as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
-        raise Unsupported(f"the model does not run in float64: {reason}") from error
+    with torch.no_grad():
+        try:
+            twin(sample)
+        # The model's code can fail on float64 in any way that code can.
+        except Exception as error:
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise Unsupported(f"the model does not run in float64: {reason}") from error
+        ShapeProp(graph).propagate(sample)
     last = next((n for n in graph.graph.nodes if n.op == "call_module" and n.target == cut), None)
     if last is None:
         raise Unsupported(f"the model does not call the layer {cut!r} by itself")
     network = _Reader(twin, graph).read(next(n for n in last.all_input_nodes))
-    with torch.no_grad():
-        reference: list[Tensor] = []
-        handle = twin.get_submodule(cut).register_forward_pre_hook(lambda _, inputs: reference.append(inputs[0]))
-        twin(sample)
-        handle.remove()
-        ours = network.run(sample).features
-    if len(reference) != 1 or not torch.allclose(ours.flatten(1), reference[0].flatten(1), rtol=1e-9, atol=1e-12):
+    record = record_layers(twin, sample, lambda name, _: name == cut)
+    ours = network.run(sample).features
+    reference = [call.inputs.flatten(1) for call in record.calls]
+    if len(reference) != 1 or not torch.allclose(ours.flatten(1), reference[0], rtol=1e-9, atol=1e-12):
         raise Unsupported("the model computes something else than its layers say (hooks?)")
     return network
 
