@@ -96,11 +96,12 @@ class HeadFirst(Attack):
     ) -> Reconstruction:
         try:
             embedding = recover_embedding(observation, generator)
+            if several_steps(observation) and not embedding.exact:
+                raise HeadRefused("the update is that of several local steps, and not nearly one gradient")
         except HeadRefused as error:
             note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
             result = self.whole_update(observation, generator, progress)
-            info = {**result.info, "way": WHOLE_UPDATE, "certificate": None}
-            return dataclasses.replace(result, notes=(note, *result.notes), info=info)
+            return dataclasses.replace(result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE})
         return _Below(self, observation, embedding, generator, progress).reconstruct()
 
     def whole_update(

@@ -14,7 +14,7 @@ from leakscope.cli.parsing import parse_part
 
 def attack(
     observation: Annotated[Path, typer.Argument(help="A saved observation (.safetensors with a .json beside it).")],
-    attack: Annotated[str, typer.Option(help="Name with options, such as dlg:iterations=500.")] = "inverting-gradients",
+    attack: Annotated[str, typer.Option(help="Name with options, such as dlg:iterations=500.")] = "head-first",
     model: Annotated[str | None, typer.Option(help="Name or package.module:factory; default the one stored.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,

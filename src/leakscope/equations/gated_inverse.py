@@ -102,7 +102,7 @@ class GatedProblem:
         while True:
             now = self.network.run(z)
             gates, layers, errors = self._decode(now, first=not pace.history)
-            if pace.told(max((one.residual for one in layers if not one.layer.first), default=math.inf)):
+            if pace.told(max((one.residual for one in _above(layers)), default=math.inf)):
                 best = z
             if pace.ended:
                 break
@@ -117,7 +117,7 @@ class GatedProblem:
         now = self.network.run(z)
         _, layers, _ = self._decode(now, first=False, every=True)
         features = float((now.features.flatten(1) - self.features).norm() / self.features.norm())
-        above = max((one.whole for one in layers if not one.layer.first), default=math.inf)
+        above = max((one.whole for one in _above(layers)), default=math.inf)
         # A first layer has too few equations for its masks: units that these do not explain say nothing.
         unseen = max([features, *(one.residual for one in layers if one.layer.first)])
         return above if unseen < UNSEEN else max(above, unseen)
@@ -132,8 +132,9 @@ class GatedProblem:
         gates = dict(now.gates)
         loud = self.features.abs() > SILENT * self.features.abs().max()
         shut = self.network.shut_gates(~loud)
-        for number, (never, _) in shut.items():
-            gates[number] = torch.where(never, steps[number].slope, gates[number])
+        for number, (never, single) in shut.items():
+            open_gates = torch.ones_like(gates[number]) if single else gates[number]
+            gates[number] = torch.where(never, steps[number].slope, open_gates)
         error = 2 * float((now.features.flatten(1) - self.features)[loud].square().mean().sqrt())
         highest: float | None = None
         errors: dict[int, float] = {}
@@ -201,6 +202,11 @@ class GatedProblem:
 
     def _gradient(self, layer: WeightedLayer) -> Tensor:
         return self.gradients[layer.weight_name].double().flatten(1)
+
+
+def _above(layers: list[LayerState]) -> list[LayerState]:
+    """The layers that certify an input: those above the first, or the first where there are no others."""
+    return [one for one in layers if not one.layer.first] or layers
 
 
 class _Pace:
