@@ -50,7 +50,7 @@ CERTIFIED = 1e-6
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 #: Gauss-Newton steps, and the relative residual that is worth going on from.
-GAUSS_NEWTON = ((6, 3e-3), (14, math.inf))
+GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
 #: So many products with the Jacobian must be affordable, by the size of the model.
 GAUSS_NEWTON_PRODUCTS = 100
 #: Steps times multiplications of a forward pass after which no further start is tried.
@@ -101,7 +101,9 @@ class HeadFirst(Attack):
         except HeadRefused as error:
             note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
             result = self.whole_update(observation, generator, progress)
-            return dataclasses.replace(result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE})
+            return dataclasses.replace(
+                result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE, "certificate": None}
+            )
         return _Below(self, observation, embedding, generator, progress).reconstruct()
 
     def whole_update(

@@ -1,0 +1,453 @@
+"""Head first: exact with a certificate where it says so, as good as inverting-gradients elsewhere, never a crash."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leakscope.attacks import ATTACKS, HeadFirst, InvertingGradients
+from leakscope.attacks.head_first import CERTIFIED, WHOLE_UPDATE
+from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.data import load_data
+from leakscope.defenses import GradientNoise, GradientPruning
+from leakscope.equations.embedding import recover_embedding
+from leakscope.equations.head_solution import HeadRefused
+from leakscope.federation import FedAvg, FedSGD
+from leakscope.metrics import assign, psnr
+from leakscope.models import build_model
+
+SHAPE, CLASSES = (3, 12, 12), 6
+KNOWS_LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
+
+
+def pictures(count: int, shape: tuple[int, ...] = SHAPE, seed: int = 0) -> Tensor:
+    """Smooth random pictures in [0, 1]."""
+    x = torch.rand((count, *shape), generator=torch.Generator().manual_seed(seed))
+    for axis in range(2, x.dim()):
+        x = (x + x.roll(1, axis)) / 2
+    return x
+
+
+def conv_net(activation: Callable[[], nn.Module] = nn.ReLU) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        *(nn.Conv2d(3, 32, 3, padding=1), activation(), nn.Conv2d(32, 48, 3, 2, 1), activation()),
+        *(nn.Conv2d(48, 64, 3, 2, 1), activation(), nn.Flatten(), nn.Linear(64 * 9, CLASSES)),
+    )
+
+
+@cache
+def trained_net() -> nn.Module:
+    """A few dozen steps on random pictures whose class is their mean colour."""
+    net, draws = conv_net(), torch.Generator().manual_seed(3)
+    optimiser = torch.optim.Adam(net.parameters(), 2e-3)
+    for _ in range(60):
+        y = torch.randint(CLASSES, (32,), generator=draws)
+        x = torch.rand((32, *SHAPE), generator=draws) * 0.5 + y.reshape(-1, 1, 1, 1) / (2 * CLASSES)
+        optimiser.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimiser.step()
+    return net.requires_grad_(True)
+
+
+def look(net: nn.Module, x: Tensor, y: Tensor | list[int], protocol: Any = None, **how: Any) -> Observation:
+    return (protocol or FedSGD()).observe(net, x, torch.as_tensor(y), **how)
+
+
+def decibel(x: Tensor, result: Reconstruction) -> float:
+    """The mean over the pictures, matched to those that they are nearest to."""
+    found = result.inputs.to(x).clamp(0, 1)
+    return float(psnr(x, found[assign(x, found)]).mean())
+
+
+def is_certified(result: Reconstruction) -> bool:
+    return result.info["certificate"] is not None and result.info["certificate"] < CERTIFIED
+
+
+@pytest.mark.parametrize("labels", [[2], [1, 4, 5], [3, 3]])
+def test_an_mlp_is_solved_by_algebra(labels: list[int]) -> None:
+    net = build_model("mlp", input_shape=SHAPE, num_classes=CLASSES, hidden=(64, 48))
+    x = pictures(len(labels))
+    result = HeadFirst()(look(net, x, labels))
+    assert result.info["way"] == "algebra"
+    assert result.info["steps"] == 0
+    assert is_certified(result)
+    assert decibel(x, result) > 90
+    assert result.labels is not None
+    assert sorted(result.labels.tolist()) == labels, "found, for nobody told them"
+
+
+def test_a_head_alone_is_solved_by_algebra() -> None:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 144, CLASSES))
+    x = pictures(3)
+    result = HeadFirst()(look(net, x, [0, 2, 2]))
+    assert result.info["way"] == "algebra"
+    assert is_certified(result)
+    assert decibel(x, result) > 100
+
+
+@pytest.mark.parametrize("net", [conv_net, trained_net], ids=["untrained", "trained"])
+@pytest.mark.parametrize("seed", [0, 1])
+def test_one_picture_is_exact_and_certified(net: Callable[[], nn.Module], seed: int) -> None:
+    x = pictures(1, seed=seed)
+    result = HeadFirst()(look(net(), x, [seed + 1]), seed=seed)
+    assert is_certified(result)
+    assert decibel(x, result) > 80
+    assert result.info["way"].endswith("masks decoded")
+    assert result.flags == ()
+    assert result.labels is not None
+    assert result.labels.tolist() == [seed + 1]
+
+
+def test_two_pictures_of_one_label_are_far_nearer_than_by_matching_the_update() -> None:
+    x, net = pictures(2, seed=5), trained_net()
+    seen = look(net, x, [3, 3])
+    result = HeadFirst()(seen)
+    assert is_certified(result) == (decibel(x, result) > 80)
+    assert decibel(x, result) > decibel(x, InvertingGradients()(seen)) + 10
+
+
+def test_a_smooth_net_is_finished_by_gauss_newton() -> None:
+    x = pictures(1, (3, 8, 8))
+    net = build_model("dlg-lenet", input_shape=(3, 8, 8), num_classes=CLASSES, activation="tanh")
+    result = HeadFirst(iterations=60)(look(net, x, [4]))
+    assert result.info["way"].endswith("Gauss-Newton")
+    assert is_certified(result)
+    assert decibel(x, result) > 80
+
+
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.LeakyReLU])
+def test_double_precision_is_exact_to_more_digits(activation: Callable[[], nn.Module]) -> None:
+    x = pictures(1).double()
+    result = HeadFirst()(look(conv_net(activation).double(), x, [2]))
+    assert result.inputs.dtype == torch.float64
+    assert is_certified(result)
+    assert decibel(x, result) > 100
+
+
+def test_without_a_finish_there_is_no_certificate() -> None:
+    x = pictures(1)
+    result = HeadFirst(solve=False, iterations=30, rival=False)(look(conv_net(), x, [2]))
+    assert result.info["certificate"] is None
+    assert result.info["steps"] > 0
+
+
+def fallback(seen: Observation, iterations: int = 20) -> Reconstruction:
+    """What inverting-gradients finds with the state of the generator that head-first hands to it."""
+    generator = torch.Generator().manual_seed(0)
+    with contextlib.suppress(HeadRefused):
+        recover_embedding(seen, generator)
+    return InvertingGradients(iterations=iterations).run(seen, generator)
+
+
+FALLBACKS: dict[str, Callable[[], tuple[Observation, str]]] = {
+    "too many examples": lambda: (look(conv_net(), pictures(6), list(range(6))), "at most 5 examples"),
+    "pruned": lambda: (look(conv_net(), pictures(1), [1], None, defense=GradientPruning(fraction=0.9)), "head"),
+    "several steps": lambda: (look(conv_net(), pictures(2), [1, 4], FedAvg(epochs=5, batch_size=1, lr=0.05)), "head"),
+    "several small steps": lambda: (
+        look(conv_net(), pictures(1), [1], FedAvg(epochs=3, batch_size=1, lr=0.01)),
+        "several local steps",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACKS)
+def test_where_the_head_tells_nothing_it_is_inverting_gradients_and_says_so(name: str) -> None:
+    seen, words = FALLBACKS[name]()
+    result = HeadFirst(iterations=20)(seen, seed=0)
+    assert result.info["way"] == WHOLE_UPDATE
+    assert result.info["certificate"] is None
+    assert "inverting-gradients" in result.notes[0]
+    assert words in result.notes[0]
+    assert torch.equal(result.inputs, fallback(seen).inputs)
+
+
+@pytest.mark.parametrize("sigma", [1e-5, 1e-3])
+def test_noise_costs_the_certificate_and_not_the_result(sigma: float) -> None:
+    x = pictures(1)
+    draws = torch.Generator().manual_seed(0)
+    seen = look(trained_net(), x, [1], None, defense=GradientNoise(sigma=sigma), generator=draws)
+    result = HeadFirst()(seen)
+    assert not is_certified(result)
+    assert decibel(x, result) > decibel(x, InvertingGradients()(seen)) - 1
+
+
+def test_clipping_by_an_unknown_factor_costs_nothing() -> None:
+    x = pictures(1)
+    seen = look(conv_net(), x, [1], knowledge=KNOWS_LABELS)
+    small = seen.with_update({name: value / 7 for name, value in seen.message.update.items()})
+    result = HeadFirst()(small)
+    assert is_certified(result)
+    assert decibel(x, result) > 80
+
+
+def test_one_step_of_fedavg_is_a_gradient() -> None:
+    x = pictures(1)
+    result = HeadFirst(tries=1, rival=False)(look(conv_net(), x, [1], FedAvg(epochs=1, batch_size=1, lr=0.1)))
+    assert decibel(x, result) > 80
+    assert "steps not simulated" not in result.flags
+
+
+def test_soft_labels_of_one_example() -> None:
+    x = pictures(1)
+    y = torch.softmax(torch.randn((1, CLASSES), generator=torch.Generator().manual_seed(0)), 1)
+    result = HeadFirst()(look(conv_net(), x, y))
+    assert is_certified(result)
+    assert decibel(x, result) > 80
+
+
+@pytest.mark.parametrize("labels", [[1], [1, 4]])
+def test_a_sum_over_the_batch_is_as_good_as_a_mean(labels: list[int]) -> None:
+    x = pictures(len(labels))
+    result = HeadFirst()(look(conv_net(), x, labels, FedSGD(reduction="sum")))
+    assert is_certified(result)
+    assert decibel(x, result) > 80
+
+
+def test_bounds_that_are_not_known_are_not_needed() -> None:
+    x = 4 * pictures(1) - 1
+    net = conv_net()
+    knowledge = dataclasses.replace(Knowledge.honest_server, value_range=False)
+    seen = look(net, x, [2], knowledge=knowledge)
+    assert not seen.inputs.bounded
+    result = HeadFirst()(seen)
+    assert is_certified(result)
+    assert float((result.inputs - x).abs().max()) < 1e-3
+
+
+def test_runs_repeat_and_seeds_differ() -> None:
+    seen = look(conv_net(), pictures(2), [1, 1])
+    attack = HeadFirst(iterations=10, solve=False)
+    first, again, other = (attack(seen, seed=seed) for seed in (0, 0, 1))
+    assert torch.equal(first.inputs, again.inputs)
+    assert first.info["certificate"] == again.info["certificate"]
+    assert not torch.equal(first.inputs, other.inputs)
+
+
+@pytest.mark.parametrize("labels", [[1], [1, 1], list(range(6))])
+@pytest.mark.parametrize("protocol", [FedSGD(), FedAvg(epochs=2, batch_size=1, lr=0.05)], ids=["FedSGD", "FedAvg"])
+def test_progress_never_passes_its_total(labels: list[int], protocol: Any) -> None:
+    told: list[tuple[int, int]] = []
+    seen = look(conv_net(), pictures(len(labels)), labels, protocol)
+    HeadFirst(iterations=9, tries=2)(seen, progress=lambda done, total, _: told.append((done, total)))
+    assert told
+    assert all(0 < done <= total for done, total in told)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_settings_say_what_they_mean() -> None:
+    assert ATTACKS["head-first"].target is HeadFirst
+    with pytest.raises(ValueError, match=r"(?s)iterations:.*tries:.*tv:"):
+        HeadFirst(iterations=0, tries=0, tv=-1.0)
+
+
+# Models as people bring them: a result or a clear refusal, and no certificate for a wrong picture.
+SMALL = (1, 8, 8)
+
+
+class User(nn.Module):
+    """Two convolutions and a head; what is in between differs."""
+
+    def __init__(self, act: Callable[[Tensor], Tensor] = F.relu, **layers: nn.Module) -> None:
+        super().__init__()
+        self.conv1, self.conv2, self.head = nn.Conv2d(1, 6, 3), nn.Conv2d(6, 6, 3), nn.Linear(96, 5)
+        self.act = act
+        for name, layer in layers.items():
+            setattr(self, name, layer)
+
+    def features(self, x: Tensor) -> Tensor:
+        return self.act(self.conv2(self.act(self.conv1(x)))).flatten(1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.head(self.features(x))
+
+
+class Dropout(User):
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.head(F.dropout(self.features(x), 0.4, self.training))
+        return answer
+
+
+class Answers(User):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": self.head(self.features(x))}
+
+
+class Narrow(User):
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = super().forward(x.float())
+        return answer
+
+
+class Checked(User):
+    def forward(self, x: Tensor) -> Tensor:
+        assert float(x.detach().abs().max()) < 99
+        answer: Tensor = super().forward(x)
+        return answer
+
+
+class TwoHeads(User):
+    """The second head is run first, and not asked."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x)
+        self.side(features)
+        answer: Tensor = self.head(features)
+        return answer
+
+
+class Ensemble(TwoHeads):
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.features(x)
+        answer: Tensor = self.head(features) + self.side(features)
+        return answer
+
+
+class Scaled(User):
+    """A matrix of its own, behind the head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = super().forward(x) * self.scale
+        return answer
+
+
+class DenseFirst(User):
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = super().forward(F.relu(self.first(x.flatten(1))).view(-1, 1, 8, 8))
+        return answer
+
+
+class Twice(User):
+    def features(self, x: Tensor) -> Tensor:
+        x = F.pad(F.relu(self.conv1(x)), (1, 1, 1, 1))
+        return F.relu(self.conv2(F.pad(F.relu(self.conv2(x)), (0, 0, 0, 0)))).flatten(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, cells: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cells, self.head = cells(8, 12, batch_first=True), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        answer: Tensor = self.head(self.cells(x[:, 0])[0][:, -1])
+        return answer
+
+
+def frozen(*prefixes: str) -> nn.Module:
+    net = User()
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_(not name.startswith(prefixes))
+    return net
+
+
+def normed(*norms: nn.Module) -> nn.Module:
+    first, second = norms
+    return nn.Sequential(
+        *(nn.Conv2d(1, 6, 3, bias=False), first, nn.ReLU(), nn.Conv2d(6, 6, 3, bias=False), second, nn.ReLU()),
+        *(nn.Flatten(), nn.Linear(96, 5)),
+    )
+
+
+def tied_head() -> nn.Module:
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 5), nn.ReLU(), nn.Linear(5, 64), nn.ReLU(), nn.Linear(64, 5))
+    net[5].weight = net[1].weight
+    return net
+
+
+USERS: dict[str, Callable[[], nn.Module]] = {
+    "plain": User,
+    "dropout": Dropout,
+    "outputs in a dict": Answers,
+    "float32 only": Narrow,
+    "smooth and float32 only": lambda: Narrow(torch.tanh),
+    "checks its input": Checked,
+    "two heads": lambda: TwoHeads(side=nn.Linear(96, 5)),
+    "sum of two heads": lambda: Ensemble(side=nn.Linear(96, 5)),
+    "scaled behind the head": Scaled,
+    "dense first": lambda: DenseFirst(first=nn.Linear(64, 64)),
+    "shared convolution": Twice,
+    "tied head": tied_head,
+    "LSTM": lambda: Recurrent(nn.LSTM),
+    "frozen first": lambda: frozen("conv1"),
+    "frozen middle": lambda: frozen("conv2"),
+    "frozen body": lambda: frozen("conv"),
+    "frozen head": lambda: frozen("head"),
+    "layer norm": lambda: normed(nn.LayerNorm([6, 6, 6]), nn.GroupNorm(2, 6)),
+    "batch norm": lambda: normed(nn.BatchNorm2d(6), nn.BatchNorm2d(6)),
+    "batch norm without statistics": lambda: normed(nn.BatchNorm2d(6, track_running_stats=False), nn.Identity()),
+    "PReLU": lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.PReLU(), nn.Flatten(), nn.Linear(216, 5)),
+    "one convolution": lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 5)),
+    "one output": lambda: nn.Sequential(nn.Conv2d(1, 6, 3), nn.ReLU(), nn.Flatten(), nn.Linear(216, 1)),
+    "head without weights before it": lambda: nn.Sequential(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 5)),
+}
+PROTOCOLS = {
+    "FedSGD": FedSGD(),
+    "FedSGD, BatchNorm in train mode": FedSGD(batchnorm="train"),
+    "FedAvg, one step": FedAvg(epochs=1, batch_size=3, lr=0.05),
+    "FedAvg": FedAvg(epochs=2, batch_size=2, lr=0.05),
+}
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+@pytest.mark.parametrize("name", USERS)
+def test_models_as_people_bring_them_give_a_result_or_a_clear_refusal(name: str, examples: int) -> None:
+    torch.manual_seed(1)
+    net = USERS[name]()
+    x = pictures(examples, SMALL, seed=2)
+    y = torch.arange(examples) % (2 if name == "one output" else 5)
+    state = copy.deepcopy(net.state_dict())
+    for protocol_name, protocol in PROTOCOLS.items():
+        if protocol_name.endswith("train mode") and not name.startswith("batch norm"):
+            continue
+        seen = look(net, x, y, protocol)
+        if name == "LSTM" and protocol_name == "FedAvg":
+            continue  # the steps of PyTorch's LSTM on the CPU cannot be unrolled; inverting-gradients fails too
+        try:
+            result = HeadFirst(iterations=4, tries=1)(seen)
+        except NotApplicable:
+            continue
+        assert result.inputs.shape == x.shape
+        assert bool(torch.isfinite(result.inputs).all())
+        assert math.isfinite(result.info["distance"])
+        if is_certified(result):
+            assert result.info["distance"] < 1e-4, "a certificate means that the update is explained"
+        else:
+            assert result.info["certificate"] is None or result.info["certificate"] >= CERTIFIED
+    assert all(torch.equal(value, state[key]) for key, value in net.state_dict().items())
+
+
+@pytest.mark.slow
+def test_a_held_out_image_of_a_trained_net_is_exact_and_certified(real_data: Path) -> None:
+    folder = real_data / "cifar-10-batches-bin"
+    train = load_data("cifar10", path=folder, split="train", limit=5000)
+    held_out = load_data("cifar10", path=folder, split="test", limit=20).batch(5, 1)
+    net = build_model("convnet", input_shape=train.shape, num_classes=10)
+    optimiser, draws = torch.optim.Adam(net.parameters(), 1e-3), torch.Generator().manual_seed(0)
+    for _ in range(200):
+        rows = torch.randint(len(train.x), (64,), generator=draws)
+        optimiser.zero_grad()
+        F.cross_entropy(net(train.x[rows]), train.y[rows]).backward()
+        optimiser.step()
+    result = HeadFirst()(look(net, held_out.x, held_out.y))
+    assert is_certified(result)
+    assert decibel(held_out.x, result) > 80
+    assert result.labels is not None
+    assert result.labels.tolist() == held_out.y.tolist()
