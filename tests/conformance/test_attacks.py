@@ -60,6 +60,7 @@ CASES = {
     "hybrid": Case("cnn2-c2", (3, 12, 12), 25, {"iterations": 1000}, {"iterations": 3}, signal_model="fcn3"),
     "rgap": Case("cnn3-c3", (3, 12, 12), 60, {}, {}, signal_model="fcn3"),
     "inverting-gradients": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
+    "head-first": Case("convnet", (3, 16, 16), 80, {}, {"iterations": 3, "tries": 1, "solve": False}),
     "dlg": Case("dlg-lenet", (1, 8, 8), 40, {"iterations": 600}, {"iterations": 3}),
     "idlg": Case("dlg-lenet", (1, 8, 8), 40, {"iterations": 600}, {"iterations": 3}),
     "sapag": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 400}, {"iterations": 3}),
