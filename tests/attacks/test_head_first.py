@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from leakscope.attacks import ATTACKS, HeadFirst, InvertingGradients
 from leakscope.attacks.head_first import CERTIFIED, WHOLE_UPDATE
 from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.inputs import Box
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -116,7 +117,7 @@ def test_one_picture_is_exact_and_certified(net: Callable[[], nn.Module], seed: 
 def test_two_pictures_of_one_label_are_far_nearer_than_by_matching_the_update() -> None:
     x, net = pictures(2, seed=5), trained_net()
     seen = look(net, x, [3, 3])
-    result = HeadFirst()(seen)
+    result = HeadFirst(tries=1)(seen)
     assert is_certified(result) == (decibel(x, result) > 80)
     assert decibel(x, result) > decibel(x, InvertingGradients()(seen)) + 10
 
@@ -181,9 +182,9 @@ def test_noise_costs_the_certificate_and_not_the_result(sigma: float) -> None:
     x = pictures(1)
     draws = torch.Generator().manual_seed(0)
     seen = look(trained_net(), x, [1], None, defense=GradientNoise(sigma=sigma), generator=draws)
-    result = HeadFirst()(seen)
+    result = HeadFirst(iterations=150)(seen)
     assert not is_certified(result)
-    assert decibel(x, result) > decibel(x, InvertingGradients()(seen)) - 1
+    assert decibel(x, result) > decibel(x, InvertingGradients(iterations=150)(seen)) - 1
 
 
 def test_clipping_by_an_unknown_factor_costs_nothing() -> None:
@@ -221,8 +222,7 @@ def test_a_sum_over_the_batch_is_as_good_as_a_mean(labels: list[int]) -> None:
 def test_bounds_that_are_not_known_are_not_needed() -> None:
     x = 4 * pictures(1) - 1
     net = conv_net()
-    knowledge = dataclasses.replace(Knowledge.honest_server, value_range=False)
-    seen = look(net, x, [2], knowledge=knowledge)
+    seen = look(net, x, [2], inputs=Box(SHAPE))
     assert not seen.inputs.bounded
     result = HeadFirst()(seen)
     assert is_certified(result)
@@ -417,6 +417,8 @@ def test_models_as_people_bring_them_give_a_result_or_a_clear_refusal(name: str,
     for protocol_name, protocol in PROTOCOLS.items():
         if protocol_name.endswith("train mode") and not name.startswith("batch norm"):
             continue
+        if protocol_name == "FedAvg, one step" and examples > 1:
+            continue  # as FedSGD
         seen = look(net, x, y, protocol)
         if name == "LSTM" and protocol_name == "FedAvg":
             continue  # the steps of PyTorch's LSTM on the CPU cannot be unrolled; inverting-gradients fails too
