@@ -140,8 +140,8 @@ def _compared(attacks: Mapping[str, Result]) -> str:
 def summary(rows: Iterable[Row]) -> str:
     """A line a model: the mean dB of the baseline and of ours, undisturbed, in the cells that most people ask for."""
     found = results(row for row in rows if row["disturbance"] == NONE)
-    heads = {("untrained", 1): "untrained, one", ("6", 1): "6 epochs, one", ("untrained", 4): "untrained, four"}
-    heads[("6", 4)] = "6 epochs, four"
+    states = {"untrained": "untrained", "1": "1 epoch", "6": "6 epochs"}
+    heads = {(s, size): f"{name}, {word}" for size, word in ((1, "one"), (4, "four")) for s, name in states.items()}
     lines: dict[str, dict[tuple[str, int], str]] = {}
     for (model, state, batch, labels, *_), attacks in found.items():
         if labels == "distinct" and (state, batch) in heads and {BASELINE, OURS} <= set(attacks):
