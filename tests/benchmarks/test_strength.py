@@ -217,7 +217,7 @@ def test_the_table_counts_exact_images_and_false_certificates(strength: ModuleTy
     assert "→ refused" in strength_table.tables(refused)
     assert strength_table.tables([]) == strength_table.summary([]) == strength_table.NOTHING
     single = [{**row, "batch": 1, "labels": "distinct", "state": "6"} for row in rows]
-    assert "| mlp |  | 23.0 → 92.5 |  |  |" in strength_table.summary(single)
+    assert "| mlp |  |  | 23.0 → 92.5 |  |  |  |" in strength_table.summary(single)
 
 
 def test_the_committed_rows_are_of_the_matrix(strength: ModuleType) -> None:
