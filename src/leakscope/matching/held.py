@@ -8,7 +8,7 @@ input's content at all and are left out, and the first layer misleads where it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -163,8 +163,3 @@ def _row_scale(target: Tensor, level: bool) -> Tensor:
     share = rows / rows.max().clamp_min(torch.finfo(rows.dtype).tiny)
     scale = torch.where(share > SMALLEST_ROW, share.clamp_min(SMALLEST_ROW) ** (-0.5 if level else 0.0), 0.0)
     return scale.reshape(-1, *[1] * (target.dim() - 1))
-
-
-def matched_weights(names: Sequence[str], gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those with two or more dimensions, in this order; biases and norms tell nothing once adjoints are held."""
-    return {name: gradients[name] for name in names if name in gradients and gradients[name].dim() > 1}

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS
+
 #: By the number of a gate's step: what a ReLU multiplies by, or the places that a max pooling passes on.
 Gates = dict[int, Tensor]
 StepKind = Literal["input", "weighted", "affine", "reshape", "add", "relu", "max"]
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
-NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -219,7 +218,7 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
         return result
     if isinstance(module, nn.Linear):
         return F.linear(x, module.weight)
-    if isinstance(module, NORMS):
+    if isinstance(module, BATCH_NORMS):
         assert module.running_var is not None  # read_gated refuses others
         scale = torch.rsqrt(module.running_var + module.eps)
         scale = scale if module.weight is None else scale * module.weight

@@ -13,11 +13,11 @@ from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
 from leakscope.network.activations import Unsupported
-from leakscope.network.gates import CONVOLUTIONS, NORMS, GatedNetwork, Step, WeightedLayer
+from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, POOLINGS
+from leakscope.network.gates import GatedNetwork, Step, WeightedLayer
 from leakscope.network.paths import label, shape_of, trace
 from leakscope.network.recorder import record_layers
 
-_AVERAGES = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d)
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d)
 _SAME = (nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 _SAME_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, F.dropout)
@@ -100,9 +100,9 @@ class _Reader:
         module = self.model.get_submodule(str(node.target))
         if isinstance(module, (*CONVOLUTIONS, nn.Linear)):
             return Step(kind="weighted", module=self._checked(node, module), **facts)
-        if isinstance(module, NORMS) and module.running_mean is not None:
+        if isinstance(module, BATCH_NORMS) and module.running_mean is not None:
             return Step(kind="affine", module=module, **facts)
-        if isinstance(module, _AVERAGES):
+        if isinstance(module, POOLINGS):
             return Step(kind="affine", function=module, **facts)
         if isinstance(module, nn.ReLU):
             return Step(kind="relu", **facts)
@@ -186,7 +186,7 @@ def _gate_behind(number: int, steps: list[Step]) -> int | None:
         number = readers[0]
         if steps[number].kind == "relu":
             return number
-        if steps[number].kind not in ("reshape", "add") and not isinstance(steps[number].module, NORMS):
+        if steps[number].kind not in ("reshape", "add") and not isinstance(steps[number].module, BATCH_NORMS):
             return None
 
 
