@@ -293,6 +293,26 @@ def test_blocks_have_norm_one_and_count_less_the_worse_they_are_explained() -> N
         assert float(block.right.norm()) == pytest.approx(min(1, layers[0].residual / state.residual) ** 2)
 
 
+def test_where_it_stalls_layers_that_are_explained_well_enough_count_in_full() -> None:
+    case = Case()
+    now = case.network.run(case.near(1e-4))
+    _, layers, _ = case.problem._decode(now, first=False)
+    assert max(state.residual for state in layers[:2]) < 1e-3
+    blocks = blocks_of(layers[:2], 10.0, 2.0, fair=1e-3)
+    assert all(float(block.right.norm()) == pytest.approx(1) for block in blocks)
+
+
+@pytest.mark.parametrize("noise", [1e-4, 1e-3, 1e-2])
+def test_inputs_that_the_highest_layer_does_not_determine_are_found_all_the_same(noise: float) -> None:
+    """Softmax-like adjoints and a smooth picture: the highest layer and the features leave directions open."""
+    case = Case()
+    case.x = (case.x + case.x.roll(1, 2) + case.x.roll(1, 3)) / 3
+    case.adjoints = case.adjoints * 0.1
+    solution = case.problem_of(case.x).solve(case.near(noise))
+    assert solution.certificate < CERTIFIED
+    assert decibel(case.x, solution.inputs) > 80
+
+
 def test_conjugate_gradients_solve_positive_definite_systems() -> None:
     draws = torch.Generator().manual_seed(0)
     factor = torch.randn((12, 12), generator=draws, dtype=torch.float64)

@@ -8,8 +8,8 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
    search in every trained network, is out of the way. Among a few weightings that one is taken whose short trial
    explains the whole update best.
 3. *From near to exact.* In ReLU networks masks are decoded and what is then linear is solved
-   (:mod:`leakscope.equations.gated_inverse`), and the residual is a certificate. Other starts are tried until one ends
-   with it. Networks without kinks are finished by Gauss-Newton steps.
+   (:mod:`leakscope.equations.gated_inverse`), and the residual is a certificate. Further rounds of matching and
+   solving go on from there until one ends with it. Networks without kinks are finished by Gauss-Newton steps.
 
 Where the head tells nothing (pruned, too many examples, several local steps) the attack is ``inverting-gradients`` with
 its default settings, and a note says why.
@@ -53,8 +53,8 @@ LEAST_PRODUCTS = 200
 GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
 #: So many products with the Jacobian must be affordable, by the size of the model.
 GAUSS_NEWTON_PRODUCTS = 100
-#: Steps times multiplications of a forward pass after which no further start is tried.
-MOST_WORK = 1e10
+#: Steps times multiplications of a forward pass after which there is no further round.
+MOST_WORK = 1e11
 WHOLE_UPDATE = "whole update"
 
 
@@ -86,7 +86,7 @@ class HeadFirst(Attack):
     reads_channel: ClassVar[bool] = True
 
     iterations: int = setting(300, "Steps of each search below the cut.", ge=1)
-    tries: int = setting(3, "Starts at most; one that ends with a certificate ends them.", ge=1)
+    tries: int = setting(3, "Rounds of search and finish at most; one that ends with a certificate ends them.", ge=1)
     tv: float = setting(0.03, "Weight of total variation.", ge=0)
     solve: bool = setting(True, "Finish the search: decode masks and solve, or Gauss-Newton steps on smooth nets.")
     rival: bool = setting(True, "Without a certificate, match the whole update too, and keep what explains it better.")
@@ -151,10 +151,7 @@ class _Below:
         work = forward_flops(self.victim.model, self.victim_input(1)) * len(self.embedding.features)
         best: _Candidate | None = None
         for number in range(self.attack.tries):
-            # One example: masks are decoded from far away, so that a short search does. It is tried first.
-            short = finish is not None and len(self.embedding.features) == 1 and number == 0 and not self.smooth
-            weighting = WEIGHTINGS[0] if short else self._choose(matching)
-            found = self._match(matching, weighting, max(1, self.attack.iterations // (3 if short else 1)))
+            found = self._round(matching, number, best, finish is not None)
             best = _better(best, found)
             if finish is None:
                 break
@@ -164,9 +161,21 @@ class _Below:
         assert best is not None
         return best
 
-    def _match(self, matching: HeldMatching, weighting: Weighting, steps: int) -> _Candidate:
+    def _round(self, matching: HeldMatching, number: int, best: _Candidate | None, finished: bool) -> _Candidate:
+        """One search: from a random start, or on from the best so far, where masks that the solver has put right help.
+
+        One example: its masks are decoded from far away, so that a short search does, and then another random start.
+        """
+        single, steps = len(self.embedding.features) == 1, self.attack.iterations
+        if best is not None and (number > 1 or not single):
+            return self._match(matching.near(), matching.start_near(best.inputs), WEIGHTINGS[0], steps)
+        short = finished and single and number == 0 and not self.smooth
+        weighting = WEIGHTINGS[0] if short else self._choose(matching)
+        return self._match(matching, matching.start(self.generator), weighting, max(1, steps // 3) if short else steps)
+
+    def _match(self, matching: HeldMatching, start: Tensor, weighting: Weighting, steps: int) -> _Candidate:
         self.tries += 1
-        result = matching.run(matching.start(self.generator), weighting, steps, self._watch(steps))
+        result = matching.run(start, weighting, steps, self._watch(steps))
         found = self._candidate(matching.to_model(matching.pictures(result.points[0])), weighting.name)
         falling = result.still_falling(0, result.points.shape[1], steps)
         curve = tuple(float(value[0]) for value in result.curves)

@@ -40,12 +40,13 @@ class Block:
     right: Tensor
 
 
-def blocks_of(layers: Sequence[LayerState], whitening: float, trust: float) -> list[Block]:
+def blocks_of(layers: Sequence[LayerState], whitening: float, trust: float, fair: float = 0.0) -> list[Block]:
     """Equations of norm one each, whitened down to ``whitening`` times the layer's residual.
 
-    A layer that is explained worse than the highest counts less, by the ratio of residuals to the power of ``trust``.
+    A layer that is explained worse than the highest counts less, by the ratio of residuals to the power of ``trust``;
+    not so with residuals up to ``fair``.
     """
-    highest = layers[0].residual
+    highest = max(layers[0].residual, fair)
     blocks = []
     for one in layers:
         weight = min(1.0, highest / one.residual) ** trust if one.residual else 1.0

@@ -31,6 +31,9 @@ NEAR_ZERO = 3.0
 FIRST_PASS = (6.0, 3.0)
 #: Above this certificate masks are still to be found; below it the conditioning of the equations is what counts.
 FAR = 2e-3
+#: Where progress stalls, layers explained up to this share count in full: the highest alone may not determine the
+#: input, and the better it is explained the less would the others count.
+FAIR = 1e-3
 #: Passes after which a solution that does not come nearer is given up, and over how many it must have done so.
 PATIENCE, WINDOW = 12, 5
 #: Multiplications that all products with the equations may take.
@@ -106,7 +109,8 @@ class GatedProblem:
                 best = z
             if pace.ended:
                 break
-            blocks = blocks_of(layers if len(pace.history) > 1 else layers[:1], settings.whitening, settings.trust)
+            seen = layers if len(pace.history) > 1 else layers[:1]
+            blocks = blocks_of(seen, settings.whitening, settings.trust, pace.fair)
             damping = 1e-9 + settings.damping * layers[0].residual ** 2
             slack = _slack(now, errors, pace.reach)
             z = linear(z, gates, blocks, damping=damping, slack=slack, steps=pace.steps)
@@ -216,7 +220,7 @@ class _Pace:
         self.settings, self.products = settings, products
         self.history: list[float] = []
         self.lowest = math.inf
-        self.steps, self.reach, self.ended = settings.steps, 1.0, False
+        self.steps, self.reach, self.fair, self.ended = settings.steps, 1.0, 0.0, False
         self._spent = self._stalls = 0
 
     def told(self, certificate: float) -> bool:
@@ -241,6 +245,7 @@ class _Pace:
         else:
             # Either masks of lower layers are wrong, or the equations are badly conditioned: one after the other.
             self.reach = 4.0 ** (self._stalls + 1) if far or self._stalls % 2 == 0 else 0.0
+        self.fair = FAIR if self._stalls else 0.0
         self._spent += self.steps
         return certificate < before
 

@@ -9,7 +9,7 @@ input's content at all and are left out, and the first layer misleads where it i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from leakscope.network.recorder import inputs_of
 
 #: Rows of a gradient below this share of the largest are left out: they are rounding.
 SMALLEST_ROW = 1e-4
+#: The share of the step size that remains for a start that is nearly right.
+NEAR_STEP = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,14 @@ class HeldMatching:
     def start(self, generator: torch.Generator) -> Tensor:
         """A flat row to begin from."""
         return self.canvas.initial(len(self.features), self.inputs, generator, self.features).flatten()[None]
+
+    def start_near(self, inputs: Tensor) -> Tensor:
+        """The flat row of known inputs, in the model's space."""
+        return self.inputs.to_unit(inputs).flatten()[None]
+
+    def near(self) -> HeldMatching:
+        """The same search with steps for a start that is nearly right, which those from afar would lose."""
+        return replace(self, optimiser=replace(self.optimiser, lr=NEAR_STEP * self.optimiser.lr))
 
     def run(self, start: Tensor, weighting: Weighting, iterations: int, watch: Watch | None = None) -> SearchResult:
         """Descend from ``start`` (1, n) under one weighting; the last point is the result."""
