@@ -27,8 +27,9 @@ import torch
 
 from leakscope.federation import FedSGD
 from strength_cells import LABELS, NONE, Cell, disturbed, draw, measure, named_attack, observe, pace
+from strength_floor import floor_row
 from strength_models import UNTRAINED, VICTIMS, data_of, victim
-from strength_table import BASELINE, OURS, brief, every_line, key_of, read_rows
+from strength_table import BASELINE, FLOOR, OURS, brief, every_line, key_of, read_rows
 
 #: The first image of the test split that counts; settings are chosen on images before it.
 FIRST = 1000
@@ -66,7 +67,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             seen = observe(cell, net, examples, batches[number], number)
             speed = pace(net, examples, batches[number])
             try:
-                row = measure(cell, word, seen, examples, batches[number], number, options.tries)
+                if word == FLOOR:
+                    row = floor_row(cell, seen, examples, batches[number], number)
+                else:
+                    row = measure(cell, word, seen, examples, batches[number], number, options.tries)
             except Exception as error:  # noqa: BLE001 - one that breaks does not cost the night; another run tries again
                 broken += 1
                 print(f"    {number} {word} FAILED: {type(error).__name__}: {error}", flush=True)
@@ -93,7 +97,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--labels", type=words, default=list(LABELS), help=f"{', '.join(LABELS)}; for batches only")
     parser.add_argument("--images", type=int, default=8, help="single images in a cell")
     parser.add_argument("--batches-per-cell", type=int, default=4, help="batches in a cell")
-    parser.add_argument("--attacks", type=words, help=f"default: {OURS},{BASELINE}; and sme for fedavg")
+    parser.add_argument(
+        "--attacks", type=words, help=f"default: {OURS},{BASELINE}; and sme for fedavg, {FLOOR}: what theory allows"
+    )
     parser.add_argument("--attack", action="append", default=[], help="one with settings, NAME:key=value,key=value")
     parser.add_argument("--disturb", type=words, default=[NONE], help="noise:X, clip:X, float16, prune:X, fedavg:N")
     parser.add_argument("--knowledge", default="honest_server", help="a preset; adaptive_server knows the disturbance")
@@ -135,7 +141,8 @@ def check(options: argparse.Namespace) -> None:
     if states or sizes:
         raise ValueError(f"--states, --batches: expected untrained or whole numbers, got {', '.join(states + sizes)}")
     for word in options.attacks if options.table is None else []:
-        named_attack(word)
+        if word != FLOOR:
+            named_attack(word)
     for word in options.disturb:
         disturbed(word, 1)
 
@@ -153,7 +160,8 @@ def chosen_cells(options: argparse.Namespace) -> Iterator[Cell]:
 
 def wants_sme(cell: Cell, attacks: Sequence[str]) -> bool:
     """Weight updates have an attack of their own to be measured beside."""
-    return cell.disturbance.startswith("fedavg") and not any(word.partition(":")[0] == "sme" for word in attacks)
+    given = {word.partition(":")[0] for word in attacks}
+    return cell.disturbance.startswith("fedavg") and not given & {"sme", FLOOR}
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from leakscope.metrics import interval
 
 Row = Mapping[str, Any]
 BASELINE, OURS = "inverting-gradients", "head-first"
+#: A row of theory beside those of attacks.
+FLOOR = "floor"
 #: With a certificate below the first a reconstruction claims to be exact; in truth it is above the second (dB).
 CERTIFIED, EXACT = 1e-6, 80.0
 _CELL = ("model", "state", "batch", "labels", "disturbance", "knowledge", "known_labels")

@@ -225,3 +225,16 @@ def test_the_committed_rows_are_of_the_matrix(strength: ModuleType) -> None:
         assert row["model"] in strength.VICTIMS
         assert row["labels"] in strength.LABELS
         assert min(row["images"]) >= strength.FIRST
+
+
+def test_the_floor_stands_beside_attacks_and_falls_with_noise(strength: ModuleType, tmp_path: Path) -> None:
+    some = ["--states", "untrained", "--batches", "1", "--images", "1", "--attacks", "floor"]
+    rows = _run(
+        strength, tmp_path, *some, "--disturb", "none,noise:1e-4,noise:1e-3,float16,clip:0.05,prune:0.9,fedavg:2"
+    )
+    floor = {row["disturbance"]: row["psnr"][0] for row in rows if row["psnr"]}
+    assert floor["noise:1e-4"] - floor["noise:1e-3"] == pytest.approx(20, abs=0.1)
+    assert floor["none"] > floor["float16"] > floor["noise:1e-3"]
+    refused = {row["disturbance"]: row["refused"] for row in rows if row["refused"]}
+    assert "weight update" in refused["fedavg:2"]
+    assert "| floor |" in strength.every_line(rows)

@@ -180,3 +180,15 @@ def test_starts_follow_the_generator() -> None:
     assert not torch.equal(first, other)
     assert first.shape == (1, 2 * 128)
     assert dataclasses.replace(matching, tv=0.1).shape == (2, *SHAPE)
+
+
+@pytest.mark.parametrize("values", [ValueRange(), ValueRange((-1.0, -2.0), (2.0, 1.0))])
+def test_a_start_near_known_inputs_is_these_inputs_and_short_steps_keep_it(values: ValueRange) -> None:
+    case = Case()
+    matching = case.matching(inputs=Box(SHAPE, values))
+    near = matching.start_near(case.x)
+    assert torch.allclose(matching.to_model(matching.pictures(near)), case.x)
+    moved = [
+        float((which.run(near, WEIGHTINGS[0], 1).points - near).abs().max()) for which in (matching, matching.near())
+    ]
+    assert 0 < moved[1] < 0.3 * moved[0]

@@ -47,6 +47,8 @@ from leakscope.network.recorder import record_layers
 
 #: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
 CERTIFIED = 1e-6
+#: What the rounding of a batch's gradient alone may leave: below this there is nothing left to gain by another round.
+SETTLED = 3e-6
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 #: Gauss-Newton steps, and the relative residual that is worth going on from.
@@ -55,6 +57,8 @@ GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
 GAUSS_NEWTON_PRODUCTS = 100
 #: Steps times multiplications of a forward pass after which there is no further round.
 MOST_WORK = 1e11
+#: Rounds where noise or rounding leaves no certificate to be reached.
+NOISY_TRIES = 2
 WHOLE_UPDATE = "whole update"
 
 
@@ -94,17 +98,19 @@ class HeadFirst(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
+        # Matching the whole update then begins where inverting-gradients begins with this seed.
+        untouched = generator.clone_state()
         try:
             embedding = recover_embedding(observation, generator)
             if several_steps(observation) and not embedding.exact:
                 raise HeadRefused("the update is that of several local steps, and not nearly one gradient")
         except HeadRefused as error:
             note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
-            result = self.whole_update(observation, generator, progress)
+            result = self.whole_update(observation, untouched, progress)
             return dataclasses.replace(
                 result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE, "certificate": None}
             )
-        return _Below(self, observation, embedding, generator, progress).reconstruct()
+        return _Below(self, observation, embedding, generator, untouched, progress).reconstruct()
 
     def whole_update(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None
@@ -122,10 +128,11 @@ class _Below:
         observation: Observation,
         embedding: Embedding,
         generator: torch.Generator,
+        untouched: torch.Generator,
         progress: Progress | None,
     ) -> None:
         self.attack, self.observation, self.embedding = attack, observation, embedding
-        self.generator, self.progress = generator, progress
+        self.generator, self.untouched, self.progress = generator, untouched, progress
         self.victim = Victim.of(observation)
         self.update = dict(observation.message.update)
         self.notes = list(embedding.notes)
@@ -134,7 +141,7 @@ class _Below:
 
     def reconstruct(self) -> Reconstruction:
         best = self._algebra() if self.embedding.reaches_input else self._search()
-        if best.certificate >= CERTIFIED and self.attack.rival and not self.embedding.reaches_input:
+        if best.certificate >= SETTLED and self.attack.rival and not self.embedding.reaches_input:
             rival = self._rival()
             best = best if rival is None else _better(best, rival)
         return self._result(best)
@@ -147,16 +154,17 @@ class _Below:
     def _search(self) -> _Candidate:
         """Searches below the cut, each finished where that can be done, until one has a certificate."""
         matching = self._matching()
-        finish = self._finish() if self.attack.solve and self.embedding.exact else None
+        exact = self.embedding.exact
+        finish = self._finish() if self.attack.solve and (exact or not self.smooth) else None
         work = forward_flops(self.victim.model, self.victim_input(1)) * len(self.embedding.features)
         best: _Candidate | None = None
-        for number in range(self.attack.tries):
+        for number in range(self.attack.tries if exact else min(self.attack.tries, NOISY_TRIES)):
             found = self._round(matching, number, best, finish is not None)
             best = _better(best, found)
             if finish is None:
                 break
             best = _better(best, finish(found))
-            if best.certificate < CERTIFIED or self.smooth or self.steps * work > MOST_WORK:
+            if best.certificate < SETTLED or self.smooth or self.steps * work > MOST_WORK:
                 break
         assert best is not None
         return best
@@ -164,9 +172,11 @@ class _Below:
     def _round(self, matching: HeldMatching, number: int, best: _Candidate | None, finished: bool) -> _Candidate:
         """One search: from a random start, or on from the best so far, where masks that the solver has put right help.
 
-        One example: its masks are decoded from far away, so that a short search does, and then another random start.
+        One example, known exactly: its masks are decoded from far away, so that a short search does, and then another
+        random start.
         """
-        single, steps = len(self.embedding.features) == 1, self.attack.iterations
+        single = len(self.embedding.features) == 1 and self.embedding.exact
+        steps = self.attack.iterations
         if best is not None and (number > 1 or not single):
             return self._match(matching.near(), matching.start_near(best.inputs), WEIGHTINGS[0], steps)
         short = finished and single and number == 0 and not self.smooth
@@ -285,7 +295,7 @@ class _Below:
                 self.observation, knowledge=known, labels=labels.to(self.observation.device), label_counts=None
             )
         try:
-            result = self.attack.whole_update(observation, self.generator, self._told(self.attack.iterations))
+            result = self.attack.whole_update(observation, self.untouched, self._told(self.attack.iterations))
         except (RuntimeError, NotApplicable) as error:  # the steps of an LSTM, say, are not unrolled
             self.notes.append(f"the whole update is not matched: {str(error).strip().splitlines()[0]}")
             return None
