@@ -186,8 +186,8 @@ def test_starts_follow_the_generator() -> None:
 def test_a_start_near_known_inputs_is_these_inputs_and_short_steps_keep_it(values: ValueRange) -> None:
     case = Case()
     matching = case.matching(inputs=Box(SHAPE, values))
-    near = matching.start_near(case.x)
-    assert torch.allclose(matching.to_model(matching.pictures(near)), case.x)
+    near = matching.start_near(case.other)
+    assert torch.allclose(matching.to_model(matching.pictures(near)), case.other)
     moved = [
         float((which.run(near, WEIGHTINGS[0], 1).points - near).abs().max()) for which in (matching, matching.near())
     ]
