@@ -161,6 +161,20 @@ def test_the_truth_has_the_certificate_and_stays(name: str) -> None:
     assert case.problem.certificate(case.x) < 1e-12
 
 
+@pytest.mark.parametrize("name", ["ReLU", "max pooling"])
+def test_a_unit_that_is_barely_active_does_not_cost_the_certificate(name: str) -> None:
+    """Its features are zero for rounding, and its gradient is not: a bias near zero on a black background."""
+    case = Case(name)
+    last = [module for module in case.model.modules() if isinstance(module, nn.Conv2d)][-1]
+    assert last.bias is not None
+    with torch.no_grad():
+        last.weight[3], last.bias[3] = 0.0, 1e-7
+    case.network = read_gated(case.model, case.x.shape[1:], str(len(list(case.model.children())) - 1))
+    problem = case.problem_of(case.x)
+    assert problem.certificate(case.x) < CERTIFIED
+    assert problem.solve(case.near(0.01)).certificate < CERTIFIED
+
+
 @pytest.mark.parametrize("name", NETS)
 def test_no_near_miss_has_the_certificate(name: str) -> None:
     """Twenty pictures from 30 to 60 dB beside the truth: none is called exact."""

@@ -23,8 +23,10 @@ from leakscope.equations.gated_equations import LayerState, LinearStep, blocks_o
 from leakscope.equations.masks import LayerEquations, decode_masks
 from leakscope.network.gates import GatedNetwork, Gates, Pass, WeightedLayer
 
-#: Features below this share of the largest are zero.
+#: Features below this share of the largest are zero, as far as rounding tells.
 SILENT = 1e-6
+#: A unit that is nearer to zero than so many times that share may be active behind such a feature.
+UNTOLD = 10.0
 #: Units whose pre-activation is within so many times its expected error may be on the other side of zero.
 NEAR_ZERO = 3.0
 #: In the first pass errors are larger than the features say: so many times, for the highest layer and the others.
@@ -176,7 +178,10 @@ class GatedProblem:
         forward, free = received > 0, received.abs() < NEAR_ZERO * error
         if shut is not None:
             never, single = shut
-            forward, free = (~never, torch.zeros_like(free)) if single else (forward & ~never, free & ~never)
+            untold = never & (received.abs() < UNTOLD * SILENT * self.features.abs().max())
+            told = torch.ones_like(never) if single else never
+            forward = torch.where(told & ~untold, ~never, forward)
+            free = (free & ~told) | untold
         gradient = self._gradient(layer)
         bias = None if layer.bias_name is None else self.gradients.get(layer.bias_name)
         # With a slope below zero a shut gate passes something on, which is known: what is left has masks of 0 and 1.
