@@ -91,7 +91,7 @@ class HeadFirst(Attack):
 
     iterations: int = setting(300, "Steps of each search below the cut.", ge=1)
     tries: int = setting(3, "Rounds of search and finish at most; one that ends with a certificate ends them.", ge=1)
-    tv: float = setting(0.03, "Weight of total variation.", ge=0)
+    tv: float = setting(0.2, "Weight of total variation, which falls to zero over a search below the cut.", ge=0)
     solve: bool = setting(True, "Finish the search: decode masks and solve, or Gauss-Newton steps on smooth nets.")
     rival: bool = setting(True, "Without a certificate, match the whole update too, and keep what explains it better.")
 
@@ -116,7 +116,7 @@ class HeadFirst(Attack):
         self, observation: Observation, generator: torch.Generator, progress: Progress | None
     ) -> Reconstruction:
         """What matching without the head finds."""
-        return InvertingGradients(iterations=self.iterations, tv=self.tv).run(observation, generator, progress)
+        return InvertingGradients(iterations=self.iterations).run(observation, generator, progress)
 
 
 class _Below:

@@ -17,15 +17,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Pixels
-from leakscope.matching.optimisers import Adam
+from leakscope.matching.optimisers import Adam, schedule_factor
 from leakscope.matching.priors import total_variation
 from leakscope.matching.search import Evaluation, SearchResult, Watch, search
 from leakscope.network.recorder import inputs_of
 
 #: Rows of a gradient below this share of the largest are left out: they are rounding.
 SMALLEST_ROW = 1e-4
-#: The share of the step size that remains for a start that is nearly right.
-NEAR_STEP = 0.2
+#: The share of step size and prior that remains for a start that is nearly right.
+NEAR = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class HeldMatching:
     """The search for inputs with known features and adjoints (examples, n) at what ``layer`` receives.
 
     ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
-    ``first``; ``model`` is a private copy.
+    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls to zero over the search.
     """
 
     model: nn.Module
@@ -81,7 +81,7 @@ class HeldMatching:
     gradients: Mapping[str, Tensor]
     inputs: InputSpace
     first: frozenset[str] = frozenset()
-    tv: float = 0.03
+    tv: float = 0.2
     optimiser: Adam = Adam()
     canvas: Pixels = field(default=Pixels())
 
@@ -101,15 +101,15 @@ class HeldMatching:
         return self.inputs.to_unit(inputs).flatten()[None]
 
     def near(self) -> HeldMatching:
-        """The same search with steps for a start that is nearly right, which those from afar would lose."""
-        return replace(self, optimiser=replace(self.optimiser, lr=NEAR_STEP * self.optimiser.lr))
+        """The same search for a start that is nearly right, which steps and prior of one from afar would lose."""
+        return replace(self, optimiser=replace(self.optimiser, lr=NEAR * self.optimiser.lr), tv=NEAR * self.tv)
 
     def run(self, start: Tensor, weighting: Weighting, iterations: int, watch: Watch | None = None) -> SearchResult:
         """Descend from ``start`` (1, n) under one weighting; the last point is the result."""
         terms = self._terms(weighting)
         sizes = self.features.abs().sum(1).clamp_min(torch.finfo(self.features.dtype).tiny)
 
-        def evaluate(rows: Tensor, _step: int) -> Evaluation:
+        def evaluate(rows: Tensor, step: int) -> Evaluation:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 point = rows.detach().requires_grad_()
                 pictures = self.pictures(point)
@@ -122,9 +122,11 @@ class HeldMatching:
                     for term, value in zip(terms, own, strict=True):
                         if value is not None:  # a weight that acts behind the cut only
                             distance = distance + ((value - term.target).abs() * term.scale).sum()
-                objective = distance + self.tv * total_variation(pictures) if self.tv else distance
+                # The prior leads the way from afar, and near the end it would only be in the way.
+                prior = self.tv * schedule_factor("cosine", step, iterations)
+                objective = distance + prior * total_variation(pictures) if prior else distance
                 (gradient,) = torch.autograd.grad(objective, point)
-            return objective.detach()[None], torch.stack([objective, distance]).detach()[None], gradient
+            return objective.detach()[None], distance.detach().reshape(1, 1), gradient
 
         names = [name for name, _ in self.model.named_parameters()]
         parameters = [self.model.get_parameter(name) for name in names]
