@@ -99,7 +99,9 @@ def results(rows: Iterable[Row]) -> dict[tuple[Any, ...], dict[str, Result]]:
 
 
 def tables(rows: Iterable[Row]) -> str:
-    """A table a model of updates as they are, baseline and ours in each cell; then disturbed ones, line by line."""
+    """A table a model of updates as they are, baseline and ours in each cell; then, line by line, other attacks and
+    settings, and disturbed updates.
+    """
     found = results(row for row in rows if row["knowledge"] == "honest_server" and row["known_labels"] == "no")
     plain = {cell: attacks for cell, attacks in found.items() if cell[4] == NONE and {BASELINE, OURS} <= set(attacks)}
     disturbed = {cell: attacks for cell, attacks in found.items() if cell[4] != NONE}
@@ -112,8 +114,14 @@ def tables(rows: Iterable[Row]) -> str:
             cells = (here.get((state, batch, labels)) for state in states)
             lines.append([_batch(batch, labels), *("" if cell is None else _compared(cell) for cell in cells)])
         parts += [f"**{model}**", markdown(["batch", *map(_state, states)], lines)]
-    if disturbed:
-        parts += ["**Disturbed updates**", _lines(disturbed)]
+    others = {
+        cell: {attack: result for attack, result in attacks.items() if attack not in (BASELINE, OURS)}
+        for cell, attacks in found.items()
+        if cell[4] == NONE
+    }
+    for title, lines_of in (("Other settings", others), ("Disturbed updates", disturbed)):
+        lines_text = _lines(lines_of)
+        parts += [f"**{title}**", lines_text] if lines_text else []
     return "\n\n".join(parts) or NOTHING
 
 
