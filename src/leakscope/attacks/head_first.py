@@ -33,7 +33,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.gated_inverse import GatedProblem, SolverSettings
+from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import DirectionL1, GradientMap, LevenbergMarquardt, Victim
 from leakscope.matching.gradient_map import affordable_steps
@@ -49,6 +49,11 @@ from leakscope.network.recorder import record_layers
 CERTIFIED = 1e-6
 #: What the rounding of a batch's gradient alone may leave: below this there is nothing left to gain by another round.
 SETTLED = 3e-6
+#: With a certificate below this masks are right but for a few, and the certificate tells more than the whole update's
+#: distance, in which one wrong mask outweighs all pixels.
+NEARLY = 1e-4
+#: Features within so many times their expected error of zero may be those of silent units.
+SILENT_ERRORS = 4.0
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 #: Gauss-Newton steps, and the relative residual that is worth going on from.
@@ -75,8 +80,10 @@ class _Candidate:
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Smaller is better: one with a certificate before one without, then by what is left of the update."""
-        return self.certificate >= CERTIFIED, self.distance if math.isfinite(self.distance) else math.inf
+        """Smaller is better: by the certificate where that is small, else by what is left of the update."""
+        if self.certificate < NEARLY:
+            return False, self.certificate
+        return True, self.distance if math.isfinite(self.distance) else math.inf
 
 
 def _better(first: _Candidate | None, second: _Candidate) -> _Candidate:
@@ -247,11 +254,20 @@ class _Below:
             self.embedding.adjoints,
             {name: value.cpu() for name, value in self.update.items()},
             project=inputs.project if inputs.bounded else (lambda x: x),
+            silence=self._silence(),
         )
         if problem.affordable_products() < LEAST_PRODUCTS:
             self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
             return None
         return lambda found: self._decoded(problem, found)
+
+    def _silence(self) -> float:
+        """The share of the largest feature below which one may be zero: rounding, or the noise of the update."""
+        features = self.embedding.features
+        if self.embedding.exact:
+            return SILENT
+        error = self.embedding.error * float(features.square().mean().sqrt())
+        return max(SILENT, SILENT_ERRORS * error / float(features.abs().max().clamp_min(1e-300)))
 
     def _decoded(self, problem: GatedProblem, found: _Candidate) -> _Candidate:
         solution = problem.solve(found.inputs.cpu(), SolverSettings(exact=CERTIFIED))

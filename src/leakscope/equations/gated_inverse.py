@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from leakscope.equations.gated_equations import LayerState, LinearStep, blocks_of
-from leakscope.equations.masks import LayerEquations, decode_masks
+from leakscope.equations.masks import MOST_FREE, LayerEquations, decode_masks
 from leakscope.network.gates import GatedNetwork, Gates, Pass, WeightedLayer
 
-#: Features below this share of the largest are zero, as far as rounding tells.
+#: Features below this share of the largest are zero, as far as the rounding of an exact solution tells.
 SILENT = 1e-6
 #: A unit that is nearer to zero than so many times that share may be active behind such a feature.
 UNTOLD = 10.0
@@ -31,11 +31,20 @@ UNTOLD = 10.0
 NEAR_ZERO = 3.0
 #: In the first pass errors are larger than the features say: so many times, for the highest layer and the others.
 FIRST_PASS = (6.0, 3.0)
-#: Above this certificate masks are still to be found; below it the conditioning of the equations is what counts.
+#: Above this certificate masks are still to be found; below it hardly one is in doubt, the decoded masks of all layers
+#: are held, and the conditioning of the equations is what counts.
 FAR = 2e-3
-#: Where progress stalls, layers explained up to this share count in full: the highest alone may not determine the
-#: input, and the better it is explained the less would the others count.
-FAIR = 1e-3
+#: Where progress stalls, layers explained up to this share count in full (far away, and near): the highest alone may
+#: not determine the input, and the better it is explained the less would the others count.
+FAIR = (1e-2, 1e-3)
+#: A certificate that falls to more than this share in one pass has stalled (far away, and near).
+STALLED = (0.9, 0.5)
+#: Of all products with the equations, those of one pass are at most this share far away, where masks are still to be
+#: found and passes count for more than their precision.
+FAR_SHARE = 1 / 20
+#: The masks of a layer that reads the input are decoded for units with at most this share of free masks for each
+#: equation: it has few.
+FREE_OF_FIRST = 0.25
 #: Passes after which a solution that does not come nearer is given up, and over how many it must have done so.
 PATIENCE, WINDOW = 12, 5
 #: Multiplications that all products with the equations may take.
@@ -85,7 +94,7 @@ class GatedProblem:
     """What is known: the network below the cut, features and adjoints there (examples, n), and the weights' gradients.
 
     The gradients are those of <adjoints, features>, by the names of the weights. ``project`` moves an input to the
-    nearest valid one.
+    nearest valid one. Features below ``silence``, a share of the largest, are zero as far as their errors tell.
     """
 
     network: GatedNetwork
@@ -93,6 +102,12 @@ class GatedProblem:
     adjoints: Tensor
     gradients: Mapping[str, Tensor]
     project: Callable[[Tensor], Tensor] = lambda x: x
+    silence: float = SILENT
+
+    @property
+    def quiet(self) -> float:
+        """The size of a feature that may as well be zero."""
+        return self.silence * float(self.features.abs().max())
 
     def affordable_products(self) -> int:
         """Products with the equations that take some ten seconds in all; by counts, so that a run repeats."""
@@ -106,7 +121,7 @@ class GatedProblem:
         pace = _Pace(settings, min(settings.products, self.affordable_products()))
         while True:
             now = self.network.run(z)
-            gates, layers, errors = self._decode(now, first=not pace.history)
+            gates, layers, errors = self._decode(now, first=not pace.history, near=pace.lowest < FAR)
             if pace.told(max((one.residual for one in _above(layers)), default=math.inf)):
                 best = z
             if pace.ended:
@@ -121,22 +136,25 @@ class GatedProblem:
     def certificate(self, z: Tensor) -> float:
         """What the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
         now = self.network.run(z)
-        _, layers, _ = self._decode(now, first=False, every=True)
+        _, layers, _ = self._decode(now, near=True)
         features = float((now.features.flatten(1) - self.features).norm() / self.features.norm())
         above = max((one.whole for one in _above(layers)), default=math.inf)
         # A first layer has too few equations for its masks: units that these do not explain say nothing.
         unseen = max([features, *(one.residual for one in layers if one.layer.first)])
         return above if unseen < UNSEEN else max(above, unseen)
 
-    def _decode(self, now: Pass, first: bool, every: bool = False) -> tuple[Gates, list[LayerState], dict[int, float]]:
+    def _decode(
+        self, now: Pass, first: bool = False, near: bool = False
+    ) -> tuple[Gates, list[LayerState], dict[int, float]]:
         """Gates for the solve, the highest decoded; the layers from the cut downwards; and the error at each gate.
 
-        ``first``: it is the first pass. ``every``: layers that read the input are decoded too; they have so few
-        equations that this is for nearly exact inputs, where hardly a unit is in doubt.
+        ``first``: it is the first pass. ``near``: hardly a unit is in doubt, so that layers that read the input, which
+        have few equations, are decoded too, and all gates are the decoded ones. Further away only the highest is: with
+        it right the equations change continuously when lower masks flip, and wrongly decoded ones would mislead.
         """
         steps = self.network.steps
         gates = dict(now.gates)
-        loud = self.features.abs() > SILENT * self.features.abs().max()
+        loud = self.features.abs() > self.quiet
         shut = self.network.shut_gates(~loud)
         for number, (never, single) in shut.items():
             open_gates = torch.ones_like(gates[number]) if single else gates[number]
@@ -155,14 +173,15 @@ class GatedProblem:
             own = max(error * spread / (highest or spread), 1e-300)
             if highest is not None:
                 errors[layer.gate] = own
-            if layer.first and not every:
+            if layer.first and not near:
                 found.append(self._plain(layer, now, signal_gates))
                 continue
             factor = FIRST_PASS[highest is not None] if first else 1.0
             state, mask = self._gated(layer, now, signal_gates, factor * own, shut.get(layer.gate))
             signal_gates[layer.gate] = mask
-            if highest is None:
-                gates[layer.gate], highest = mask, spread
+            if highest is None or near:
+                gates[layer.gate] = mask
+            highest = highest or spread
             found.append(state)
         return gates, found, errors
 
@@ -178,7 +197,7 @@ class GatedProblem:
         forward, free = received > 0, received.abs() < NEAR_ZERO * error
         if shut is not None:
             never, single = shut
-            untold = never & (received.abs() < UNTOLD * SILENT * self.features.abs().max())
+            untold = never & (received.abs() < UNTOLD * self.quiet)
             told = torch.ones_like(never) if single else never
             forward = torch.where(told & ~untold, ~never, forward)
             free = (free & ~told) | untold
@@ -193,7 +212,8 @@ class GatedProblem:
             bias_gradient=None if bias is None else bias.double() - passed.sum((0, 2)),
         )
         doubt = 1 + (received / error) ** 2
-        masks = decode_masks(equations, *(_by_places(part) for part in (forward, free, doubt)))
+        most_free = FREE_OF_FIRST * patches.shape[1] if layer.first else MOST_FREE
+        masks = decode_masks(equations, _by_places(forward), _by_places(free), _by_places(doubt), most_free)
         gate = torch.where(masks.active, full.new_ones(()), slope)
         kept = masks.kept.to(full)[:, None]
         residual = masks.residual if bool(masks.kept.any()) else math.inf
@@ -232,17 +252,21 @@ class _Pace:
         """Whether this certificate is the lowest so far; plans the next pass, or the end."""
         settings, before = self.settings, self.lowest
         far, exact = certificate > FAR, certificate < settings.exact
-        stalled = certificate > (0.9 if far else 0.5) * before
+        stalled = certificate > STALLED[not far] * before
         self.history.append(certificate)
         self.lowest = min(before, certificate)
         passes = len(self.history)
         lost = passes > PATIENCE and self.lowest > max(FAR, 0.9 * min(self.history[:-WINDOW]))
-        finished = exact and stalled
+        # Badly conditioned directions want one pass of many steps without slack, however small the certificate is.
+        finished = exact and stalled and before < settings.exact
         spent = passes >= settings.passes or self._spent >= self.products
         self.ended = finished or lost or spent or not math.isfinite(certificate)
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0
-        if exact or (self._stalls and not far):
-            self.steps = settings.most_steps if exact else min(2 * self.steps, settings.most_steps)
+        if exact:
+            self.steps = settings.most_steps
+        elif self._stalls:
+            most = min(settings.most_steps, int(FAR_SHARE * self.products) if far else self.products)
+            self.steps = max(self.steps, min(2 * self.steps, most))
         if exact:
             self.reach = 0.0
         elif not self._stalls:
@@ -250,7 +274,7 @@ class _Pace:
         else:
             # Either masks of lower layers are wrong, or the equations are badly conditioned: one after the other.
             self.reach = 4.0 ** (self._stalls + 1) if far or self._stalls % 2 == 0 else 0.0
-        self.fair = FAIR if self._stalls else 0.0
+        self.fair = FAIR[not far] if self._stalls else 0.0
         self._spent += self.steps
         return certificate < before
 

@@ -18,7 +18,7 @@ TRIM = 2.5
 NEVER_TRIMMED = 1e-5
 #: Flips tried one by one after the regression was rounded.
 MOST_FLIPS = 40
-#: A unit with more free masks than this keeps those of the approximate input: too many unknowns for its equations.
+#: A unit with more free masks than this keeps those of the approximate input: too much work.
 MOST_FREE = 2000
 
 
@@ -63,11 +63,14 @@ class Masks:
     whole: float
 
 
-def decode_masks(equations: LayerEquations, forward: Tensor, free: Tensor, doubt: Tensor) -> Masks:
+def decode_masks(
+    equations: LayerEquations, forward: Tensor, free: Tensor, doubt: Tensor, most_free: float = MOST_FREE
+) -> Masks:
     """Masks that explain the gradient, from those of an approximate input.
 
     ``forward``: the masks of that input; ``free``: units that may differ; ``doubt``: 1 + (pre-activation / its
-    error)^2 of each, the cost of a flip in units of the noise.
+    error)^2 of each, the cost of a flip in units of the noise. A unit of the layer with more than ``most_free`` free
+    masks keeps those of the input.
     """
     shape = forward.shape
     columns, right = equations.system()
@@ -79,7 +82,7 @@ def decode_masks(equations: LayerEquations, forward: Tensor, free: Tensor, doubt
     active = masks.clone()
     for unit in range(len(signal)):
         places = torch.nonzero(free[unit] & (signal[unit] != 0)).flatten()
-        if not 0 < len(places) <= MOST_FREE or noise[unit] == 0:
+        if not 0 < len(places) <= most_free or noise[unit] == 0:
             continue
         own = columns[:, places] * signal[unit, places]
         problem = _UnitProblem(own, own.T @ own, masks[unit, places], doubt[unit, places])
