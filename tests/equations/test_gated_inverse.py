@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.equations.gated_equations import blocks_of, conjugate_gradients, whitening_matrix
-from leakscope.equations.gated_inverse import GatedProblem, SolverSettings
+from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.models.resnet import ResidualBlock
 from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import inputs_of
@@ -70,8 +70,9 @@ class Case:
 
     def __init__(self, name: str = "ReLU", examples: int = 1, seed: int = 0) -> None:
         build, shape = NETS[name]
-        torch.manual_seed(seed)
-        self.model = build().double().eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(seed)
+            self.model = build().double().eval()
         draws = torch.Generator().manual_seed(seed + 10)
         self.x = torch.rand((examples, *shape), generator=draws, dtype=torch.float64)
         self.draws = draws
@@ -191,13 +192,14 @@ def test_no_near_miss_has_the_certificate(name: str) -> None:
 
 def test_a_picture_that_explains_only_the_units_counted_on_has_none() -> None:
     """In a narrow net the solver can explain the few units that it keeps by many pictures."""
-    torch.manual_seed(0)
-    net = nn.Sequential(
-        *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)),
-    ).double()
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        net = nn.Sequential(
+            *(nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)),
+        ).double()
     draws = torch.Generator().manual_seed(1)
     tempted = 0
-    for _ in range(4):
+    for _ in range(7):
         x = torch.rand((1, 1, 8, 8), generator=draws, dtype=torch.float64)
         adjoints = torch.randn((1, 5), generator=draws, dtype=torch.float64) @ net[5].weight.detach()
         features = inputs_of(net[5], net, x).flatten(1)
@@ -295,6 +297,42 @@ def test_whitening_makes_strong_signals_equal_and_leaves_the_weak_weak(least: fl
     own = torch.linalg.svdvals(white)
     expected = sizes[:4] / (sizes[:4] ** 2 + least**2).sqrt()
     assert torch.allclose(own, expected, atol=1e-6)
+
+
+def test_near_the_solution_the_masks_of_the_first_layer_are_decoded_too() -> None:
+    """A wrong mask there is a false fixed point: the next input would reproduce it."""
+    before = after = 0
+    for seed in range(12):
+        case = Case(seed=seed)
+        truth = case.network.run(case.x).gates
+        now = case.network.run(case.near(1e-3))
+        first = case.network.layers[0].gate
+        assert first is not None
+        far, _, _ = case.problem._decode(now)
+        near, _, _ = case.problem._decode(now, near=True)
+        assert torch.equal(far[first], now.gates[first])
+        before += int((far[first] != truth[first]).sum())
+        after += int((near[first] != truth[first]).sum())
+    assert before >= 6
+    assert after <= before / 3, f"{after} of {before} wrong masks are left"
+
+
+def test_features_within_their_noise_of_zero_do_not_open_units() -> None:
+    """Without pooling each feature is one unit, and noise on a silent one would count as activity for sure."""
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(0)
+        net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(288, 5)).double()
+    draws = torch.Generator().manual_seed(1)
+    x = torch.rand((1, 1, 8, 8), generator=draws, dtype=torch.float64)
+    network = read_gated(net, (1, 8, 8), "3")
+    features = network.run(x).features.flatten(1).detach()
+    noisy = features + 1e-3 * features.max() * torch.randn(features.shape, generator=draws, dtype=torch.float64)
+    silent = (features == 0).reshape(1, 8, 6, 6)
+    assert silent.any()
+    for silence, opened in ((SILENT, True), (5e-3, False)):
+        problem = GatedProblem(network, noisy, torch.zeros_like(noisy), {}, silence=silence)
+        gates, _, _ = problem._decode(network.run(x))
+        assert bool((gates[2][silent] > 0).any()) is opened
 
 
 def test_blocks_have_norm_one_and_count_less_the_worse_they_are_explained() -> None:
