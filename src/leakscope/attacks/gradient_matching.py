@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.shared_searches import run_matcher
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -52,7 +53,8 @@ class GradientMatching(Attack):
         matcher, copies = self.matcher(observation), self.copies(observation)
 
         def match_with(matcher: Matcher, targets: Tensor | None, before: int = 0) -> Match:
-            return matcher.run(
+            return run_matcher(
+                matcher,
                 Victim.of(observation),
                 self._observed(observation, matcher),
                 inputs=observation.inputs,
