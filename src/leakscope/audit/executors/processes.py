@@ -175,6 +175,8 @@ class _Crew:
         if not self._budget.allows():
             self._leave_the_rest()
         job = self._next(worker)
+        while job is not None and self._budget.spares(job):
+            job = self._next(worker)
         if job is None:
             return
         worker.job, worker.since = job, time.monotonic()
