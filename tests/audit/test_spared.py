@@ -1,4 +1,4 @@
-"""Under a budget nothing is spent on examples that were recovered exactly; the verdict says so, and none passes by it."""
+"""Under a budget nothing is spent on what was recovered exactly; the verdict says so, and no setting passes by it."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from leakscope.attacks.shared_searches import SharedSearches
 from leakscope.audit.controls import CONTROLS, Case, Control
+from leakscope.audit.crew_size import Pace, measure_pace
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.memory import PeakMemory
 from leakscope.audit.parts import Part
@@ -95,6 +96,14 @@ class Bench:
         if control is not None and control.guess is not None:
             return self._guess(job, control.guess)
         return self._attempt(job, progress)
+
+    def pace(self, job: Job) -> Pace | None:
+        """How often a second this process makes the update of the job's client; None where it cannot be made."""
+        brief: Protocol = self._setup.spec.protocols[job.protocol].instance.rehearsal()
+        try:
+            return measure_pace(lambda: self._make_update(job, protocol=brief))
+        except Exception:  # noqa: BLE001 - what is wrong is told by the row of the job itself
+            return None
 
     def observe(self, job: Job) -> Observation:
         """What the client of this job sends, made once for all jobs on it."""

@@ -127,6 +127,7 @@ def run_spec(
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
+    - where nobody said how many workers, {"event": "workers", "workers", "reason"} once that is measured;
     - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice",
       "budget"}; the advice is None unless it will take long;
     - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",

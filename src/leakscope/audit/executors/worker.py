@@ -70,6 +70,8 @@ def _work(pipe: Connection, packed: bytes) -> None:
 
             if kind == "try":
                 say("tried", try_out(setup, job))
+            elif kind == "pace":
+                say("pace", bench.pace(job))
             else:
                 say("outcome", bench.run(job, throttled(job, emit)))
     except (EOFError, OSError):
