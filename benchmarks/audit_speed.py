@@ -2,7 +2,7 @@
 
 python benchmarks/audit_speed.py [--only shares|workers] [--examples 6] [--jobs 24]
 
-shares: the default audit in one process: processor seconds of each part and each attack, and those that shared searches
+shares: the default audit in one process: processor seconds of each part and each attack, and those that shared work
 saved.
 workers: so many equal jobs by one worker and by two, in turn: the ratio of wall-clock times, which means something on
 an idle machine only, and the accounting that holds on a busy one: which share of their time workers are busy with jobs,
@@ -92,11 +92,11 @@ def shares(examples: int) -> None:
     parts = {name: took for name, took in seconds.items() if not name.startswith("attacks:")}
     seconds["set-up, plan, store"] = jobs - sum(parts.values()) + seconds["report"]
     whole = jobs + seconds["report"]
-    saved = sum(bench._searches.recalled_seconds for bench in benches)
+    saved = sum(bench._shared.recalled_seconds for bench in benches)
     print(f"default audit, {examples} examples, {len(result.rows)} jobs: {whole:.0f} processor seconds")
     for name, took in sorted(seconds.items(), key=lambda pair: -pair[1]):
         print(f"  {name}: {took:.1f} s, {took / whole:.1%}")
-    print(f"  saved by shared searches: {saved:.0f} s, so that it takes {whole / (whole + saved):.2f} of the time")
+    print(f"  saved by shared work: {saved:.0f} s, so that it takes {whole / (whole + saved):.2f} of the time")
 
 
 def equal_jobs(jobs: int, workers: int) -> tuple[float, float, float]:

@@ -99,7 +99,7 @@ def test_what_is_larger_than_all_room_is_kept_alone_and_gone_before_the_next_is_
     updates.get("two", make)
 
 
-def test_rows_are_the_same_with_and_without_shared_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_the_same_with_and_without_shared_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
     original = Matcher.run
 
@@ -111,7 +111,7 @@ def test_rows_are_the_same_with_and_without_shared_searches(tmp_path: Path, monk
     shared = run(tmp_path / "shared", **SEARCHES)
     once = len(searches)
     searches.clear()
-    monkeypatch.setattr(attempts.SharedSearches, "run", lambda self, matcher, *args, **rest: matcher.run(*args, **rest))
+    monkeypatch.setattr(attempts.SharedWork, "recall", lambda self, key, generator, numbers, work: work())
     alone = run(tmp_path / "alone", **SEARCHES)
     assert timeless(shared.rows) == timeless(alone.rows)
     assert once < len(searches)

@@ -1,6 +1,6 @@
 """One job from start to row: the client's update, what an attack makes of it, and only then the comparison with truth.
 
-A :class:`Bench` belongs to one process: it keeps updates of clients and what searches have found, so that jobs share
+A :class:`Bench` belongs to one process: it keeps updates of clients and what attacks have in common, so that jobs share
 them. Seconds are those that a job takes by itself, shared work included.
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.attacks.shared_searches import SharedSearches
+from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.crew_size import Pace, measure_pace
 from leakscope.audit.findings import FINDINGS, Subject
@@ -70,23 +70,23 @@ class Outcome:
 
 
 class Bench:
-    """Where jobs are done: the set-up, updates of clients, and searches that attacks have in common."""
+    """Where jobs are done: the set-up, updates of clients, and work that attacks have in common."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._searches = SharedSearches()
+        self._shared = SharedWork()
         self._updates = Updates()
 
     def run(self, job: Job, progress: Advance | None = None) -> Outcome:
         """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
-        started, recalled = time.perf_counter(), self._searches.recalled_seconds
+        started, recalled = time.perf_counter(), self._shared.recalled_seconds
         try:
             outcome = self._do(job, progress)
         except (MissingKnowledge, NotApplicable) as error:
             outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
             outcome = Outcome("failed", error=failure_text(error))
-        recalled = self._searches.recalled_seconds - recalled
+        recalled = self._shared.recalled_seconds - recalled
         return dataclasses.replace(outcome, seconds=time.perf_counter() - started + recalled)
 
     def _do(self, job: Job, progress: Advance | None) -> Outcome:
@@ -213,9 +213,9 @@ class Bench:
     def _attack(self, job: Job, attack: Attack, observation: Observation, progress: Advance | None) -> Reconstruction:
         spec = self._setup.spec
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
-        recalled = self._searches.recalled_seconds
+        recalled = self._shared.recalled_seconds
         # Whoever sends out a model of its own may have changed its code, which no comparison of models sees.
-        with contextlib.nullcontext() if attack.chooses_model else self._searches.in_use():
+        with contextlib.nullcontext() if attack.chooses_model else self._shared.in_use():
             found = attack(
                 # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
                 dataclasses.replace(observation),
@@ -225,7 +225,7 @@ class Bench:
                 dtype=None if dtype == observation.dtype else dtype,
                 progress=progress,
             )
-        seconds = found.info["seconds"] + self._searches.recalled_seconds - recalled
+        seconds = found.info["seconds"] + self._shared.recalled_seconds - recalled
         return dataclasses.replace(found, info={**found.info, "seconds": seconds})
 
     def _compare(self, job: Job, reconstruction: Reconstruction, examples: int | None) -> Evaluation:

@@ -1,4 +1,4 @@
-"""Equal searches are run once, and what is handed out again is what a search of its own would have found."""
+"""Equal work is done once, and what is handed out again is what a search of its own would have found."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import HeadFirst, InvertingGradients, shared_searches
-from leakscope.attacks.shared_searches import SharedSearches
+from leakscope.attacks import HeadFirst, InvertingGradients, shared_work
+from leakscope.attacks.shared_work import SharedWork
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -67,7 +67,7 @@ def same(one: Reconstruction, other: Reconstruction) -> bool:
 
 def test_an_equal_search_is_run_once_and_handed_out_to_the_last_bit(runs: list[Matcher]) -> None:
     alone = QUICK(look(), seed=3)
-    shared = SharedSearches()
+    shared = SharedWork()
     with shared.in_use():
         first, second = QUICK(look(), seed=3), QUICK(look(), seed=3)
     assert len(runs) == 2, "one alone, and one for both"
@@ -77,7 +77,7 @@ def test_an_equal_search_is_run_once_and_handed_out_to_the_last_bit(runs: list[M
 
 
 def test_outside_of_the_block_nothing_is_shared(runs: list[Matcher]) -> None:
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         QUICK(look())
     QUICK(look())
     QUICK(look())
@@ -86,7 +86,7 @@ def test_outside_of_the_block_nothing_is_shared(runs: list[Matcher]) -> None:
 
 def test_head_first_and_inverting_gradients_share_the_match_of_the_whole_update(runs: list[Matcher]) -> None:
     pruned = look(defense=GradientPruning(fraction=0.9))
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         ours = HeadFirst(iterations=4)(pruned, seed=1)
         before = len(runs)
         theirs = QUICK(pruned, seed=1)
@@ -98,11 +98,36 @@ def test_head_first_and_inverting_gradients_share_the_match_of_the_whole_update(
 
 def test_labels_that_are_known_are_as_good_as_the_same_ones_read(runs: list[Matcher]) -> None:
     knowing = dataclasses.replace(Knowledge.honest_server, labels="yes")
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         read, known = QUICK(look()), QUICK(look(knowledge=knowing))
     assert torch.equal(read.inputs, known.inputs)
     assert len(runs) == 1
     assert read.info["labels"] != known.info["labels"] == "known", "how labels were come by is told of each"
+
+
+def test_labels_are_read_once_and_by_whoever_knows_more_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[Observation] = []
+    original = shared_work.label_candidates
+
+    def counted(observation: Observation, generator: torch.Generator) -> Any:
+        read.append(observation)
+        return original(observation, generator)
+
+    monkeypatch.setattr(shared_work, "label_candidates", counted)
+    noise = look().with_update({name: torch.randn_like(value) for name, value in look().message.update.items()})
+    counting = dataclasses.replace(
+        noise,
+        knowledge=dataclasses.replace(Knowledge.honest_server, labels="counts"),
+        label_counts=torch.tensor([0, 1, 0]),
+    )
+    other = dataclasses.replace(QUICK, tv=0.5)
+    with SharedWork().in_use():
+        shared = [attack(seen, seed=2) for attack in (QUICK, other) for seen in (noise, counting)]
+    assert len(read) == 2, "once for each observation, whatever the attack"
+    alone = [attack(seen, seed=2) for attack in (QUICK, other) for seen in (noise, counting)]
+    assert len(read) == 6
+    assert all(same(one, two) for one, two in zip(shared, alone, strict=True))
+    assert any("readings of the labels were tried" in note for note in alone[0].notes)
 
 
 def _other_buffer() -> nn.Module:
@@ -127,7 +152,7 @@ def _other_buffer() -> nn.Module:
 def test_whatever_the_result_depends_on_makes_another_search(
     attack: Attack, observation: Observation, seed: int, runs: list[Matcher]
 ) -> None:
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         QUICK(look(), seed=0)
         found = attack(observation, seed=seed)
     assert len(runs) == 2
@@ -135,7 +160,7 @@ def test_whatever_the_result_depends_on_makes_another_search(
 
 
 def test_what_was_handed_out_may_be_changed(runs: list[Matcher]) -> None:
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         first = QUICK(look())
         truth = first.inputs.clone()
         first.inputs.zero_()
@@ -150,7 +175,7 @@ def test_a_search_that_is_stopped_leaves_nothing(runs: list[Matcher]) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    shared = SharedSearches()
+    shared = SharedWork()
     with shared.in_use():
         with pytest.raises(KeyboardInterrupt):
             QUICK(look(), progress=stop)
@@ -160,8 +185,8 @@ def test_a_search_that_is_stopped_leaves_nothing(runs: list[Matcher]) -> None:
 
 
 def test_the_oldest_results_make_room(runs: list[Matcher], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_searches, "MOST_NUMBERS", 2 * 36)
-    with SharedSearches().in_use():
+    monkeypatch.setattr(shared_work, "MOST_NUMBERS", 2 * 36 + 8)  # and a few labels
+    with SharedWork().in_use():
         for seed in (0, 1, 2, 2, 1, 0):
             QUICK(look(), seed=seed)
     assert len(runs) == 4, "the first of three was gone"
@@ -176,7 +201,7 @@ def test_what_cannot_be_compared_is_not_shared(runs: list[Matcher]) -> None:
         def matcher(self, observation: Observation) -> Matcher:
             return dataclasses.replace(super().matcher(observation), distance=Listed())
 
-    with SharedSearches().in_use():
+    with SharedWork().in_use():
         one, two = Own(iterations=4)(look()), Own(iterations=4)(look())
     assert len(runs) == 2
     assert same(one, two)
