@@ -11,9 +11,9 @@ import pytest
 from audit_doubles import run, timeless
 
 from leakscope.audit import AuditSpec, SpecError
-from leakscope.audit import crew_size as module
-from leakscope.audit.crew_size import MEMORY_SHARE, Pace, choose, free_memory, memory_room, usable_processors
+from leakscope.audit.executors import crew_size as module
 from leakscope.audit.executors import processes
+from leakscope.audit.executors.crew_size import MEMORY_SHARE, Pace, choose, free_memory, memory_room, usable_processors
 
 GB = 10**9
 

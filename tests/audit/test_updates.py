@@ -10,10 +10,10 @@ import pytest
 from audit_doubles import run, timeless
 
 from leakscope.audit import attempts
+from leakscope.audit.memory import Updates
 from leakscope.audit.plan import client_of, grouped, in_turn, make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.updates import Updates
 from leakscope.contracts.observation import Observation
 from leakscope.federation import FedSGD
 from leakscope.matching import Matcher

@@ -21,13 +21,11 @@ from torch import Tensor
 
 from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit.controls import CONTROLS, Case, Control
-from leakscope.audit.crew_size import Pace, measure_pace
 from leakscope.audit.findings import FINDINGS, Subject
-from leakscope.audit.memory import PeakMemory
+from leakscope.audit.memory import PeakMemory, Updates
 from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, client_of, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
-from leakscope.audit.updates import Updates
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -97,13 +95,9 @@ class Bench:
             return self._guess(job, control.guess)
         return self._attempt(job, progress)
 
-    def pace(self, job: Job) -> Pace | None:
-        """How often a second this process makes the update of the job's client; None where it cannot be made."""
-        brief: Protocol = self._setup.spec.protocols[job.protocol].instance.rehearsal()
-        try:
-            return measure_pace(lambda: self._make_update(job, protocol=brief))
-        except Exception:  # noqa: BLE001 - what is wrong is told by the row of the job itself
-            return None
+    def make_brief_update(self, job: Job) -> Observation:
+        """What the job's client sends, or the first of its rounds, made anew: for the time that it takes."""
+        return self._make_update(job, protocol=self._setup.spec.protocols[job.protocol].instance.rehearsal())
 
     def observe(self, job: Job) -> Observation:
         """What the client of this job sends, made once for all jobs on it."""

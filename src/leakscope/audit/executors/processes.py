@@ -21,7 +21,9 @@ from typing import Any
 
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.budget import Budget
-from leakscope.audit.crew_size import (
+from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+from leakscope.audit.executors.crew_size import (
     JOBS_A_WORKER,
     REPEATS,
     SLOWEST_PACE,
@@ -32,8 +34,6 @@ from leakscope.audit.crew_size import (
     sizes,
     usable_processors,
 )
-from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.executors.worker import inheritance, interrupts_held_back, serve
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
