@@ -27,6 +27,7 @@ from unittest import mock
 
 import torch
 
+from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit import attempts
 from leakscope.audit.attempts import Bench
 from leakscope.audit.default import DEFAULT_SPEC
@@ -76,14 +77,26 @@ def clocked(seconds: dict[str, float]) -> Iterator[None]:
 
 def shares(examples: int) -> None:
     seconds: dict[str, float] = defaultdict(float)
-    benches: list[Bench] = []
-    made = Bench.__init__
+    costs: dict[Any, float] = {}
+    saved = 0.0
+    recall = SharedWork.recall
 
-    def remember(self: Bench, setup: Any) -> None:
-        made(self, setup)
-        benches.append(self)
+    def accounted(self: SharedWork, key: Any, generator: Any, numbers: int, work: Callable[[], Any]) -> Any:
+        nonlocal saved
+        done = False
 
-    with tempfile.TemporaryDirectory() as folder, clocked(seconds), mock.patch.object(Bench, "__init__", remember):
+        def timed() -> Any:
+            nonlocal done
+            done, began = True, time.process_time()
+            found = work()
+            costs[key] = time.process_time() - began
+            return found
+
+        found = recall(self, key, generator, numbers, timed)
+        saved += 0.0 if done else costs[key]
+        return found
+
+    with tempfile.TemporaryDirectory() as folder, clocked(seconds), mock.patch.object(SharedWork, "recall", accounted):
         started = time.process_time()
         result = run_spec({**DEFAULT_SPEC, "examples": examples, "executor": "serial"}, folder, progress=False)
         jobs = time.process_time() - started
@@ -92,7 +105,6 @@ def shares(examples: int) -> None:
     parts = {name: took for name, took in seconds.items() if not name.startswith("attacks:")}
     seconds["set-up, plan, store"] = jobs - sum(parts.values()) + seconds["report"]
     whole = jobs + seconds["report"]
-    saved = sum(bench._shared.recalled_seconds for bench in benches)
     print(f"default audit, {examples} examples, {len(result.rows)} jobs: {whole:.0f} processor seconds")
     for name, took in sorted(seconds.items(), key=lambda pair: -pair[1]):
         print(f"  {name}: {took:.1f} s, {took / whole:.1%}")
