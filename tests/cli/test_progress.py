@@ -56,6 +56,12 @@ def test_three_hundred_jobs_in_a_pipe_are_few_lines(log: io.StringIO) -> None:
     assert "\x1b" not in log.getvalue()
 
 
+def test_how_many_workers_there_are_is_one_line(log: io.StringIO) -> None:
+    with audit_progress() as tell:
+        tell({"event": "workers", "workers": 2, "reason": "2 together do 1.9 times the work of one"})
+    assert log.getvalue().splitlines()[0] == "Workers: 2, for 2 together do 1.9 times the work of one."
+
+
 def test_verbose_tells_every_job_and_the_estimate_of_each_attack(log: io.StringIO) -> None:
     run(20, verbose=True)
     told = log.getvalue()

@@ -10,11 +10,12 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.shared_work import read_labels, run_matcher
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.labels import RecoveredLabels, label_candidates, local_steps, mean_gradient_scale
+from leakscope.labels import RecoveredLabels, local_steps, mean_gradient_scale
 from leakscope.matching import Match, Matcher, Prior, Victim
 
 #: Labels, None where they are searched along; flags; notes; and how the labels were found.
@@ -52,7 +53,8 @@ class GradientMatching(Attack):
         matcher, copies = self.matcher(observation), self.copies(observation)
 
         def match_with(matcher: Matcher, targets: Tensor | None, before: int = 0) -> Match:
-            return matcher.run(
+            return run_matcher(
+                matcher,
                 Victim.of(observation),
                 self._observed(observation, matcher),
                 inputs=observation.inputs,
@@ -144,7 +146,7 @@ def find_readings(
     if observation.labels is None and not observation.task.has_classes:
         return [], (), ()  # no rule reads them, and nothing is uncertain about a search
     try:
-        readings = label_candidates(observation, generator)
+        readings = read_labels(observation, generator)
     except ValueError as error:
         return [], ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",)
     return readings, () if readings[0].exact else ("labels uncertain",), readings[0].notes

@@ -1,10 +1,12 @@
 """One job from start to row: the client's update, what an attack makes of it, and only then the comparison with truth.
 
-A :class:`Bench` belongs to one process: it keeps the latest client's update, so that all jobs on it share it.
+A :class:`Bench` belongs to one process: it keeps updates of clients and what attacks have in common, so that jobs share
+them. Seconds are those that a job takes by itself, shared work included.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import time
@@ -17,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.findings import FINDINGS, Subject
-from leakscope.audit.memory import PeakMemory
+from leakscope.audit.memory import PeakMemory, Updates
 from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, client_of, derived_seed, describe
 from leakscope.audit.setup import Setup, observe
@@ -65,23 +68,24 @@ class Outcome:
 
 
 class Bench:
-    """Where jobs are done: the set-up and the latest client's update."""
+    """Where jobs are done: the set-up, updates of clients, and work that attacks have in common."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
-        self._client: tuple[Any, ...] | None = None
-        self._update: Observation | None = None
+        self._shared = SharedWork()
+        self._updates = Updates()
 
     def run(self, job: Job, progress: Advance | None = None) -> Outcome:
         """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
-        started = time.perf_counter()
+        started, recalled = time.perf_counter(), self._shared.recalled_seconds
         try:
             outcome = self._do(job, progress)
         except (MissingKnowledge, NotApplicable) as error:
             outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
             outcome = Outcome("failed", error=failure_text(error))
-        return dataclasses.replace(outcome, seconds=time.perf_counter() - started)
+        recalled = self._shared.recalled_seconds - recalled
+        return dataclasses.replace(outcome, seconds=time.perf_counter() - started + recalled)
 
     def _do(self, job: Job, progress: Advance | None) -> Outcome:
         if job.finding is not None:
@@ -91,14 +95,13 @@ class Bench:
             return self._guess(job, control.guess)
         return self._attempt(job, progress)
 
+    def make_brief_update(self, job: Job) -> Observation:
+        """What the job's client sends, or the first of its rounds, made anew: for the time that it takes."""
+        return self._make_update(job, protocol=self._setup.spec.protocols[job.protocol].instance.rehearsal())
+
     def observe(self, job: Job) -> Observation:
         """What the client of this job sends, made once for all jobs on it."""
-        client = client_of(self._setup, job)
-        if self._update is None or client != self._client:
-            self._update = None  # two at a time may be too much for the memory
-            self._update = self._make_update(job)
-            self._client = client
-        return self._update
+        return self._updates.get(client_of(self._setup, job), lambda: self._make_update(job))
 
     def _make_update(
         self,
@@ -158,7 +161,8 @@ class Bench:
         """
         knowing = dataclasses.replace(self._setup.knowledge, labels="yes")
         try:
-            observation = self._make_update(job, knowing)
+            whose = *client_of(self._setup, job), "with labels"
+            observation = self._updates.get(whose, lambda: self._make_update(job, knowing))
             reconstruction = self._attack(job, attack, observation, progress)
             measured = self._compare(job, reconstruction, observation.num_examples)
         except Exception as error:  # noqa: BLE001 - what was found without the labels must not be lost
@@ -173,8 +177,9 @@ class Bench:
         return Outcome("done", {"examples": _examples(setup, job, measured, []), "reasons": plain(measured.reasons)})
 
     def _control(self, job: Job, control: Control) -> Observation:
-        assert control.observe is not None
-        return control.observe(self._case(job))
+        make = control.observe
+        assert make is not None
+        return self._updates.get((*client_of(self._setup, job), control.name), lambda: make(self._case(job)))
 
     def _case(self, job: Job) -> Case:
         setup = self._setup
@@ -202,15 +207,20 @@ class Bench:
     def _attack(self, job: Job, attack: Attack, observation: Observation, progress: Advance | None) -> Reconstruction:
         spec = self._setup.spec
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
-        return attack(
-            # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
-            dataclasses.replace(observation),
-            seed=derived_seed(job.seed, job.batch, "attack"),
-            # What is there already is not copied there: hundreds of rounds are large.
-            device=None if torch.device(spec.device) == observation.device else spec.device,
-            dtype=None if dtype == observation.dtype else dtype,
-            progress=progress,
-        )
+        recalled = self._shared.recalled_seconds
+        # Whoever sends out a model of its own may have changed its code, which no comparison of models sees.
+        with contextlib.nullcontext() if attack.chooses_model else self._shared.in_use():
+            found = attack(
+                # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
+                dataclasses.replace(observation),
+                seed=derived_seed(job.seed, job.batch, "attack"),
+                # What is there already is not copied there: hundreds of rounds are large.
+                device=None if torch.device(spec.device) == observation.device else spec.device,
+                dtype=None if dtype == observation.dtype else dtype,
+                progress=progress,
+            )
+        seconds = found.info["seconds"] + self._shared.recalled_seconds - recalled
+        return dataclasses.replace(found, info={**found.info, "seconds": seconds})
 
     def _compare(self, job: Job, reconstruction: Reconstruction, examples: int | None) -> Evaluation:
         """The result beside the truth; a control may be about the first of the client's examples only."""

@@ -29,6 +29,8 @@ class Budget:
     def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds, self._clock = seconds, clock
         self._since: float | None = None
+        #: Which jobs are not worth the time; they are passed over (``audit/spared.py``).
+        self.spares: Callable[[Any], bool] = lambda job: False
 
     def allows(self) -> bool:
         """Whether one more job may be begun."""

@@ -7,7 +7,7 @@ lift over the best of them. Positive controls must succeed: an attack that misse
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Protocol as Interface
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import Observation
+from leakscope.contracts.observation import Message, Observation, gathered
 from leakscope.contracts.protocol import Protocol
 from leakscope.results.records import BLIND, HELD_OUT, POSITIVE, ControlKind
 
@@ -78,17 +78,20 @@ def noise_of_equal_norm(case: Case) -> Observation:
 
     All else the adversary knows stays, so what an attack still recovers did not come from the update.
     """
-    observation, messages = case.observation(), []
+    observation = case.observation()
+    return dataclasses.replace(observation, messages=gathered(_noise_messages(observation, case.generator)))
+
+
+def _noise_messages(observation: Observation, generator: torch.Generator) -> Iterator[Message]:
     for message in observation.messages:
         update = {}
         for name, value in message.update.items():
             # Drawn on the CPU in double, so that the noise is the same for every device and precision.
-            noise = torch.randn(value.shape, generator=case.generator, dtype=torch.float64)
+            noise = torch.randn(value.shape, generator=generator, dtype=torch.float64)
             norm = float(torch.linalg.vector_norm(noise))
             scale = float(torch.linalg.vector_norm(value.double())) / norm if norm else 0.0
             update[name] = (noise * scale).to(value)
-        messages.append(dataclasses.replace(message, update=update))
-    return dataclasses.replace(observation, messages=tuple(messages))
+        yield dataclasses.replace(message, update=update)
 
 
 def other_examples(case: Case) -> Observation:

@@ -20,6 +20,7 @@ from leakscope.audit.growth import Plan, grown_spec, grown_statements
 from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
 from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
+from leakscope.audit.spared import Spared
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
@@ -126,6 +127,7 @@ def run_spec(
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
+    - where nobody said how many workers, {"event": "workers", "workers", "reason"} once that is measured;
     - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice",
       "budget"}; the advice is None unless it will take long;
     - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
@@ -270,6 +272,13 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
     # What failed may have failed for a passing reason, such as memory, and is tried again.
     todo = [job for job in jobs if status.get(job.key) not in ("done", "refused")]
     completed = len(jobs) - len(todo)
+    budget = setup.spec.budget
+    spared = Spared(setup, jobs)
+    if budget is not None:
+        spared.learn_rows(jobs, store.rows())
+        executor.budget.spares = spared.spares
+
+    recorded: set[str] = set()
 
     def emit(event: dict[str, Any]) -> None:
         if progress is not None and "job" in event:
@@ -281,8 +290,11 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
 
     def record(job: Job, outcome: Outcome) -> None:
         nonlocal completed
+        recorded.add(job.key)
         if job.finding is None:
-            store.record(outcome.row(setup, job), outcome.tensors, outcome.history)
+            row = outcome.row(setup, job)
+            store.record(row, outcome.tensors, outcome.history)
+            spared.learn(job, row.result)
         else:
             store.record_finding(outcome.finding(setup, job))
         completed += 1
@@ -302,8 +314,13 @@ def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progre
 
     if progress is not None:
         progress({"event": "planned", "total": len(jobs), "finished": completed})
-    budget = setup.spec.budget
     groups = grouped(setup, todo) if budget is None else in_turn(setup, todo)
     executor.run(setup, groups, emit=emit, record=record)
-    if budget is not None and completed < len(jobs):
-        store.set_meta("plan", {**store.meta("plan"), "budget": span(budget)})
+    if budget is None:
+        return
+    passed_over = [job for job in todo if job.key not in recorded and spared.spares(job)]
+    told: dict[str, Any] = {"spared": spared.meta(passed_over)} if passed_over else {}
+    if completed + len(passed_over) < len(jobs):
+        told["budget"] = span(budget)
+    if told:
+        store.set_meta("plan", {**store.meta("plan"), **told})

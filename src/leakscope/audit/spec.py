@@ -159,6 +159,14 @@ def _protocols(info: ValidationInfo) -> list[Part]:
     return info.data.get("protocols") or [parts.protocol_part("fedsgd")]
 
 
+def _workers(value: Any) -> Any:
+    if not isinstance(value, str):
+        return value
+    if folded(value) == "auto":
+        return None
+    raise ValueError(f"expected a whole number of at least 1, or auto, got {brief(value)}")
+
+
 def _dtype(value: str | None) -> str | None:
     return None if value is None else find_name(value.removeprefix("torch."), ["float32", "float64"])
 
@@ -240,7 +248,13 @@ class AuditSpec(Strict):
     executor: Annotated[str, AfterValidator(_executor)] = key(
         "where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`", "serial"
     )
-    workers: int | None = key("parallel jobs; default: processors divided by `threads`", None, ge=1, le=1024)
+    workers: Annotated[int | None, BeforeValidator(_workers)] = key(
+        "parallel jobs, or `auto`: as many as the processors and the memory allow and as measurably help; default: "
+        "`auto`",
+        None,
+        ge=1,
+        le=1024,
+    )
     timeout: float | None = key(
         "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0, le=10**7
     )

@@ -66,7 +66,7 @@ def audit(
     findings: Annotated[
         bool | None, typer.Option("--findings/--no-findings", help="Theory beside the attacks.")
     ] = None,
-    workers: Annotated[int | None, _help("workers")] = None,
+    workers: Annotated[str | None, _help("workers")] = None,
     threads: Annotated[int | None, _help("threads")] = None,
     device: Annotated[str | None, _help("device")] = None,
     budget: Annotated[str | None, _help("budget")] = None,
@@ -103,7 +103,7 @@ def audit(
         "seeds": seeds,
         "policy": {name: limit for name, limit in limits.items() if limit is not None} or None,
         "findings": findings,
-        "workers": workers,
+        "workers": int(workers) if workers is not None and workers.isdecimal() else workers,
         "threads": threads,
         "budget": budget,
         "device": device,

@@ -163,6 +163,8 @@ def audit_progress(
         """What is said at once, on a terminal or not."""
         if event["event"] == "planned" and event["finished"]:
             say(console, f"resuming: {event['finished']} of {event['total']} jobs are done")
+        elif event["event"] == "workers":
+            say(console, f"Workers: {event['workers']}, for {event['reason']}.")
         elif event["event"] == "estimated":
             _tell_estimate(console, event, verbose)
         elif event["event"] == "finished" and verbose:

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -24,10 +24,13 @@ from leakscope.contracts.checks import expected, is_whole, refuse, whole
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.randomness import Randomness
+from leakscope.contracts.spool import Spool, StoredTensors
 from leakscope.contracts.task import Classification, Reduction, Task
 
 UpdateKind = Literal["gradient", "weight_delta"]
 BatchNormMode = Literal["eval", "train"]
+#: Bytes of updates that an observation of many messages holds in memory.
+IN_MEMORY = 2**28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +106,15 @@ class Message:
         names = sorted(self.update, key=lambda name: order.get(name, len(order)))
         if names == list(self.update):
             return self
-        return dataclasses.replace(self, update={name: self.update[name] for name in names})
+        update = self.update
+        if isinstance(update, StoredTensors):
+            return dataclasses.replace(self, update=update.in_order(names))
+        return dataclasses.replace(self, update={name: update[name] for name in names})
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
-        def moved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        def moved(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+            if isinstance(tensors, StoredTensors):
+                return tensors.to(device, dtype)
             return {name: value.to(device=device, dtype=dtype) for name, value in tensors.items()}
 
         statistics = None if self.batchnorm_statistics is None else moved(self.batchnorm_statistics)
@@ -298,7 +306,36 @@ def _finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -1e300 < value < 1e300
 
 
+def gathered(messages: Iterable[Message], in_memory: int = IN_MEMORY) -> tuple[Message, ...]:
+    """The messages, of whose updates so many bytes are held in memory; the others are on disk, to the last bit."""
+    held, kept = 0, []
+    spool: Spool | None = None
+    for message in messages:
+        size = held_bytes(message)
+        if held + size > in_memory:
+            spool = Spool() if spool is None else spool
+            message, size = dataclasses.replace(message, update=spool.add(message.update)), 0
+        kept.append(message)
+        held += size
+    return tuple(kept)
+
+
+def held_bytes(message: Message) -> int:
+    """Bytes of the update that are in memory."""
+    update = message.update
+    if isinstance(update, StoredTensors):
+        return 0
+    return sum(value.numel() * value.element_size() for value in update.values())
+
+
+def _layout(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Shapes and precision of tensors; what is on disk is not read for them."""
+    return tensors.layout() if isinstance(tensors, StoredTensors) else tensors
+
+
 def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    if isinstance(tensors, StoredTensors):
+        return tensors
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
@@ -317,7 +354,7 @@ def _update_problems(message: Message, parameters: Mapping[str, Tensor]) -> list
         problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
     if extra:
         problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
-    for name, value in update.items():
+    for name, value in _layout(update).items():
         expected = parameters.get(name)
         if expected is not None and expected.dtype != value.dtype:
             problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")

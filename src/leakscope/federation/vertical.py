@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
+from leakscope.contracts.observation import LocalTraining, Message, UpdateKind, gathered
 from leakscope.contracts.protocol import ClientSide, Protocol
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Task, outputs_of
@@ -133,23 +133,23 @@ class Vertical(Protocol):
         return default_rounds(samples, self.batch_size, self.sampling) if self.rounds is None else self.rounds
 
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
+        training = LocalTraining(batch_size=self.batch_size, learning_rate=self.lr, optimizer="sgd")
+        return gathered(self._messages(client, knowledge)), training
+
+    def _messages(self, client: ClientSide, knowledge: Knowledge) -> Iterator[Message]:
         kept = {name for name, value in client.trained.items() if value.dim() == 1}
-        messages = []
         for number, (indices, _, update) in enumerate(self.play(client)):
             statistics = None
             if knowledge.batchnorm_statistics:
                 statistics = batchnorm_statistics(client.model, client.at(indices).x)
             partial = bool(kept) and self.whole_rounds is not None and number >= self.whole_rounds
-            messages.append(
-                Message(
-                    update={name: value for name, value in update.items() if name in kept} if partial else update,
-                    kind=self.kind,
-                    indices=tuple(indices.tolist()) if knowledge.batch_indices else None,
-                    partial=partial,
-                    batchnorm_statistics=statistics,
-                )
+            yield Message(
+                update={name: value for name, value in update.items() if name in kept} if partial else update,
+                kind=self.kind,
+                indices=tuple(indices.tolist()) if knowledge.batch_indices else None,
+                partial=partial,
+                batchnorm_statistics=statistics,
             )
-        return tuple(messages), LocalTraining(batch_size=self.batch_size, learning_rate=self.lr, optimizer="sgd")
 
     def check(self, model: nn.Module, x: Tensor) -> None:
         if not isinstance(model, VerticalModel):

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from scipy.stats import t as student
+from scipy.special import stdtrit
 from torch import Tensor
 
 from leakscope.matching.gradient_map import Progress
@@ -73,7 +73,7 @@ def inverse_trace(
     inverses = torch.tensor(values, dtype=torch.float64)
     mean = float(inverses.mean())
     error = float(inverses.std()) / math.sqrt(count) if math.isfinite(mean) else math.inf
-    reach = float(student.ppf((1 + _CONFIDENCE) / 2, count - 1)) * error
+    reach = float(stdtrit(count - 1, (1 + _CONFIDENCE) / 2)) * error
     interval = (mean - reach if math.isfinite(mean) else mean, mean + reach)
     return InverseTrace(mean, error, interval, sum(traces) / count, sum(settled) / count)
 

@@ -286,7 +286,7 @@ TABLES = (
         scales={
             "smoke": "16 samples, half as many filters, searches of a few steps",
             "small": "40 samples, half as many filters, the single loop for one batch size",
-            "paper": "800 samples, every batch size; many hours and 13 GB of memory",
+            "paper": "800 samples, every batch size; many hours and 12 GB of temporary files",
         },
     ),
     PaperTable(

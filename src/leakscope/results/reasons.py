@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 AGAIN = "Run the same command again: what is done stays"
 MORE_TIME = "Raise --budget, or run the same command again: what is done is kept"
+WITHOUT_BUDGET = "Run the same command without --budget to have them too"
 OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
 
 

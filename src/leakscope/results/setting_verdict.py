@@ -14,7 +14,7 @@ from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
+from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, WITHOUT_BUDGET, Reason
 from leakscope.results.records import NAN, ExampleRecord, Row, best, counted, highest, mean
 from leakscope.results.strength import MORE_STEPS, AttackStrength, gap_doubt
 
@@ -109,7 +109,8 @@ class SettingVerdict:
 class Expected:
     """What was planned for a setting: attempts, the examples they are on, and findings; 0 where nobody says.
 
-    ``budget``: the time budget that ended before all of it was begun, in words.
+    ``budget``: the time budget that ended before all of it was begun, in words. ``spared``: attempts that it was not
+    spent on, for their examples had been recovered exactly before.
     """
 
     attempts: int
@@ -117,6 +118,7 @@ class Expected:
     findings: int = 0
     findings_missing: int = 0
     budget: str | None = None
+    spared: int = 0
 
 
 class Setting:
@@ -135,7 +137,7 @@ class Setting:
     ) -> None:
         self.protocol, self.defense = cell
         self.rows, self.policy, self.expected = rows, policy, expected
-        self.missing = max(0, expected.attempts - len(rows))
+        self.missing = max(0, expected.attempts - expected.spared - len(rows))
         self.baselines, self.strength, self.allowed = baselines, strength, allowed
         self.done = [row for row in rows if row.status == "done"]
         self.tries: dict[int, list[StrongestExample]] = defaultdict(list)
@@ -313,7 +315,12 @@ class Setting:
             jobs = f"{late} {self.missing} of {expected.attempts} attempts were made"
             theory = f"{late} {findings} {'was' if untold == 1 else 'were'} made"
         told = ((self.missing, jobs), (untold, theory))
-        return [Reason(text, remedy) for count, text in told if count]
+        doubts = [Reason(text, remedy) for count, text in told if count]
+        if expected.spared:
+            was = "attempt was" if expected.spared == 1 else "attempts were"
+            text = f"{expected.spared:,} {was} not made, on examples that another attack had recovered exactly before"
+            doubts.append(Reason(text, WITHOUT_BUDGET))
+        return doubts
 
     def _flag_doubt(self, flag: str) -> Reason:
         count = sum(flag in row.flags for row in self.done)

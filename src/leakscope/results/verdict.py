@@ -19,7 +19,7 @@ from typing import Any
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
-from leakscope.results.records import NAN, FindingRow, Row, counted, number
+from leakscope.results.records import NAN, FindingRow, Row, counted, mapping, number
 from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
@@ -82,7 +82,7 @@ def judge(
     order = list(cells)
     settings.sort(key=lambda setting: order.index((setting.protocol, setting.defense)))
     reasons = [reason for setting in settings for reason in setting.named_reasons]
-    doubts = _doubts_of_all(rows, total, settings, _ended_budget(plan))
+    doubts = _doubts_of_all(rows, total - _spared(plan)[1], settings, _ended_budget(plan))
     every = [example for setting in settings for example in setting.examples]
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
@@ -115,6 +115,14 @@ def _ended_budget(plan: Mapping[str, Any] | int | None) -> str | None:
     return budget if isinstance(budget, str) else None
 
 
+def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[tuple[str, str], int], int]:
+    """Attempts that a time budget was not spent on, by setting, and how many jobs that are with their controls."""
+    told = mapping(plan.get("spared")) if isinstance(plan, Mapping) else {}
+    attempts = [mapping(entry) for entry in told.get("attempts") or ()]
+    cells = {(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
+    return cells, sum(cells.values()) + int(told.get("controls") or 0)
+
+
 def _expectations(
     rows: list[Row], plan: Mapping[str, Any] | int | None
 ) -> tuple[int, dict[tuple[str, str], Expected], set[str]]:
@@ -135,12 +143,12 @@ def _expectations(
     if isinstance(plan, Mapping):
         total = max(total, int(plan.get("total", 0)))
     examples = int(plan.get("examples", 0)) if isinstance(plan, Mapping) else 0
-    budget = _ended_budget(plan)
+    facts: dict[str, Any] = {"examples": examples, "budget": _ended_budget(plan)}
+    spared, _ = _spared(plan)
     cells = {
-        (entry["protocol"], entry["defense"]): Expected(
-            int(entry["jobs"]), examples=examples, findings=int(entry.get("findings", 0)), budget=budget
-        )
+        cell: Expected(int(entry["jobs"]), findings=int(entry.get("findings", 0)), spared=spared.get(cell, 0), **facts)
         for entry in entries
+        for cell in [(entry["protocol"], entry["defense"])]
     }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor

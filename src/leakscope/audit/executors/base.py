@@ -31,7 +31,8 @@ class Executor(ABC):
     """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
 
     ``estimates``: somebody wants to know beforehand how long it will take (``audit/estimate.py``).
-    ``budget`` is to be asked before each job; what it does not allow any more is left for another run.
+    ``budget`` is to be asked before each job; what it does not allow any more is left for another run, what it spares
+    is passed over.
     """
 
     workers: int | None = None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
-import os
 import pickle
 import signal
 import time
@@ -24,6 +23,17 @@ from leakscope.audit.attempts import Outcome
 from leakscope.audit.budget import Budget
 from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
 from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+from leakscope.audit.executors.crew_size import (
+    JOBS_A_WORKER,
+    REPEATS,
+    SLOWEST_PACE,
+    Pace,
+    choose,
+    free_memory,
+    memory_room,
+    sizes,
+    usable_processors,
+)
 from leakscope.audit.executors.worker import inheritance, interrupts_held_back, serve
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
@@ -42,9 +52,10 @@ class Processes(Executor):
         if not groups:
             return
         jobs = sum(len(group) for group in groups)
-        workers = self.workers or default_workers(setup.spec.threads)
+        workers = min(self.workers or default_workers(setup.spec.threads), jobs)
         crew = _Crew(setup, pack(setup), groups, self.timeout, self.budget, emit, record)
-        crew.work(min(workers, jobs), self.estimates)
+        measured = self.workers is None and 1 < workers <= jobs // JOBS_A_WORKER
+        crew.work(workers, self.estimates, measured)
 
 
 def pack(setup: Setup) -> bytes:
@@ -62,8 +73,7 @@ def pack(setup: Setup) -> bytes:
 
 def default_workers(threads: int) -> int:
     """As many as the processors this process may use can serve."""
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, usable // threads)
+    return max(1, usable_processors() // threads)
 
 
 @dataclass(eq=False)
@@ -99,11 +109,16 @@ class _Crew:
         self._to_try: deque[Job] = deque()
         self._trials: dict[str, Trial | None] = {}
         self._estimated = True
+        self._count, self._measured, self._unsized = 1, False, False
+        self._memory_of_jobs = self._memory_at_rest = 0
+        self._released: list[_Worker] = []
 
-    def work(self, count: int, estimates: bool) -> None:
+    def work(self, count: int, estimates: bool, measured: bool) -> None:
+        """``measured``: how many workers are worth it is found out by measurement, at most ``count``."""
+        self._count, self._measured, self._unsized = count, measured, measured
         if estimates:
             self._to_try, self._estimated = deque(trial_jobs(self._jobs)), False
-            self._count, self._try_until = count, math.inf
+            self._try_until = math.inf
         try:
             for _ in range(count):
                 self._hire()
@@ -159,27 +174,94 @@ class _Crew:
         if kind == "advanced" and worker.job is not None:
             self._emit({"event": "advanced", "job": worker.job, **content})
             return
+        if kind == "pace":
+            return  # too late to count
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
         elif kind == "outcome" and worker.job is not None:
             job, worker.job = worker.job, None
             self._record(job, content)
+            if self._measured and not self._fits(worker, content):
+                return
         elif kind == "tried" and worker.trial is not None:
             self._tried(worker, content)
         self._assign(worker)
 
     def _assign(self, worker: _Worker) -> None:
+        if self._unsized:
+            if all(colleague.ready for colleague in self._workers):
+                self._size()
+            return
         if not self._estimated:
             self._try_out(worker)
             return
         if not self._budget.allows():
             self._leave_the_rest()
         job = self._next(worker)
+        while job is not None and self._budget.spares(job):
+            job = self._next(worker)
         if job is None:
             return
         worker.job, worker.since = job, time.monotonic()
         self._emit({"event": "started", "job": worker.job})
         self._send(worker, "run", job)
+
+    def _size(self) -> None:
+        """Measure what one worker and several do, and go on with as many as are worth it."""
+        self._unsized = False
+        paces: dict[int, list[Pace]] = {}
+        for count in sizes(len(self._workers)) * REPEATS:
+            asked = self._paces(self._workers[:count])
+            # One of them died, which its job will tell, or what is measured takes longer than it can save.
+            if asked is None or min(pace.rate for pace in asked) < SLOWEST_PACE:
+                paces.clear()
+                break
+            if sum(pace.rate for pace in asked) > sum(pace.rate for pace in paces.get(count, [])):
+                paces[count] = asked
+        if paces:
+            choice = choose(paces, free_memory())
+            self._memory_at_rest = max(pace.memory for each in paces.values() for pace in each)
+            self._release(self._workers[choice.workers :], choice.reason)
+        for worker in list(self._workers):
+            self._assign(worker)
+
+    def _paces(self, workers: Sequence[_Worker]) -> list[Pace] | None:
+        for worker in workers:
+            self._send(worker, "pace", self._jobs[0])
+        paces = []
+        for worker in workers:
+            try:
+                kind, pace = pickle.loads(worker.pipe.recv_bytes()) if worker.pipe.poll(SILENT_SECONDS) else ("", None)
+            except (EOFError, OSError):
+                return None
+            if kind != "pace" or pace is None:
+                return None
+            paces.append(pace)
+        return paces
+
+    def _fits(self, worker: _Worker, outcome: Outcome) -> bool:
+        """Whether there is memory for this worker beside the others, by the largest job so far; or it is released."""
+        peak = ((outcome.result or {}).get("peak_memory_mb") or 0.0) * 2**20
+        self._memory_of_jobs = max(self._memory_of_jobs, int(peak))
+        needed = self._memory_at_rest + self._memory_of_jobs
+        room = memory_room([one.process.pid for one in self._workers], needed)
+        if len(self._workers) <= room:
+            return True
+        if worker.group:
+            self._waiting.appendleft(worker.group)
+            worker.group = deque()
+        self._release([worker], f"each may take {needed / 1e9:.1f} GB, and there is memory for no more")
+        return False
+
+    def _release(self, workers: Sequence[_Worker], reason: str) -> None:
+        """Go on without these, and say why there are as many as there are."""
+        for worker in list(workers):
+            self._workers.remove(worker)
+            self._released.append(worker)
+            with contextlib.suppress(OSError):
+                worker.pipe.send_bytes(pickle.dumps(None))
+        self._count = len(self._workers)
+        self._emit({"event": "workers", "workers": self._count, "reason": reason})
 
     def _leave_the_rest(self) -> None:
         """Begin nothing more; what is under way gets to end."""
@@ -245,7 +327,7 @@ class _Crew:
             self._waiting.appendleft(worker.group)
         if worker.job is not None:
             self._record(worker.job, Outcome("failed", error=error, seconds=time.monotonic() - worker.since))
-        if len(self._workers) < self._left():
+        if len(self._workers) < min(self._count, self._left()):
             self._hire()
 
     def _stop(self, worker: _Worker) -> None:
@@ -275,7 +357,7 @@ class _Crew:
                     worker.pipe.send_bytes(pickle.dumps(None))
             else:
                 worker.process.kill()
-        for worker in self._workers:
+        for worker in (*self._workers, *self._released):
             worker.process.join(5)
             self._stop(worker)
             worker.pipe.close()

@@ -26,6 +26,8 @@ class Serial(Executor):
             if self.estimates:
                 self._estimate(setup, jobs, emit)
             for job in jobs:
+                if self.budget.spares(job):
+                    continue
                 if not self.budget.allows():
                     break
                 emit({"event": "started", "job": job})

@@ -18,7 +18,9 @@ import torch
 from leakscope.audit.attempts import Bench, failure_text
 from leakscope.audit.estimate import try_out
 from leakscope.audit.executors.base import throttled
+from leakscope.audit.executors.crew_size import Pace, measure_pace
 from leakscope.audit.output import unfailing_output
+from leakscope.audit.plan import Job
 from leakscope.audit.setup import build_setup
 from leakscope.contracts.imports import own_folders
 
@@ -70,10 +72,20 @@ def _work(pipe: Connection, packed: bytes) -> None:
 
             if kind == "try":
                 say("tried", try_out(setup, job))
+            elif kind == "pace":
+                say("pace", _pace(bench, job))
             else:
                 say("outcome", bench.run(job, throttled(job, emit)))
     except (EOFError, OSError):
         return  # the parent is gone
+
+
+def _pace(bench: Bench, job: Job) -> Pace | None:
+    """How often a second this process makes the update of the job's client; None where it cannot be made."""
+    try:
+        return measure_pace(lambda: bench.make_brief_update(job))
+    except Exception:  # noqa: BLE001 - what is wrong is told by the row of the job itself
+        return None
 
 
 def _end_with_parent() -> None:

@@ -1,0 +1,161 @@
+"""Work that several attacks have in common, done once: searches, and readings of labels.
+
+``head-first`` matches the whole update just as ``inverting-gradients`` does where the head tells nothing, and as its
+rival; a planted example is often the undefended update once more; and attacks read labels by the same rules. What comes
+of it follows from the settings, the victim, the observed update, the labels and the draws, so that equal work need not
+be done twice: with ``SharedWork().in_use()`` around several attacks, the second is handed what the first has found, to
+the last bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.observation import Observation
+from leakscope.labels import RecoveredLabels, label_candidates
+from leakscope.matching import Match, Matcher, Victim
+
+#: Numbers in the inputs of all results that are kept (32 MB in float32); the oldest go first.
+MOST_NUMBERS = 2**23
+
+
+@dataclass(frozen=True, eq=False)
+class _Result:
+    found: Any
+    numbers: int
+    generator_state: Tensor
+    seconds: float
+
+
+class SharedWork:
+    """Results by everything they depend on; ``recalled_seconds`` is what the work took that was not done again.
+
+    It belongs to one process and one model: code is no part of the key, only the structure and every tensor.
+    """
+
+    def __init__(self) -> None:
+        self.recalled_seconds = 0.0
+        self._results: OrderedDict[Hashable, _Result] = OrderedDict()
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Work in this block is shared."""
+        token = _IN_USE.set(self)
+        try:
+            yield
+        finally:
+            _IN_USE.reset(token)
+
+    def recall(self, key: Hashable, generator: torch.Generator, numbers: int, work: Callable[[], Any]) -> Any:
+        """What ``work`` finds, drawing from ``generator``; done unless it is known from before."""
+        result = self._results.get(key)
+        if result is not None:
+            self.recalled_seconds += result.seconds
+            generator.set_state(result.generator_state)
+            return copy.deepcopy(result.found)
+        started = time.perf_counter()
+        found = work()
+        seconds = time.perf_counter() - started
+        self._results[key] = _Result(copy.deepcopy(found), numbers, generator.get_state(), seconds)
+        while sum(kept.numbers for kept in self._results.values()) > MOST_NUMBERS:
+            self._results.popitem(last=False)
+        return found
+
+
+_IN_USE: ContextVar[SharedWork | None] = ContextVar("shared_work", default=None)
+
+
+def run_matcher(matcher: Matcher, victim: Victim, observed: dict[str, Tensor], **problem: Any) -> Match:
+    """``matcher.run``, or what an equal search has found where work is shared."""
+
+    def work() -> Match:
+        return matcher.run(victim, observed, **problem)
+
+    shared = _IN_USE.get()
+    key = None if shared is None else _search_key(matcher, victim, observed, **problem)
+    if shared is None or key is None:
+        return work()
+    found: Match = shared.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
+    return found
+
+
+def read_labels(observation: Observation, generator: torch.Generator) -> list[RecoveredLabels]:
+    """``label_candidates``, or what was read of an equal observation where work is shared."""
+
+    def work() -> list[RecoveredLabels]:
+        return label_candidates(observation, generator)
+
+    shared = _IN_USE.get()
+    key = None if shared is None else _labels_key(observation, generator)
+    if shared is None or key is None:
+        return work()
+    found: list[RecoveredLabels] = shared.recall(key, generator, observation.num_examples or 1, work)
+    return found
+
+
+def _search_key(
+    matcher: Matcher,
+    victim: Victim,
+    observed: Mapping[str, Tensor],
+    *,
+    targets: Tensor | None,
+    generator: torch.Generator,
+    progress: Any = None,
+    **facts: Any,
+) -> Hashable:
+    """All that a search depends on; None where some of it cannot be compared."""
+    tables: list[Mapping[str, Tensor]] = [*victim.tensors, observed, _given(targets=targets)]
+    tables += [dict(zip(("mean", "var"), pair, strict=True)) for pair in victim.batchnorm_targets.values()]
+    # Objects go by their own equality, that of values for the house's dataclasses: a repr may leave something out.
+    parts = matcher, victim.task, victim.channel, victim.reduction, tuple(sorted(facts.items()))
+    return _key("search", parts, victim.model, tables, generator)
+
+
+def _labels_key(seen: Observation, generator: torch.Generator) -> Hashable:
+    """All that labels are read from; None where some of it cannot be compared."""
+    message = seen.message
+    parts = (
+        *(seen.inputs, seen.num_classes, seen.task, seen.knowledge, seen.num_examples, seen.training, seen.channel),
+        *(seen.reduction, seen.batchnorm, seen.output_shape, message.kind),
+    )
+    given = _given(labels=seen.labels, label_counts=seen.label_counts)
+    tables = [seen.model.state_dict(), message.update, message.batchnorm_statistics or {}, given]
+    return _key("labels", parts, seen.model, tables, generator)
+
+
+def _key(
+    kind: str, parts: Hashable, model: nn.Module, tables: list[Mapping[str, Tensor]], generator: torch.Generator
+) -> Hashable:
+    modes = tuple((name, module.training) for name, module in model.named_modules())
+    key = (kind, parts, repr(model), modes, _digest([*tables, {"draws": generator.get_state()}]))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
+    return {name: value for name, value in tensors.items() if value is not None}
+
+
+def _digest(tables: Iterable[Mapping[str, Tensor]]) -> str:
+    """sha256 of named tensors, their types and shapes included."""
+    digest = hashlib.sha256()
+    for table in tables:
+        digest.update(b"\ntable")
+        for name, value in table.items():
+            digest.update(f"\n{name} {value.dtype} {tuple(value.shape)} {value.device} ".encode())
+            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

@@ -1,0 +1,75 @@
+"""What a time budget need not be spent on: attempts on examples that another attack has recovered exactly.
+
+Nobody can do better on such an example, so that the time goes to those of which less is known. Only what was measured
+counts, never an attack's own word. The verdict says what was spared; without a budget everything is run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from leakscope.audit.controls import CONTROLS
+from leakscope.audit.plan import Job, describe
+from leakscope.audit.setup import Setup
+from leakscope.results.records import POSITIVE, AttemptRecord, Row
+
+#: Errors this small vanish when grey values are rounded to one of 256 (dB).
+EXACT_PSNR = 60.0
+
+
+class Spared:
+    """Which of ``jobs`` need not be run any more, by what was recovered so far."""
+
+    def __init__(self, setup: Setup, jobs: Iterable[Job]) -> None:
+        self._setup = setup
+        # Nothing is spared of a policy that tells good reconstructions from better ones.
+        self._enough = max(EXACT_PSNR, setup.spec.policy.max_psnr)
+        self._recovered: set[tuple[Any, ...]] = set()
+        self._attempts = [job for job in jobs if _is_attempt(job)]
+
+    def learn(self, job: Job, result: AttemptRecord | None) -> None:
+        """Take note of what became of a job."""
+        if result is None or not _is_attempt(job):
+            return
+        if result.examples and all(example.value("psnr") >= self._enough for example in result.examples):
+            self._recovered.add(_client(job))
+
+    def learn_rows(self, jobs: Iterable[Job], rows: Iterable[Row]) -> None:
+        """Take note of what earlier runs recovered."""
+        results = {row.key: row.result for row in rows if row.status == "done"}
+        for job in jobs:
+            self.learn(job, results.get(job.key))
+
+    def spares(self, job: Job) -> bool:
+        """Whether it is an attempt on recovered examples, or a control of nothing but such attempts."""
+        if _is_attempt(job):
+            return _client(job) in self._recovered
+        if job.control is None or job.attack is None:
+            return False
+        same = [one for one in self._attempts if (one.protocol, one.attack) == (job.protocol, job.attack)]
+        # A positive control speaks of the attack on all examples, others of what they were taken of.
+        everywhere = CONTROLS[job.control].kind == POSITIVE
+        return all(self.spares(one) for one in same if everywhere or one.batch == job.batch)
+
+    def meta(self, jobs: Iterable[Job]) -> dict[str, Any]:
+        """What the store keeps of spared ``jobs``: how many attempts of each setting, and controls."""
+        settings: Counter[tuple[str, str]] = Counter()
+        controls = 0
+        for job in jobs:
+            if _is_attempt(job):
+                settings[describe(self._setup, job).setting] += 1
+            else:
+                controls += 1
+        attempts = [{"protocol": p, "defense": d, "jobs": count} for (p, d), count in settings.items()]
+        return {"attempts": attempts, "controls": controls}
+
+
+def _is_attempt(job: Job) -> bool:
+    return job.control is None and job.finding is None
+
+
+def _client(job: Job) -> tuple[Any, ...]:
+    """A setting and the examples of one client of it; whatever the seed, the examples are the same."""
+    return job.protocol, job.defense, job.batch

@@ -1,0 +1,106 @@
+"""Tensors of hundreds of messages, kept on disk and read one at a time.
+
+The file has no name: nobody else can open it, and it is gone with the process, however that ends. It lies where the
+system keeps temporary files (``TMPDIR``).
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Spool:
+    """A file of tensors without a name, to which more can be added."""
+
+    def __init__(self) -> None:
+        self._file = tempfile.TemporaryFile(prefix="leakscope-")  # noqa: SIM115 - it closes when nobody reads it
+        self._lock = threading.Lock()
+        self._end = 0
+
+    def add(self, tensors: Mapping[str, Tensor]) -> StoredTensors:
+        """The same tensors, on disk."""
+        places = {name: self._write(value.detach().cpu().contiguous()) for name, value in tensors.items()}
+        devices = {value.device for value in tensors.values()}
+        return StoredTensors(self, places, devices.pop() if len(devices) == 1 else None)
+
+    def _write(self, value: Tensor) -> _Place:
+        with self._lock:
+            place = _Place(self._end, value.dtype, tuple(value.shape))
+            self._file.seek(self._end)
+            self._file.write(value.flatten().view(torch.uint8).numpy().data)
+            self._end += place.size
+        return place
+
+    def read(self, place: _Place) -> Tensor:
+        content = bytearray(place.size)
+        with self._lock:
+            self._file.seek(place.start)
+            self._file.readinto(content)
+        flat = torch.frombuffer(content, dtype=place.dtype) if content else torch.empty(0, dtype=place.dtype)
+        return flat.reshape(place.shape)
+
+
+@dataclass(frozen=True)
+class _Place:
+    start: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class StoredTensors(Mapping[str, Tensor]):
+    """Named tensors of a :class:`Spool`, each read anew whenever it is asked for, on a device and in a precision.
+
+    >>> stored = Spool().add({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
+    >>> list(stored), stored["weight"].sum().item(), stored.layout()["bias"].shape
+    (['weight', 'bias'], 6.0, torch.Size([2]))
+    """
+
+    def __init__(
+        self, spool: Spool, places: Mapping[str, _Place], device: Any = None, dtype: torch.dtype | None = None
+    ) -> None:
+        self._spool, self._places = spool, dict(places)
+        self._device, self._dtype = device, dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spool.read(self._places[name]).to(device=self._device, dtype=self._dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._places
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> StoredTensors:
+        return self  # what is on disk does not change
+
+    def layout(self) -> dict[str, Tensor]:
+        """Tensors without content, for their shapes and precision; nothing is read."""
+        return {
+            name: torch.empty(place.shape, dtype=self._dtype or place.dtype, device="meta")
+            for name, place in self._places.items()
+        }
+
+    def in_order(self, names: Sequence[str]) -> StoredTensors:
+        """These of the tensors in this order."""
+        return StoredTensors(self._spool, {name: self._places[name] for name in names}, self._device, self._dtype)
+
+    def to(self, device: Any = None, dtype: torch.dtype | None = None) -> StoredTensors:
+        """The same tensors, converted as they are read."""
+        return StoredTensors(
+            self._spool, self._places, self._device if device is None else device, dtype or self._dtype
+        )
