@@ -12,6 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -133,21 +134,27 @@ def _compile(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]
 @contextmanager
 def _directory() -> Iterator[None]:
     """The compiler's directory: the user's own choice, else one in our cache, else, if that fails, its default."""
-    if os.environ.get(DIRECTORY):
-        yield
-        return
-    try:
-        folder = private_folder(cache_home() / "compiled")
-        usable = os.access(folder, os.W_OK)
-    except OSError:
-        usable = False
-    if usable:
-        os.environ[DIRECTORY] = str(folder)
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    before = os.environ.get(DIRECTORY)
+    folder = cache_home() / "compiled"
+    # The compiler writes its default into the environment as soon as it is imported: that is nobody's choice.
+    if before in (None, os.path.abspath(default_cache_dir())) and _usable(folder):
+        os.environ[DIRECTORY] = str(folder.absolute())
     try:
         yield
     finally:
-        if usable:
-            del os.environ[DIRECTORY]
+        if before is None:
+            os.environ.pop(DIRECTORY, None)
+        else:
+            os.environ[DIRECTORY] = before
+
+
+def _usable(folder: Path) -> bool:
+    try:
+        return os.access(private_folder(folder), os.W_OK)
+    except OSError:
+        return False
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.inputs import InputSpace

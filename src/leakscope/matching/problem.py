@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +22,9 @@ from leakscope.matching.victim import Tensors, Victim, forward_flops
 if TYPE_CHECKING:
     from leakscope.matching.loop import Matcher
 
-#: Up to so many operations of a forward pass, restarts at once are faster than one after another.
-BATCHED_OPERATIONS = 3_000_000
+#: From so many restarts on, for models up to so many weights and batches up to so many operations of a forward pass,
+#: restarts at once are faster than one after another. (Measured on all reference models; a rule of counts.)
+BATCHED_RESTARTS, BATCHED_WEIGHTS, BATCHED_OPERATIONS = 4, 160_000, 40_000_000
 #: Up to so many entries, an update is compared as one tensor: fewer calls, and a copy that still fits the cache.
 JOINED_ENTRIES = 2**20
 
@@ -80,15 +82,15 @@ class Problem:
         return self.matcher.canvas.to_model(picture, self.inputs)
 
     def project(self, rows: Tensor) -> Tensor:
-        canvas = self.matcher.canvas
-        parts = [rows[:, : self.size], rows[:, self.size : rows.shape[1] - len(self.unknowns)]]
+        canvas, place = self.matcher.canvas, rows.shape[1] - len(self.unknowns)
+        parts = [rows[:, : self.size], rows[:, self.size : place]]
         if self.inputs.bounded and canvas.clamp:
             pictures = parts[0].reshape(-1, *self.shape[1:])
             parts[0] = canvas.project(pictures, self.inputs).reshape(len(rows), self.size)
-        for place, unknown in enumerate(self.unknowns, start=rows.shape[1] - len(self.unknowns)):
+        for number, unknown in enumerate(self.unknowns, start=place):
             unit = self._unit(unknown)
-            parts.append(rows[:, place : place + 1].clamp(unknown.low / unit, unknown.high / unit))
-        return torch.cat(parts, dim=1)
+            parts.append(rows[:, number : number + 1].clamp(unknown.low / unit, unknown.high / unit))
+        return torch.cat(parts, dim=1) if self.size < rows.shape[1] else parts[0]
 
     def evaluator(self, restarts: int, compiled: bool) -> Evaluator:
         """For each of so many rows the objective, its judged form with and without priors, and the gradient."""
@@ -98,12 +100,13 @@ class Problem:
         """The same by one way of evaluating; :class:`CannotCompile` where the step cannot be compiled."""
         like, facts = self._like, self._facts()
         example = like.new_zeros(self.size + self.logits), like.new_zeros(len(self.unknowns)), like.new_zeros(())
-        whole, compiled = make_step(way, self._objective, facts, example, bool(self.unknowns))
+        objective = self._objective(self._measure())
+        whole, compiled = make_step(way, objective, facts, example, bool(self.unknowns))
         inputs_only, every = whole, min((unknown.every for unknown in self.unknowns), default=1)
         if every > 1:
             # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a
             # step; it changes slowly, as its unknown does.
-            inputs_only, _ = make_step(way, self._objective, facts, example, False)
+            inputs_only, _ = make_step(way, objective, facts, example, False)
         return Evaluator(way, compiled, whole, inputs_only, every, len(self.unknowns))
 
     @property
@@ -113,10 +116,14 @@ class Problem:
 
     def _way(self, restarts: int) -> Way:
         """Batched where calls cost more than arithmetic; a rule of counts, so that a run is the same each time."""
-        if restarts == 1:
+        if restarts < BATCHED_RESTARTS or self._entries > BATCHED_WEIGHTS:
             return "plain"
         work = forward_flops(self.victim.model, self._like.new_zeros(self.shape))
         return "batched" if work <= BATCHED_OPERATIONS else "plain"
+
+    @property
+    def _entries(self) -> int:
+        return sum(value.numel() for value in self.observed.values())
 
     @property
     def _like(self) -> Tensor:
@@ -126,45 +133,53 @@ class Problem:
         return unknown.step / self.matcher.optimiser.lr
 
     def _facts(self) -> dict[str, Any]:
-        """What stays the same from step to step."""
-        entries = sum(value.numel() for value in self.observed.values())
-        return {
-            "tensors": self.victim.tensors,
-            "observed": self.observed,
-            "joined": self._joined(self.observed) if entries <= JOINED_ENTRIES else {},
-            "targets": self.targets,
-            "batchnorm": dict(self.victim.batchnorm_targets),
-        }
+        """Tensors that stay the same from step to step."""
+        tensors, statistics = self.victim.tensors, dict(self.victim.batchnorm_targets)
+        return {"tensors": tensors, "targets": self.targets, "batchnorm": statistics}
 
-    def _joined(self, update: Tensors) -> Tensors:
-        return {"all": torch.cat([update[name].reshape(-1) for name in self.observed])}
+    def _measure(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+        """From a candidate's update its distance and its judged distance."""
+        distance, judge = self.matcher.distance, self.matcher.judge
+        names, joins = tuple(self.observed), self._entries <= JOINED_ENTRIES
+
+        def against(distance: Distance) -> Callable[[Tensors], Tensor]:
+            if not (joins and distance.joins):
+                return distance.against(self.observed)
+            apart = distance.against(_joined(self.observed, names))
+            return lambda candidate: apart(_joined(candidate, names))
+
+        apart = against(distance)
+        if judge is None or judge == distance:
+            return lambda candidate: (apart(candidate),) * 2
+        judged = against(judge)
+        return lambda candidate: (apart(candidate), judged(candidate))
 
     def _objective(
-        self, main: Tensor, others: Tensor, iteration: Tensor, facts: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+        self, measure: Callable[[Tensors], tuple[Tensor, Tensor]]
+    ) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor]]:
         matcher, emphasis = self.matcher, self.matcher.emphasis
-        # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
-        (picture, logits), numbers = self._example(main), self._numbers(others)
-        targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
-        candidate, recorded = matcher.simulation(
-            self.victim, facts["tensors"], self.to_model(picture), targets, numbers
-        )
-        joined = self._joined(candidate) if facts["joined"] else {}
-
-        def apart(distance: Distance) -> Tensor:
-            if joined and distance.joins:
-                return distance(facts["joined"], joined)
-            return distance(facts["observed"], candidate)
-
         space = self.inputs if matcher.canvas.space == "model" else None
-        scene = Scene(iteration, recorded, facts["batchnorm"], space)
-        distance = apart(matcher.distance)
-        judged = distance if matcher.judge in (None, matcher.distance) else apart(matcher.judge)
-        value, final = emphasis(iteration) * distance, emphasis.last * judged
-        if matcher.priors:
-            penalty = sum(prior(picture, scene) for prior in matcher.priors)
-            value, final = value + penalty, final + penalty
-        return value, torch.stack([final, judged])
+
+        def objective(main: Tensor, others: Tensor, iteration: Tensor, facts: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
+            (picture, logits), numbers = self._example(main), self._numbers(others)
+            targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
+            candidate, recorded = matcher.simulation(
+                self.victim, facts["tensors"], self.to_model(picture), targets, numbers
+            )
+            distance, judged = measure(candidate)
+            value, final = emphasis(iteration) * distance, emphasis.last * judged
+            if matcher.priors:
+                scene = Scene(iteration, recorded, facts["batchnorm"], space)
+                penalty = sum(prior(picture, scene) for prior in matcher.priors)
+                value, final = value + penalty, final + penalty
+            return value, torch.stack([final, judged])
+
+        return objective
+
+
+def _joined(update: Tensors, names: tuple[str, ...]) -> Tensors:
+    return {"all": torch.cat([update[name].reshape(-1) for name in names])}
 
 
 @dataclass(frozen=True, eq=False)
