@@ -84,6 +84,8 @@ def search(
             settled = best
         points = state.ask()
         objectives, judged, gradients = evaluate(points, step)
+        if step == 0:
+            best_judged = torch.full_like(judged, math.inf)
         values, best_values = judged[:, 0], best_judged[:, 0]
         better = values < best_values
         if _all_finite(objectives, values, gradients):
