@@ -28,6 +28,7 @@ from torch.func import grad_and_value
 
 from leakscope.federation import FedSGD
 from leakscope.matching import DirectionL1, Matcher, Problem, TotalVariation, UnrolledSteps, Victim, steps_in_order
+from leakscope.matching.memory import keep_freed_memory
 from leakscope.matching.search import Evaluate, Evaluation
 from leakscope.models import build_model
 
@@ -72,6 +73,7 @@ def main() -> None:
     parser.add_argument("--start", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    keep_freed_memory()  # as every search does
     if options.one:
         return one(*map(int, options.one.split(",")))
     if options.start:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from leakscope.contracts.observation import Observation
 from leakscope.federation import FedSGD
@@ -17,6 +19,7 @@ from leakscope.matching import (
     Cosine,
     DirectionL1,
     Matcher,
+    Orthogonality,
     SegmentGradient,
     TotalVariation,
     UnrolledSteps,
@@ -224,8 +227,6 @@ def directory() -> str | None:
 
 
 def test_the_compilers_directory(monkeypatch, tmp_path) -> None:
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
     monkeypatch.setenv("LEAKSCOPE_CACHE", str(tmp_path / "ours"))
     monkeypatch.delenv(DIRECTORY, raising=False)
     assert directory() == str(tmp_path / "ours" / "compiled")
@@ -246,8 +247,14 @@ def test_the_compilers_directory(monkeypatch, tmp_path) -> None:
 def test_the_compiler_itself(monkeypatch) -> None:
     """Label logits, BatchNorm statistics and a prior that changes with the iteration are in the compiled graph."""
     monkeypatch.setattr(steps, "FUNCTIONS", CompiledFunctions())
+    # Beside the compiler's own directory for temporary files, so that the next tests need not compile.
+    monkeypatch.setenv(DIRECTORY, str(Path(default_cache_dir()) / "leakscope-tests"))
     settings = {**SITUATIONS["BatchNorm in train mode"], "labels": False, "distance": DirectionL1()}
-    settings["priors"] = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01))
+    settings["priors"] = (
+        TotalVariation(weight=0.1),
+        BatchNormStatistics(weight=0.01),
+        Orthogonality(weight=0.1, every=1),
+    )
     for seed in range(2):
         task = problem(dtype=torch.float32, seed=seed, **settings)
         compiled, plain = task.evaluator_by("compiled"), task.evaluator_by("plain")

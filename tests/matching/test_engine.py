@@ -368,21 +368,6 @@ def test_history_is_thinned_and_progress_told() -> None:
     assert len(match.curves[0]) == 200
 
 
-@pytest.mark.slow
-def test_the_compiled_step_equals_the_eager_one() -> None:
-    """Eager is the oracle; label logits and a prior that changes with the iteration are in the compiled graph."""
-    restarts = 2
-    seen, x, _ = look(smooth_net())
-    priors = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01), Orthogonality(weight=0.1, every=1))
-    matcher = Matcher(distance=Cosine(), priors=priors, restarts=restarts)
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), None, (4,))
-    rows = torch.rand(restarts, x.numel() + 8, generator=torch.Generator().manual_seed(1))
-    eager, compiled = problem.evaluator(restarts, False), problem.evaluator(restarts, True)
-    for iteration in range(3):
-        for a, b in zip(eager(rows, iteration), compiled(rows, iteration), strict=True):
-            assert torch.allclose(a, b, atol=1e-5, rtol=1e-3)
-
-
 def test_compiling_is_decided_by_counts_not_clocks() -> None:
     seen, x, _ = look(smooth_net())
     victim, like = Victim.of(seen), next(iter(seen.message.update.values()))

@@ -94,7 +94,7 @@ def test_the_gradient_of_a_victim_records_nothing_unless_somebody_differentiates
 def test_the_way_is_chosen_by_counts() -> None:
     small = problem()
     assert [small.evaluator(restarts, False).way for restarts in (1, 2, 8)] == ["plain", "plain", "batched"]
-    large = problem(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 4000), nn.Tanh(), nn.Linear(4000, CLASSES)))
+    large = problem(lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 6000), nn.Tanh(), nn.Linear(6000, CLASSES)))
     assert large.evaluator(8, False).way == "plain"
     busy = problem(lambda: conv_net())
     busy = dataclasses.replace(busy, count=10_000)

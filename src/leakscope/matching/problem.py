@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: From so many restarts on, for models up to so many weights and batches up to so many operations of a forward pass,
 #: restarts at once are faster than one after another. (Measured on all reference models; a rule of counts.)
-BATCHED_RESTARTS, BATCHED_WEIGHTS, BATCHED_OPERATIONS = 4, 160_000, 10_000_000
+BATCHED_RESTARTS, BATCHED_WEIGHTS, BATCHED_OPERATIONS = 4, 350_000, 40_000_000
 #: Up to so many entries, an update is compared as one tensor: fewer calls, and a copy that still fits the cache.
 JOINED_ENTRIES = 2**20
 

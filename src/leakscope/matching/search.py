@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leakscope.matching.memory import keep_freed_memory
 from leakscope.matching.optimisers import Optimiser, Project
 
 #: Objectives (rows,), judged values (rows, k), gradients (rows, n). The optimiser descends the objective; the first
@@ -72,6 +73,7 @@ def search(
     steps (0: never), when the optimiser has nothing more to try, or when a number is not finite and the optimiser does
     not survive that; the search ends when all rows are. ``keep`` "last" returns where the last step led.
     """
+    keep_freed_memory()
     state = optimiser.begin(start, iterations, project)
     best = settled = start.clone()
     best_judged = judged = start.new_full((len(start), 1), math.inf)
