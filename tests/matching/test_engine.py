@@ -368,29 +368,6 @@ def test_history_is_thinned_and_progress_told() -> None:
     assert len(match.curves[0]) == 200
 
 
-def batchnorm_net() -> nn.Module:
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
-        net = nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Tanh(), nn.Flatten(), nn.Linear(144, 4))
-        net(torch.rand(9, 1, 8, 8))
-    return net
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make, restarts", [(smooth_net, 1), (smooth_net, 2), (batchnorm_net, 2)])
-def test_the_compiled_step_equals_the_eager_one(make, restarts) -> None:
-    """Eager is the oracle. Label logits and, where there are any, BatchNorm statistics are in the compiled graph."""
-    seen, x, _ = look(make())
-    priors = (TotalVariation(weight=0.1), BatchNormStatistics(weight=0.01), Orthogonality(weight=0.1, every=1))
-    matcher = Matcher(distance=Cosine(), priors=priors, restarts=restarts)
-    problem = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, len(x), None, (4,))
-    rows = torch.rand(restarts, x.numel() + 8, generator=torch.Generator().manual_seed(1))
-    eager, compiled = problem.evaluator(restarts, False), problem.evaluator(restarts, True)
-    for iteration in range(3):
-        for a, b in zip(eager(rows, iteration), compiled(rows, iteration), strict=True):
-            assert torch.allclose(a, b, atol=1e-5, rtol=1e-3)
-
-
 def test_compiling_is_decided_by_counts_not_clocks() -> None:
     seen, x, _ = look(smooth_net())
     victim, like = Victim.of(seen), next(iter(seen.message.update.values()))

@@ -1,13 +1,14 @@
 """How far a candidate's update is from the observed one: scalars that a matching attack minimises.
 
-Each distance is a frozen dataclass called as ``distance(observed, candidate)`` with two mappings of the same names.
-All are finite, with finite derivatives, for a zero update too.
+Each distance is a frozen dataclass called as ``distance(observed, candidate)`` with two mappings of the same names;
+``against(observed)`` is the same for many candidates, with what the observed update alone decides worked out once. All
+are finite, with finite derivatives, for a zero update too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal, Protocol
@@ -26,8 +27,13 @@ TINY = 1e-24
 class Distance(Protocol):
     #: Whether only the direction of the updates counts, not their length.
     scale_free: bool = False
+    #: Whether only sums over all entries count, so that an update may come as one tensor.
+    joins: bool = False
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        return lambda candidate: self(observed, candidate)
 
 
 def _total(terms: Iterable[Tensor]) -> Tensor:
@@ -36,6 +42,10 @@ def _total(terms: Iterable[Tensor]) -> Tensor:
 
 def _norm(update: Update) -> Tensor:
     return torch.sqrt(_total((value * value).sum() for value in update.values()) + TINY)
+
+
+def _size(update: Update) -> Tensor:
+    return _total(value.abs().sum() for value in update.values())
 
 
 def depth_weights(names: Iterable[str], weights: Weights) -> list[float]:
@@ -72,6 +82,10 @@ class SquaredL2(Distance):
     weights: Weights = "equal"
     scale: float = 1.0
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.weights == "equal"
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         shares = depth_weights(observed, self.weights)
         return self.scale * _total(
@@ -88,8 +102,14 @@ class RelativeSquaredL2(Distance):
     1.0
     """
 
+    joins = True
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return SquaredL2()(observed, candidate) / (_norm(observed) ** 2)
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        square = _norm(observed) ** 2
+        return lambda candidate: SquaredL2()(observed, candidate) / square
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,9 +120,16 @@ class L1(Distance):
     0.5
     """
 
+    joins = True
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        difference = _total((candidate[name] - value).abs().sum() for name, value in observed.items())
-        return difference / (_total(value.abs().sum() for value in observed.values()) + TINY)
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        size = _size(observed) + TINY
+        return lambda candidate: (
+            _total((candidate[name] - value).abs().sum() for name, value in observed.items()) / size
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,17 +147,31 @@ class Cosine(Distance):
     per: Literal["model", "tensor"] = "model"
     weights: Weights = "equal"
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.per == "model"
+
     def __post_init__(self) -> None:
         if self.per not in ("model", "tensor"):
             raise ValueError(f"per: expected 'model' or 'tensor', got {self.per!r}")
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        if self.per == "model":
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        if self.per == "tensor":
+            scale = depth_weights(observed, self.weights)
+            each = [
+                (w, name, Cosine().against({name: observed[name]})) for w, name in zip(scale, observed, strict=True)
+            ]
+            return lambda candidate: _total(w * angle({name: candidate[name]}) for w, name, angle in each) / len(each)
+        norm = _norm(observed)
+
+        def angle(candidate: Update) -> Tensor:
             dot = _total((candidate[name] * value).sum() for name, value in observed.items())
-            return 1 - dot / (_norm(observed) * _norm(candidate))
-        scale = depth_weights(observed, self.weights)
-        pairs = [({"": value}, {"": candidate[name]}) for name, value in observed.items()]
-        return _total(w * Cosine()(*pair) for w, pair in zip(scale, pairs, strict=True)) / len(pairs)
+            return 1 - dot / (norm * _norm(candidate))
+
+        return angle
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,11 +187,24 @@ class DirectionL1(Distance):
     """
 
     scale_free = True
+    joins = True
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        size, own = _norm(observed), _norm(candidate)
-        difference = _total((candidate[name] / own - value / size).abs().sum() for name, value in observed.items())
-        return difference / (_total(value.abs().sum() for value in observed.values()) / size + TINY)
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        norm = _norm(observed)
+        size = _size(observed) / norm + TINY
+
+        def apart(candidate: Update) -> Tensor:
+            own = _norm(candidate)
+            # The observed update stretched, rather than the candidate shrunk: that has the cheaper derivative.
+            stretch = own / norm
+            return (
+                _total((candidate[name] - stretch * value).abs().sum() for name, value in observed.items()) / own / size
+            )
+
+        return apart
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -107,9 +107,9 @@ class _AdamRun:
         factor = rule.lr * rule.decay**self.step * schedule_factor(rule.schedule, self.step, self.iterations)
         self.step += 1
         # A tiny epsilon: gradients of a matched update are small, and the usual 1e-8 would stop the run early.
-        length = (self.square / (1 - second**self.step)).sqrt().add_(1e-16)
-        move = factor * (self.mean / (1 - first**self.step)) / length
-        self.points = torch.where(usable[:, None], self.project(self.points - move), self.points)
+        length = (self.square / (1 - second**self.step)).sqrt_().add_(1e-16)
+        points = self.project(self.points.addcdiv(self.mean, length, value=-factor / (1 - first**self.step)))
+        self.points = points if bool(usable.all()) else torch.where(usable[:, None], points, self.points)
 
 
 class RowAdam:

@@ -9,17 +9,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
+from leakscope.matching.compilation import Compiled
+from leakscope.matching.distances import Distance
 from leakscope.matching.priors import Scene
-from leakscope.matching.search import Evaluate, Evaluation
+from leakscope.matching.search import Evaluation
 from leakscope.matching.simulations import Unknown
-from leakscope.matching.victim import Tensors, Victim
+from leakscope.matching.steps import Step, Way, make_step
+from leakscope.matching.victim import Tensors, Victim, forward_flops
 
 if TYPE_CHECKING:
     from leakscope.matching.loop import Matcher
+
+#: From so many restarts on, for models up to so many weights and batches up to so many operations of a forward pass,
+#: restarts at once are faster than one after another. (Measured on all reference models; a rule of counts.)
+BATCHED_RESTARTS, BATCHED_WEIGHTS, BATCHED_OPERATIONS = 4, 350_000, 40_000_000
+#: Up to so many entries, an update is compared as one tensor: fewer calls, and a copy that still fits the cache.
+JOINED_ENTRIES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,82 +82,126 @@ class Problem:
         return self.matcher.canvas.to_model(picture, self.inputs)
 
     def project(self, rows: Tensor) -> Tensor:
-        canvas = self.matcher.canvas
-        parts = [rows[:, : self.size], rows[:, self.size : rows.shape[1] - len(self.unknowns)]]
+        canvas, place = self.matcher.canvas, rows.shape[1] - len(self.unknowns)
+        parts = [rows[:, : self.size], rows[:, self.size : place]]
         if self.inputs.bounded and canvas.clamp:
             pictures = parts[0].reshape(-1, *self.shape[1:])
             parts[0] = canvas.project(pictures, self.inputs).reshape(len(rows), self.size)
-        for place, unknown in enumerate(self.unknowns, start=rows.shape[1] - len(self.unknowns)):
+        for number, unknown in enumerate(self.unknowns, start=place):
             unit = self._unit(unknown)
-            parts.append(rows[:, place : place + 1].clamp(unknown.low / unit, unknown.high / unit))
-        return torch.cat(parts, dim=1)
+            parts.append(rows[:, number : number + 1].clamp(unknown.low / unit, unknown.high / unit))
+        return torch.cat(parts, dim=1) if self.size < rows.shape[1] else parts[0]
 
-    def evaluator(self, restarts: int, compiled: bool) -> Evaluate:
-        """For each row the objective, its judged form with and without priors, and the gradient."""
-        every = min((unknown.every for unknown in self.unknowns), default=1)
-        if compiled:
-            torch.compiler.reset()  # each run compiles its own step; stale ones would count against a limit
-        whole = self._step((0, 1), restarts, compiled)
-        if every == 1:
-            return lambda rows, iteration: self._call(whole, rows, iteration, restarts)
-        # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a step;
-        # it changes slowly, as its unknown does.
-        inputs_only = self._step((0,), restarts, compiled)
-        number_gradients = torch.empty(0)
+    def evaluator(self, restarts: int, compiled: bool) -> Evaluator:
+        """For each of so many rows the objective, its judged form with and without priors, and the gradient."""
+        return self.evaluator_by("compiled" if compiled else self._way(restarts))
 
-        def evaluate(rows: Tensor, iteration: int) -> Evaluation:
-            nonlocal number_gradients
-            if iteration % every == 0 or len(number_gradients) != len(rows):
-                answer = self._call(whole, rows, iteration, restarts)
-                number_gradients = answer[2][:, -len(self.unknowns) :]
-                return answer
-            value, judged, gradient = self._call(inputs_only, rows, iteration, restarts)
-            return value, judged, torch.cat([gradient, number_gradients], dim=1)
+    def evaluator_by(self, way: Way) -> Evaluator:
+        """The same by one way of evaluating; :class:`CannotCompile` where the step cannot be compiled."""
+        like, facts = self._like, self._facts()
+        example = like.new_zeros(self.size + self.logits), like.new_zeros(len(self.unknowns)), like.new_zeros(())
+        objective = self._objective(self._measure())
+        whole, compiled = make_step(way, objective, facts, example, bool(self.unknowns))
+        inputs_only, every = whole, min((unknown.every for unknown in self.unknowns), default=1)
+        if every > 1:
+            # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a
+            # step; it changes slowly, as its unknown does.
+            inputs_only, _ = make_step(way, objective, facts, example, False)
+        return Evaluator(way, compiled, whole, inputs_only, every, len(self.unknowns))
 
-        return evaluate
+    @property
+    def logits(self) -> int:
+        """How many numbers of a row stand for labels."""
+        return self.count * math.prod(self.output_shape) if self.targets is None else 0
+
+    def _way(self, restarts: int) -> Way:
+        """Batched where calls cost more than arithmetic; a rule of counts, so that a run is the same each time."""
+        if restarts < BATCHED_RESTARTS or self._entries > BATCHED_WEIGHTS:
+            return "plain"
+        work = forward_flops(self.victim.model, self._like.new_zeros(self.shape))
+        return "batched" if work <= BATCHED_OPERATIONS else "plain"
+
+    @property
+    def _entries(self) -> int:
+        return sum(value.numel() for value in self.observed.values())
+
+    @property
+    def _like(self) -> Tensor:
+        return next(iter(self.observed.values()))
 
     def _unit(self, unknown: Unknown) -> float:
         return unknown.step / self.matcher.optimiser.lr
 
-    def _objective(self, main: Tensor, others: Tensor, facts: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        matcher = self.matcher
-        # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
-        (picture, logits), numbers = self._example(main), self._numbers(others)
-        targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
-        candidate, recorded = matcher.simulation(
-            self.victim, facts["tensors"], self.to_model(picture), targets, numbers
-        )
-        distance = matcher.distance(facts["observed"], candidate)
+    def _facts(self) -> dict[str, Any]:
+        """Tensors that stay the same from step to step."""
+        tensors, statistics = self.victim.tensors, dict(self.victim.batchnorm_targets)
+        return {"tensors": tensors, "targets": self.targets, "batchnorm": statistics}
+
+    def _measure(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
+        """From a candidate's update its distance and its judged distance."""
+        distance, judge = self.matcher.distance, self.matcher.judge
+        names, joins = tuple(self.observed), self._entries <= JOINED_ENTRIES
+
+        def against(distance: Distance) -> Callable[[Tensors], Tensor]:
+            if not (joins and distance.joins):
+                return distance.against(self.observed)
+            apart = distance.against(_joined(self.observed, names))
+            return lambda candidate: apart(_joined(candidate, names))
+
+        apart = against(distance)
+        if judge is None or judge == distance:
+            return lambda candidate: (apart(candidate),) * 2
+        judged = against(judge)
+        return lambda candidate: (apart(candidate), judged(candidate))
+
+    def _objective(
+        self, measure: Callable[[Tensors], tuple[Tensor, Tensor]]
+    ) -> Callable[[Tensor, Tensor, Tensor, dict[str, Any]], tuple[Tensor, Tensor]]:
+        matcher, emphasis = self.matcher, self.matcher.emphasis
         space = self.inputs if matcher.canvas.space == "model" else None
-        scene = Scene(facts["iteration"], recorded, facts["batchnorm"], space)
-        penalty = torch.zeros_like(distance)
-        for prior in matcher.priors:
-            penalty = penalty + prior(picture, scene)
-        judged = distance if matcher.judge is None else matcher.judge(facts["observed"], candidate)
-        final = matcher.emphasis.last * judged
-        return matcher.emphasis(facts["iteration"]) * distance + penalty, torch.stack([final + penalty, judged])
 
-    def _step(self, arguments: tuple[int, ...], restarts: int, compiled: bool) -> Callable[..., Any]:
-        derivative = grad_and_value(self._objective, argnums=arguments, has_aux=True)
-        # One restart needs no vmap, whose batched convolutions cost more than plain ones.
-        step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, 0, None))
-        return torch.compile(step, dynamic=False) if compiled else step
+        def objective(main: Tensor, others: Tensor, iteration: Tensor, facts: dict[str, Any]) -> tuple[Tensor, Tensor]:
+            # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
+            (picture, logits), numbers = self._example(main), self._numbers(others)
+            targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
+            candidate, recorded = matcher.simulation(
+                self.victim, facts["tensors"], self.to_model(picture), targets, numbers
+            )
+            distance, judged = measure(candidate)
+            value, final = emphasis(iteration) * distance, emphasis.last * judged
+            if matcher.priors:
+                scene = Scene(iteration, recorded, facts["batchnorm"], space)
+                penalty = sum(prior(picture, scene) for prior in matcher.priors)
+                value, final = value + penalty, final + penalty
+            return value, torch.stack([final, judged])
 
-    def _call(self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int) -> Evaluation:
-        like = next(iter(self.observed.values()))
-        facts = {
-            "tensors": self.victim.tensors,
-            "observed": self.observed,
-            "targets": self.targets,
-            "batchnorm": dict(self.victim.batchnorm_targets),
-            "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype),
-        }
-        place = rows.shape[1] - len(self.unknowns)
-        main, others = rows[:, :place], rows[:, place:]
-        # Only the plain form of attention can be differentiated twice.
-        with sdpa_kernel(SDPBackend.MATH):
-            if restarts == 1:
-                gradients, (value, judged) = step(main[0], others[0], facts)
-                return value[None].detach(), judged[None].detach(), torch.cat(gradients)[None].detach()
-            gradients, (value, judged) = step(main, others, facts)
-        return value.detach(), judged.detach(), torch.cat(gradients, dim=1).detach()
+        return objective
+
+
+def _joined(update: Tensors, names: tuple[str, ...]) -> Tensors:
+    return {"all": torch.cat([update[name].reshape(-1) for name in names])}
+
+
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """A problem's evaluation by one way; ``compiled`` tells how its step was compiled."""
+
+    way: Way
+    compiled: Compiled | None
+    _whole: Step
+    _inputs_only: Step
+    _every: int
+    _unknowns: int
+    _held: list[Tensor] = field(default_factory=list, init=False)
+
+    def __call__(self, rows: Tensor, iteration: int) -> Evaluation:
+        place = rows.shape[1] - self._unknowns
+        number = rows.new_full((), float(iteration))
+        step = self._whole if iteration % self._every == 0 or not self._held else self._inputs_only
+        value, judged, gradient = step(rows[:, :place], rows[:, place:], number)
+        if self._every > 1:
+            if step is self._whole:
+                self._held[:] = [gradient[:, place:]]
+            else:
+                gradient = torch.cat([gradient, *self._held], dim=1)
+        return value, judged, gradient

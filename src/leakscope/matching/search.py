@@ -10,6 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leakscope.matching.memory import keep_freed_memory
 from leakscope.matching.optimisers import Optimiser, Project
 
 #: Objectives (rows,), judged values (rows, k), gradients (rows, n). The optimiser descends the objective; the first
@@ -72,10 +73,12 @@ def search(
     steps (0: never), when the optimiser has nothing more to try, or when a number is not finite and the optimiser does
     not survive that; the search ends when all rows are. ``keep`` "last" returns where the last step led.
     """
+    keep_freed_memory()
     state = optimiser.begin(start, iterations, project)
     best = settled = start.clone()
     best_judged = judged = start.new_full((len(start), 1), math.inf)
-    alive = torch.ones(len(start), dtype=torch.bool, device=start.device)
+    # Nearly every step is finite in all rows: then no mask is made or used.
+    every = alive = torch.ones(len(start), dtype=torch.bool, device=start.device)
     curves: list[Tensor] = []
     levels: list[Tensor] = []
     for step in range(iterations if evaluations is None else evaluations):
@@ -83,20 +86,34 @@ def search(
             settled = best
         points = state.ask()
         objectives, judged, gradients = evaluate(points, step)
+        if step == 0:
+            best_judged = torch.full_like(judged, math.inf)
         values, best_values = judged[:, 0], best_judged[:, 0]
-        usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
-        if not optimiser.survives_non_finite or step == 0:
-            alive = alive & usable
-        better = usable & alive & (values < best_values)
-        best = torch.where(better[:, None], points, best)
-        best_judged = torch.where(better[:, None], judged, best_judged)
+        better = values < best_values
+        if _all_finite(objectives, values, gradients):
+            usable = every
+        else:
+            usable = torch.isfinite(objectives) & torch.isfinite(values) & torch.isfinite(gradients).all(1)
+            gradients = torch.where(usable[:, None], gradients, 0.0)
+            if not optimiser.survives_non_finite or step == 0:
+                alive = alive & usable
+        racing = every if usable is every and alive is every else usable & alive
+        if racing is not every:
+            better = better & racing
+        if bool(better.all()):
+            best, best_judged = points, judged
+        elif bool(better.any()):
+            best = torch.where(better[:, None], points, best)
+            best_judged = torch.where(better[:, None], judged, best_judged)
         best_values = best_judged[:, 0]
         curves.append(best_values if optimiser.survives_non_finite else values)
         levels.append(best_values)
-        state.tell(objectives, torch.where(usable[:, None], gradients, 0.0), usable & alive)
+        state.tell(objectives, gradients, racing)
         if watch is not None:
             watch(step + 1, values, best_values)
-        done = ~alive | state.finished | (best_values <= tolerance)
+        done = state.finished | (best_values <= tolerance)
+        if alive is not every:
+            done = done | ~alive
         if patience and step >= patience:
             done = done | (best_values > 0.95 * levels[step - patience])
         if bool(done.all()):
@@ -104,3 +121,8 @@ def search(
     if keep == "last":
         return SearchResult(state.ask(), judged, alive, settled, curves)
     return SearchResult(best, best_judged, alive, settled, curves)
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    """Whether all are, by their sums alone; false also where finite numbers add up to infinity."""
+    return math.isfinite(sum(float(value.sum()) for value in tensors))
