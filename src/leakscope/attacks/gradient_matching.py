@@ -194,12 +194,41 @@ def several_steps(observation: Observation) -> bool:
 
 
 def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
-    """Examples, epochs, batch size and learning rate, where they are known and the steps plain gradient descent."""
+    """Examples, epochs, batch size and learning rate, where they are known and the optimiser can be replayed."""
     facts, examples = observation.training, observation.num_examples
     epochs, size, rate = facts.epochs, facts.batch_size, facts.learning_rate
-    if examples is None or epochs is None or size is None or rate is None or not _plain_descent(observation):
+    known = facts.optimizer in (None, "sgd", "adam")
+    if examples is None or epochs is None or size is None or rate is None or not known:
         return None
     return examples, epochs, size, rate
+
+
+def replay(
+    attack: GradientMatching,
+    observation: Observation,
+    order: tuple[tuple[int, ...], ...],
+    rate: float,
+    checkpoint: bool = True,
+) -> UnrolledSteps:
+    """The client's steps over ``order`` by its own optimiser; one step is compiled where a run is long enough.
+
+    A rule of counts, not of clocks, so that a run is the same each time.
+    """
+    facts, model = observation.training, observation.model
+    compiled = False
+    if attack.compile == "auto" and checkpoint and can_compile(next(model.parameters()).device):
+        batch = torch.zeros(len(order[0]), *observation.input_shape).to(next(model.parameters()))
+        evaluations = attack.iterations * attack.restarts * len(order)
+        work = evaluations * LOCAL_STEP_FORWARDS * forward_flops(model, batch)
+        compiled = work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
+    return UnrolledSteps(
+        rate,
+        order,
+        checkpoint,
+        optimizer="adam" if facts.optimizer == "adam" else "sgd",
+        momentum=facts.momentum or 0.0,
+        compiled=compiled,
+    )
 
 
 def hides_steps(observation: Observation) -> bool:
