@@ -48,6 +48,15 @@ def private_folder(path: Path) -> Path:
     return path
 
 
+def cache_home() -> Path:
+    """Where what can be made again is kept: $LEAKSCOPE_CACHE, else leakscope in the user's cache."""
+    chosen = os.environ.get("LEAKSCOPE_CACHE")
+    if chosen:
+        return Path(chosen)
+    user = os.environ.get("XDG_CACHE_HOME")
+    return (Path(user) if user else Path.home() / ".cache") / "leakscope"
+
+
 def atomic_write(path: Path, content: bytes) -> None:
     """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies.
 

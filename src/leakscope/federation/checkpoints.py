@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from leakscope import __version__
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.disk import atomic_write, private_folder
+from leakscope.contracts.disk import atomic_write, cache_home, private_folder
 from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import Client, FederatedTraining, Progress, TrainingRun, check_clients, initial_copy
 
@@ -88,13 +88,7 @@ def cached_training(
 
 def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     """``folder``, or where checkpoints lie by default."""
-    if folder is not None:
-        return Path(folder)
-    chosen = os.environ.get("LEAKSCOPE_CACHE")
-    if chosen:
-        return Path(chosen) / "training"
-    user = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user) if user else Path.home() / ".cache") / "leakscope" / "training"
+    return Path(folder) if folder is not None else cache_home() / "training"
 
 
 def training_key(

@@ -26,6 +26,8 @@ TINY = 1e-24
 class Distance(Protocol):
     #: Whether only the direction of the updates counts, not their length.
     scale_free: bool = False
+    #: Whether only sums over all entries count, so that an update may come as one tensor.
+    joins: bool = False
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
 
@@ -72,6 +74,10 @@ class SquaredL2(Distance):
     weights: Weights = "equal"
     scale: float = 1.0
 
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.weights == "equal"
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         shares = depth_weights(observed, self.weights)
         return self.scale * _total(
@@ -88,6 +94,8 @@ class RelativeSquaredL2(Distance):
     1.0
     """
 
+    joins = True
+
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         return SquaredL2()(observed, candidate) / (_norm(observed) ** 2)
 
@@ -99,6 +107,8 @@ class L1(Distance):
     >>> float(L1()({"w": torch.tensor([1.0, -1.0])}, {"w": torch.tensor([0.0, -1.0])}))
     0.5
     """
+
+    joins = True
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         difference = _total((candidate[name] - value).abs().sum() for name, value in observed.items())
@@ -119,6 +129,10 @@ class Cosine(Distance):
 
     per: Literal["model", "tensor"] = "model"
     weights: Weights = "equal"
+
+    @property
+    def joins(self) -> bool:  # type: ignore[override]
+        return self.per == "model"
 
     def __post_init__(self) -> None:
         if self.per not in ("model", "tensor"):
@@ -146,10 +160,13 @@ class DirectionL1(Distance):
     """
 
     scale_free = True
+    joins = True
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         size, own = _norm(observed), _norm(candidate)
-        difference = _total((candidate[name] / own - value / size).abs().sum() for name, value in observed.items())
+        # The observed update stretched, rather than the candidate shrunk: that has the cheaper derivative.
+        stretch = own / size
+        difference = _total((candidate[name] - stretch * value).abs().sum() for name, value in observed.items()) / own
         return difference / (_total(value.abs().sum() for value in observed.values()) / size + TINY)
 
 

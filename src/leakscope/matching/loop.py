@@ -14,13 +14,15 @@ from torch import Tensor, nn
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Pixels
+from leakscope.matching.compilation import CannotCompile
 from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
 from leakscope.matching.priors import Prior
-from leakscope.matching.problem import Problem
+from leakscope.matching.problem import Evaluator, Problem
 from leakscope.matching.search import SearchResult, search
 from leakscope.matching.simulations import Simulation, SingleGradient
 from leakscope.matching.victim import Tensors, Victim
+from leakscope.matching.victim import forward_flops as forward_flops
 
 Progress = Callable[[int, int, float], None]
 CURVE_POINTS = 200
@@ -46,6 +48,8 @@ class Ramp:
             raise ValueError(f"Ramp: expected positive factors and at least one step, got {self}")
 
     def __call__(self, iteration: Tensor) -> Tensor:
+        if self.first == self.last:
+            return torch.full_like(iteration, self.last)
         share = (iteration / self.steps).clamp(max=1.0)
         return self.first * (self.last / self.first) ** share
 
@@ -113,14 +117,14 @@ class Matcher:
         BYTES.check("restarts: all starts together", FLOAT * self.restarts * count * inputs.size)
         problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
-        compiled = self._compiles(victim, problem.shape, like)
+        evaluate, why = self._evaluator(problem, like)
 
         def watch(done: int, _values: Tensor, best: Tensor) -> None:
             if progress is not None:
                 progress(done, self.iterations, float(best.min()))
 
         result = search(
-            problem.evaluator(self.restarts, compiled),
+            evaluate,
             start,
             self.optimiser,
             project=problem.project,
@@ -140,8 +144,28 @@ class Matcher:
             distance=float(distances[winner]),
             curves=_thin(result.curves),
             flags=_flags(problem, result, winner, self.iterations),
-            info={"steps": len(result.curves), "restarts": self.restarts, "compiled": compiled, "best_restart": winner},
+            info={
+                "steps": len(result.curves),
+                "restarts": self.restarts,
+                "best_restart": winner,
+                "way": evaluate.way,
+                "compiled": evaluate.way == "compiled",
+                **why,
+            },
         )
+
+    def _evaluator(self, problem: Problem, like: Tensor) -> tuple[Evaluator, dict[str, str]]:
+        """How the problem is evaluated, and why its step was compiled for this run, or was not though it should."""
+        if not self._compiles(problem.victim, problem.shape, like):
+            return problem.evaluator(self.restarts, False), {}
+        try:
+            evaluate = problem.evaluator(self.restarts, True)
+        except CannotCompile as error:
+            if self.compile == "always":
+                raise ValueError(f"compile: expected a step that can be compiled, got one of which {error}") from error
+            return problem.evaluator(self.restarts, False), {"not_compiled_because": str(error)}
+        compiled = evaluate.compiled
+        return evaluate, {"compiled_because": compiled.because} if compiled is not None and compiled.fresh else {}
 
     def _compiles(self, victim: Victim, shape: tuple[int, ...], like: Tensor) -> bool:
         """Whether to compile; a rule of counts, not of clocks, so that a run is the same each time."""
@@ -153,15 +177,6 @@ class Matcher:
             return False
         work = self.iterations * self.restarts * 9 * forward_flops(victim.model, like.new_zeros(shape))
         return work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
-
-
-def forward_flops(model: nn.Module, x: Tensor) -> int:
-    """Multiply-adds of one forward pass, counted, not timed."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(x)
-    return int(counter.get_total_flops())
 
 
 def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int) -> tuple[str, ...]:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.func import grad_and_value, vmap
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
+from leakscope.matching.compilation import Compiled
+from leakscope.matching.distances import Distance
 from leakscope.matching.priors import Scene
-from leakscope.matching.search import Evaluate, Evaluation
+from leakscope.matching.search import Evaluation
 from leakscope.matching.simulations import Unknown
-from leakscope.matching.victim import Tensors, Victim
+from leakscope.matching.steps import Step, Way, make_step
+from leakscope.matching.victim import Tensors, Victim, forward_flops
 
 if TYPE_CHECKING:
     from leakscope.matching.loop import Matcher
+
+#: Up to so many operations of a forward pass, restarts at once are faster than one after another.
+BATCHED_OPERATIONS = 3_000_000
+#: Up to so many entries, an update is compared as one tensor: fewer calls, and a copy that still fits the cache.
+JOINED_ENTRIES = 2**20
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,72 +90,103 @@ class Problem:
             parts.append(rows[:, place : place + 1].clamp(unknown.low / unit, unknown.high / unit))
         return torch.cat(parts, dim=1)
 
-    def evaluator(self, restarts: int, compiled: bool) -> Evaluate:
-        """For each row the objective, its judged form with and without priors, and the gradient."""
-        every = min((unknown.every for unknown in self.unknowns), default=1)
-        if compiled:
-            torch.compiler.reset()  # each run compiles its own step; stale ones would count against a limit
-        whole = self._step((0, 1), restarts, compiled)
-        if every == 1:
-            return lambda rows, iteration: self._call(whole, rows, iteration, restarts)
-        # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a step;
-        # it changes slowly, as its unknown does.
-        inputs_only = self._step((0,), restarts, compiled)
-        number_gradients = torch.empty(0)
+    def evaluator(self, restarts: int, compiled: bool) -> Evaluator:
+        """For each of so many rows the objective, its judged form with and without priors, and the gradient."""
+        return self.evaluator_by("compiled" if compiled else self._way(restarts))
 
-        def evaluate(rows: Tensor, iteration: int) -> Evaluation:
-            nonlocal number_gradients
-            if iteration % every == 0 or len(number_gradients) != len(rows):
-                answer = self._call(whole, rows, iteration, restarts)
-                number_gradients = answer[2][:, -len(self.unknowns) :]
-                return answer
-            value, judged, gradient = self._call(inputs_only, rows, iteration, restarts)
-            return value, judged, torch.cat([gradient, number_gradients], dim=1)
+    def evaluator_by(self, way: Way) -> Evaluator:
+        """The same by one way of evaluating; :class:`CannotCompile` where the step cannot be compiled."""
+        like, facts = self._like, self._facts()
+        example = like.new_zeros(self.size + self.logits), like.new_zeros(len(self.unknowns)), like.new_zeros(())
+        whole, compiled = make_step(way, self._objective, facts, example, bool(self.unknowns))
+        inputs_only, every = whole, min((unknown.every for unknown in self.unknowns), default=1)
+        if every > 1:
+            # The derivative by an unknown of the weights costs as much as a gradient of all weights, a fifth of a
+            # step; it changes slowly, as its unknown does.
+            inputs_only, _ = make_step(way, self._objective, facts, example, False)
+        return Evaluator(way, compiled, whole, inputs_only, every, len(self.unknowns))
 
-        return evaluate
+    @property
+    def logits(self) -> int:
+        """How many numbers of a row stand for labels."""
+        return self.count * math.prod(self.output_shape) if self.targets is None else 0
+
+    def _way(self, restarts: int) -> Way:
+        """Batched where calls cost more than arithmetic; a rule of counts, so that a run is the same each time."""
+        if restarts == 1:
+            return "plain"
+        work = forward_flops(self.victim.model, self._like.new_zeros(self.shape))
+        return "batched" if work <= BATCHED_OPERATIONS else "plain"
+
+    @property
+    def _like(self) -> Tensor:
+        return next(iter(self.observed.values()))
 
     def _unit(self, unknown: Unknown) -> float:
         return unknown.step / self.matcher.optimiser.lr
 
-    def _objective(self, main: Tensor, others: Tensor, facts: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        matcher = self.matcher
+    def _facts(self) -> dict[str, Any]:
+        """What stays the same from step to step."""
+        entries = sum(value.numel() for value in self.observed.values())
+        return {
+            "tensors": self.victim.tensors,
+            "observed": self.observed,
+            "joined": self._joined(self.observed) if entries <= JOINED_ENTRIES else {},
+            "targets": self.targets,
+            "batchnorm": dict(self.victim.batchnorm_targets),
+        }
+
+    def _joined(self, update: Tensors) -> Tensors:
+        return {"all": torch.cat([update[name].reshape(-1) for name in self.observed])}
+
+    def _objective(
+        self, main: Tensor, others: Tensor, iteration: Tensor, facts: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        matcher, emphasis = self.matcher, self.matcher.emphasis
         # Apart, so that a derivative by the example alone does not drag the unknown numbers' along.
         (picture, logits), numbers = self._example(main), self._numbers(others)
         targets = self.victim.task.from_search(logits) if logits is not None else facts["targets"]
         candidate, recorded = matcher.simulation(
             self.victim, facts["tensors"], self.to_model(picture), targets, numbers
         )
-        distance = matcher.distance(facts["observed"], candidate)
+        joined = self._joined(candidate) if facts["joined"] else {}
+
+        def apart(distance: Distance) -> Tensor:
+            if joined and distance.joins:
+                return distance(facts["joined"], joined)
+            return distance(facts["observed"], candidate)
+
         space = self.inputs if matcher.canvas.space == "model" else None
-        scene = Scene(facts["iteration"], recorded, facts["batchnorm"], space)
-        penalty = torch.zeros_like(distance)
-        for prior in matcher.priors:
-            penalty = penalty + prior(picture, scene)
-        judged = distance if matcher.judge is None else matcher.judge(facts["observed"], candidate)
-        final = matcher.emphasis.last * judged
-        return matcher.emphasis(facts["iteration"]) * distance + penalty, torch.stack([final + penalty, judged])
+        scene = Scene(iteration, recorded, facts["batchnorm"], space)
+        distance = apart(matcher.distance)
+        judged = distance if matcher.judge in (None, matcher.distance) else apart(matcher.judge)
+        value, final = emphasis(iteration) * distance, emphasis.last * judged
+        if matcher.priors:
+            penalty = sum(prior(picture, scene) for prior in matcher.priors)
+            value, final = value + penalty, final + penalty
+        return value, torch.stack([final, judged])
 
-    def _step(self, arguments: tuple[int, ...], restarts: int, compiled: bool) -> Callable[..., Any]:
-        derivative = grad_and_value(self._objective, argnums=arguments, has_aux=True)
-        # One restart needs no vmap, whose batched convolutions cost more than plain ones.
-        step = derivative if restarts == 1 else vmap(derivative, in_dims=(0, 0, None))
-        return torch.compile(step, dynamic=False) if compiled else step
 
-    def _call(self, step: Callable[..., Any], rows: Tensor, iteration: int, restarts: int) -> Evaluation:
-        like = next(iter(self.observed.values()))
-        facts = {
-            "tensors": self.victim.tensors,
-            "observed": self.observed,
-            "targets": self.targets,
-            "batchnorm": dict(self.victim.batchnorm_targets),
-            "iteration": torch.tensor(float(iteration), device=like.device, dtype=like.dtype),
-        }
-        place = rows.shape[1] - len(self.unknowns)
-        main, others = rows[:, :place], rows[:, place:]
-        # Only the plain form of attention can be differentiated twice.
-        with sdpa_kernel(SDPBackend.MATH):
-            if restarts == 1:
-                gradients, (value, judged) = step(main[0], others[0], facts)
-                return value[None].detach(), judged[None].detach(), torch.cat(gradients)[None].detach()
-            gradients, (value, judged) = step(main, others, facts)
-        return value.detach(), judged.detach(), torch.cat(gradients, dim=1).detach()
+@dataclass(frozen=True, eq=False)
+class Evaluator:
+    """A problem's evaluation by one way; ``compiled`` tells how its step was compiled."""
+
+    way: Way
+    compiled: Compiled | None
+    _whole: Step
+    _inputs_only: Step
+    _every: int
+    _unknowns: int
+    _held: list[Tensor] = field(default_factory=list, init=False)
+
+    def __call__(self, rows: Tensor, iteration: int) -> Evaluation:
+        place = rows.shape[1] - self._unknowns
+        number = rows.new_full((), float(iteration))
+        step = self._whole if iteration % self._every == 0 or not self._held else self._inputs_only
+        value, judged, gradient = step(rows[:, :place], rows[:, place:], number)
+        if self._every > 1:
+            if step is self._whole:
+                self._held[:] = [gradient[:, place:]]
+            else:
+                gradient = torch.cat([gradient, *self._held], dim=1)
+        return value, judged, gradient

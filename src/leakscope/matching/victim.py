@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
@@ -14,6 +15,7 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import Reduction, Task, outputs_of
+from leakscope.matching.derivatives import gradients, in_transform, recording
 from leakscope.network.recorder import tap
 
 Tensors = dict[str, Tensor]
@@ -103,21 +105,48 @@ class Victim:
         Where the adversary knows that each example's gradient is clipped, it is here too.
         """
 
-        def loss(weights: Tensors, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensors]:
-            return self.loss(tensors._replace(weights=weights), x, targets, output_gradient)
+        if not self.channel.clips_examples or len(x) < 2:
+            gradient, recorded = self._derivative(tensors, x, targets, output_gradient)
+            return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
 
         def clipped(picture: Tensor, target: Tensor) -> Tensors:
-            return self.channel.clip_update(derivative(tensors.weights, picture[None], target[None])[0])
+            return self.channel.clip_update(self._derivative(tensors, picture[None], target[None], output_gradient)[0])
 
-        derivative = grad(loss, has_aux=True)
-        if not self.channel.clips_examples or len(x) < 2:
-            gradient, recorded = derivative(tensors.weights, x, targets)
-            return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
         each = vmap(clipped)(x, targets)
         recorded = self.loss(tensors, x, targets)[1] if self.batchnorm_targets else {}
         mean = self.reduction == "mean"
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
 
+    def _derivative(
+        self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None
+    ) -> Answer:
+        """The derivative of the loss by the weights, and the recorded layers' inputs."""
+        if in_transform():
+            derivative = grad(
+                lambda weights: self.loss(tensors._replace(weights=weights), x, targets, output_gradient), has_aux=True
+            )
+            return derivative(tensors.weights)
+        again = recording((x, targets, output_gradient, *tensors.weights.values()))
+        with torch.enable_grad():
+            weights = {
+                name: value if value.requires_grad else value.detach().requires_grad_()
+                for name, value in tensors.weights.items()
+            }
+            loss, recorded = self.loss(tensors._replace(weights=weights), x, targets, output_gradient)
+            found = gradients(loss, list(weights.values()), again)
+        if not again:
+            recorded = {name: value.detach() for name, value in recorded.items()}
+        return dict(zip(weights, found, strict=True)), recorded
+
     def sent_update(self, update: Tensors, tensors: VictimTensors) -> Tensors:
         """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
         return self.channel.stand_in(update, tensors.survivors)
+
+
+def forward_flops(model: nn.Module, x: Tensor) -> int:
+    """Multiply-adds of one forward pass, counted, not timed."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(x)
+    return int(counter.get_total_flops())
