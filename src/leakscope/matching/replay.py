@@ -19,6 +19,7 @@ from torch.func import vjp
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from leakscope.matching.compilation import FUNCTIONS, CannotCompile, Function
 from leakscope.matching.victim import Tensors, Victim
 
 #: Of torch.optim.Adam, which clients use.
@@ -92,7 +93,7 @@ class LocalSteps:
 
     ``advance`` goes from the state, the batch, its targets and the step's factors to the state after the step; ``pull``
     from the same and the adjoint of the state after to those of the state before, the batch and soft targets. Eager
-    ones use plain autograd; compiled ones are traced by ``torch.func`` once for each size of batch.
+    ones use plain autograd; compiled ones ``torch.func``, once for each size of batch.
     """
 
     def __init__(
@@ -103,12 +104,14 @@ class LocalSteps:
         self.names = tuple(weights)
         self.shapes = tuple(weight.shape for weight in weights.values())
         self.sizes = [weight.numel() for weight in weights.values()]
-        self.advance: Callable[..., Tensor] = (
-            compiled_step(self.pure_advance, self._advance) if compiled else self._advance
-        )
-        self.pull: Callable[..., tuple[Tensor, ...]] = (
-            compiled_step(self._pure_pull, self._pull) if compiled else self._pull
-        )
+        self.advance: Callable[..., Tensor] = self._advance
+        self.pull: Callable[..., tuple[Tensor, ...]] = self._pull
+        if compiled:
+            advance = compiled_step(
+                lambda *given: (self.pure_advance(*given),), lambda *given: (self._advance(*given),)
+            )
+            self.advance = lambda *given: advance(*given)[0]
+            self.pull = compiled_step(self._pure_pull, self._pull)
 
     def flatten(self, tensors: Iterable[Tensor]) -> Tensor:
         return torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -143,52 +146,38 @@ class LocalSteps:
         weights, *rest = back(toward)
         return torch.cat([before[:1] + weights, before[1:]]), *rest
 
-    def _gradient(self, weights: Tensors, x: Tensor, targets: Tensor, create_graph: bool) -> tuple[Tensor, ...]:
-        tensors = self.victim.tensors._replace(weights=weights)
-        if self.victim.channel.clips_examples:
-            return tuple(self.victim.gradient(tensors, x, targets)[0].values())
-        loss, _ = self.victim.loss(tensors, x, targets)
-        return torch.autograd.grad(
-            loss, list(weights.values()), create_graph=create_graph, allow_unused=True, materialize_grads=True
-        )
-
-    def _leaves(self, weights: Tensor) -> Tensors:
-        return {name: part.detach().requires_grad_() for name, part in self.unflatten(weights).items()}
-
     def _advance(self, state: Tensor, x: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
-        with torch.enable_grad():
-            gradient = self._gradient(self._leaves(state[0]), x.detach(), targets.detach(), create_graph=False)
-        return self.optimiser.advance(state, self.flatten(part.detach() for part in gradient), factors)
+        return self.pure_advance(state.detach(), x.detach(), targets.detach(), factors)
 
     def _pull(self, state: Tensor, x: Tensor, targets: Tensor, factors: Tensor, adjoint: Tensor) -> tuple[Tensor, ...]:
         with torch.enable_grad():
-            weights, x = self._leaves(state[0]), x.detach().requires_grad_()
-            soft = [targets.detach().requires_grad_()] if targets.is_floating_point() else []
-            gradient = self._gradient(weights, x, soft[0] if soft else targets, create_graph=True)
+            weights = {name: part.detach().requires_grad_() for name, part in self.unflatten(state[0]).items()}
+            x, soft = x.detach().requires_grad_(), targets.is_floating_point()
+            targets = targets.detach().requires_grad_(soft)
+            tensors = self.victim.tensors._replace(weights=weights)
+            found = self.victim.gradient(tensors, x, targets)[0]
+            gradient = [found[name] for name in self.names]
         before, toward = self.optimiser.pull(state, self.flatten(p.detach() for p in gradient), factors, adjoint)
         # What depends on nothing, such as the gradient of a weight that no output reads, has nothing to pull back.
         both = zip(gradient, self.unflatten(toward).values(), strict=True)
         parts, cotangents = zip(*(pair for pair in both if pair[0].requires_grad), strict=True)
-        leaves = [*weights.values(), x, *soft]
-        pulled = torch.autograd.grad(parts, leaves, cotangents, allow_unused=True, materialize_grads=True)
+        leaves = [*weights.values(), x, *([targets] if soft else [])]
+        pulled = torch.autograd.grad(parts, leaves, cotangents, materialize_grads=True)
         moved = before[:1] + self.flatten(pulled[: len(weights)])
         return moved if len(before) == 1 else torch.cat([moved, before[1:]]), *pulled[len(weights) :]
 
 
-def compiled_step(step: Callable[..., Any], eager: Callable[..., Any]) -> Callable[..., Any]:
-    """``step`` traced and compiled at the first call with tensors of these shapes.
+def compiled_step(step: Function, eager: Function) -> Function:
+    """``step`` compiled at the first call with tensors of these shapes; ``eager`` where that is impossible."""
+    ready: dict[tuple[torch.Size, ...], Function] = {}
 
-    ``eager`` takes its place for a model whose Python code reads the values of tensors, which no trace can follow.
-    """
-    ready: dict[tuple[torch.Size, ...], Callable[..., Any]] = {}
-
-    def call(*tensors: Tensor) -> Any:
+    def call(*tensors: Tensor) -> tuple[Tensor, ...]:
         shapes = tuple(tensor.shape for tensor in tensors)
         if shapes not in ready:
             try:
-                graph = make_fx(lambda *inputs: step(*inputs))(*tensors)
-                ready[shapes] = torch.compile(without_idle_convolutions(graph), dynamic=False)
-            except RuntimeError:
+                graph = without_idle_convolutions(make_fx(lambda *inputs: step(*inputs))(*tensors))
+                ready[shapes] = FUNCTIONS.get(graph, tensors).function
+            except (RuntimeError, CannotCompile):  # such as a model whose Python code reads values of tensors
                 ready[shapes] = eager
         return ready[shapes](*tensors)
 
