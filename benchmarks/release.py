@@ -62,14 +62,16 @@ def step(
     compiled: bool = False,
     simulation: Simulation | None = None,
     count: int = 5,
+    size: int | None = None,
 ) -> Call:
     """``count`` steps of a search on random pictures: cost does not depend on what they show."""
     simulation = simulation or SingleGradient()
     generator = torch.Generator().manual_seed(0)
     entry = MODELS[model]
-    x, y = torch.rand(batch, *entry.input_shape, generator=generator), torch.arange(batch) % entry.num_classes
+    shape = entry.input_shape if size is None else (entry.input_shape[0], size, size)
+    x, y = torch.rand(batch, *shape, generator=generator), torch.arange(batch) % entry.num_classes
     protocol = FedSGD() if simulation == SingleGradient() else FedAvg(epochs=2, batch_size=batch, lr=0.004)
-    seen = protocol.observe(build_model(model), x, y)
+    seen = protocol.observe(build_model(model, input_shape=shape), x, y)
     matcher = Matcher(distance=DirectionL1(), priors=(TotalVariation(weight=0.03),), simulation=simulation)
     task = Problem(matcher, Victim.of(seen), dict(seen.message.update), seen.inputs, batch, y, (entry.num_classes,))
     rows = torch.rand(restarts, x.numel() + len(simulation.unknowns), generator=generator)
