@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = Mapping[str, Any]
 NOTHING = "Nothing has been measured yet."
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """``title`` of the table, ``point`` the head of its first column; the exponent is of points from ``tail`` on."""
 
     title: str
