@@ -117,7 +117,9 @@ class Victim:
         mean = self.reduction == "mean"
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
 
-    def _derivative(self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None) -> Answer:
+    def _derivative(
+        self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None
+    ) -> Answer:
         """The derivative of the loss by the weights, and the recorded layers' inputs."""
         if in_transform():
             derivative = grad(
