@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OUT ?= leakscope-audit
+BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: audit test bench clean
@@ -18,8 +19,8 @@ test: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
 bench: $(VENV)/.installed-dev
-	$(BIN)/python benchmarks/matching.py
-	$(BIN)/python benchmarks/quality.py
+	@# Exit code 1 means that something has become slower than in the last release. BENCH=--write stores new figures.
+	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/release.py $(BENCH)
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

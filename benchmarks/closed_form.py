@@ -30,18 +30,7 @@ from leakscope.federation import FedSGD
 from leakscope.limits import cramer_rao
 from leakscope.matching import GradientMap
 from leakscope.models import build_model
-
-
-def growth(sizes: list[int], costs: list[float]) -> float:
-    """The exponent e of cost = c side^e, by least squares on logarithms.
-
-    >>> round(growth([16, 32], [1.0, 8.0]), 6)
-    3.0
-    """
-    x, y = [math.log(size) for size in sizes], [math.log(max(cost, 1e-9)) for cost in costs]
-    mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
-    above = sum((a - mean_x) * (b - mean_y) for a, b in zip(x, y, strict=True))
-    return above / sum((a - mean_x) ** 2 for a in x)
+from scaling_table import growth
 
 
 def look(net: nn.Module, part: Examples, dtype: torch.dtype, **how: Any) -> tuple[Observation, Tensor]:

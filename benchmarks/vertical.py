@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from closed_form import growth
 from leakscope.attacks import CAFE
 from leakscope.audit.controls import noise_of_equal_norm
 from leakscope.audit.memory import PeakMemory
@@ -30,6 +29,7 @@ from leakscope.data import Examples, load_data
 from leakscope.defenses import DPSGD, FakeGradients, GradientNoise, GradientPruning
 from leakscope.federation import Vertical
 from leakscope.models import build_model
+from scaling_table import growth
 
 #: The settings of step III were chosen on pictures 1000 to 1015 of the training split.
 FIRST = 2000

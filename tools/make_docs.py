@@ -215,6 +215,11 @@ def strength_summary() -> str:
     return table.summary(table.read_rows(BENCHMARKS / "strength.jsonl"))
 
 
+def scaling() -> str:
+    table = script(BENCHMARKS / "scaling_table.py")
+    return table.tables(table.read_rows(BENCHMARKS / "scaling.jsonl"))
+
+
 def script(path: Path) -> ModuleType:
     """A file of ours that is no part of the package, as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
@@ -270,6 +275,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "rooms": rooms,
     "strength": strength,
     "strength-summary": strength_summary,
+    "scaling": scaling,
 }
 
 

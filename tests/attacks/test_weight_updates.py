@@ -72,14 +72,17 @@ def test_sme_takes_every_reference_model(name) -> None:
     assert 0 <= found.info["beta"] <= 1
 
 
-@pytest.mark.parametrize(
-    "client", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}, {}], ids=["momentum", "adam", "unknown recipe"]
+CLIENTS = pytest.mark.parametrize(
+    "client", [{"momentum": 0.9}, {"optimizer": "adam", "lr": 0.001}, {}], ids=["momentum", "adam", "plain"]
 )
+
+
+@CLIENTS
 def test_sme_needs_no_recipe_and_a_replay_without_one_is_flagged(client) -> None:
     protocol = FedAvg(**{"epochs": 4, "batch_size": 2, "lr": 0.02, **client})
-    knowledge = LABELS if client else dataclasses.replace(Knowledge.eavesdropper, labels="yes")
-    seen, x = look(protocol, 2, knowledge)
-    options = {"iterations": 120, "compile": "never"}
+    knowledge = dataclasses.replace(LABELS, learning_rate=False) if client else Knowledge.eavesdropper
+    seen, x = look(protocol, 2, dataclasses.replace(knowledge, labels="yes"))
+    options = {"iterations": 120, "lr": 0.2, "compile": "never"}
     searched = SME(**options)(seen)
     assert "steps not simulated" not in searched.flags
     blind = dataclasses.replace(Knowledge.eavesdropper, labels="yes")
@@ -155,8 +158,36 @@ def test_one_local_step_hides_nothing_and_is_not_flagged() -> None:
     seen, _ = look(FedAvg(epochs=1, batch_size=4, lr=0.05, momentum=0.9), 4)
     assert "steps not simulated" not in InvertingGradients(iterations=1, compile="never")(seen).flags
     several, _ = look(FedAvg(epochs=2, batch_size=4, lr=0.05, momentum=0.9), 4)
-    with pytest.raises(NotApplicable, match=r"replays plain gradient descent.*momentum"):
-        InvertingGradients(update="unroll")(several)
+    strange = dataclasses.replace(several, training=dataclasses.replace(several.training, optimizer="rmsprop"))
+    with pytest.raises(NotApplicable, match=r"replays SGD and Adam.*rmsprop"):
+        InvertingGradients(update="unroll")(strange)
+    assert "steps not simulated" in DLFA(iterations=1, compile="never")(strange).flags
+
+
+@CLIENTS
+def test_a_replay_takes_the_clients_own_optimiser(client) -> None:
+    seen, x = look(FedAvg(**{"epochs": 3, "batch_size": 2, "lr": 0.02, **client}), 2)
+    for attack in (DLFA(iterations=120, compile="never"), InvertingGradients(iterations=1, update="unroll")):
+        simulation = attack.matcher(seen).simulation
+        victim = Victim.of(seen)
+        replayed, _ = simulation(victim, victim.tensors, x, seen.labels, {})
+        for name, value in seen.message.update.items():
+            assert torch.allclose(replayed[name], value, atol=1e-5)
+    found = DLFA(iterations=80, compile="never")(seen)
+    assert "steps not simulated" not in found.flags
+    if client.get("optimizer") != "adam":
+        assert score(x, found.inputs) > score(x, SME(iterations=80, compile="never")(seen).inputs)
+
+
+def test_one_local_step_is_compiled_where_the_run_is_long_and_nowhere_else() -> None:
+    seen, _ = look(FedAvg(epochs=3, batch_size=2, lr=0.02), 2)
+    for settings, compiled in (
+        ({"iterations": 10}, False),
+        ({"iterations": 10**6}, True),
+        ({"iterations": 10**6, "compile": "never"}, False),
+        ({"iterations": 10**6, "checkpoint": False}, False),
+    ):
+        assert DLFA(**settings).matcher(seen).simulation.compiled == compiled
 
 
 def test_an_update_is_kept_in_the_models_order_whatever_it_came_in(tmp_path) -> None:

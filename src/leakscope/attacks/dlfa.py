@@ -13,13 +13,13 @@ end the copies are aligned to those of the first epoch by linear assignment and 
 ``variant``: "copies" as above; "shared" one copy, in the same order each epoch; "epoch" one step an epoch on all
 examples, times the number of batches; "single" one gradient times the number of steps.
 
-Differences. The published code keeps all steps in one graph; here only the weights before each step are kept and the
-rest is computed again in the backward pass, which is exact. Where a batch holds all examples, or their order is known,
-one copy serves all epochs. The default compares directions by their L1 distance under a hard box and total
-variation, as this package's Surrogate Model Extension does; the published distance is "layered-l2", and
-``preset("paper-femnist")`` and ``preset("paper-cifar")`` carry all published settings. Where the steps cannot be
-replayed (recipe unknown, momentum, Adam) the update is taken for one gradient and the result is flagged "steps not
-simulated".
+Differences. The published code keeps all steps in one graph; here only the client's state before each step is kept and
+the rest is computed again in the backward pass, which is exact. Clients with momentum and Adam are replayed too. Where
+a batch holds all examples, or their order is known, one copy serves all epochs. The default compares directions by
+their L1 distance under a hard box and total variation, as this package's Surrogate Model Extension does; the published
+distance is "layered-l2", and ``preset("paper-femnist")`` and ``preset("paper-cifar")`` carry all published settings.
+Where the steps cannot be replayed (recipe unknown) the update is taken for one gradient and the result is flagged
+"steps not simulated".
 """
 
 from __future__ import annotations
@@ -33,12 +33,19 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import NORMAL_START, GradientMatching, hides_steps, replay_recipe, weighted
+from leakscope.attacks.gradient_matching import (
+    NORMAL_START,
+    GradientMatching,
+    hides_steps,
+    replay,
+    replay_recipe,
+    weighted,
+)
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting
 from leakscope.labels import local_steps
-from leakscope.matching import Matcher, Pixels, Ramp, Simulation, SingleGradient, UnrolledSteps, steps_in_order
+from leakscope.matching import Matcher, Pixels, Ramp, Simulation, SingleGradient, steps_in_order
 from leakscope.matching.distances import DISTANCES, Cosine, Distance, SquaredL2, as_distance
 from leakscope.matching.optimisers import Adam, Schedule
 from leakscope.matching.priors import EpochAgreement, SoftRange, TotalVariation, TVVariant
@@ -160,7 +167,7 @@ class DLFA(GradientMatching):
             order = tuple(tuple(row + epoch * examples for row in rows) for epoch in range(copies) for rows in order)
         else:
             order = observation.training.batch_order or steps_in_order(examples, batch_size, epochs)
-        return UnrolledSteps(rate, order, self.checkpoint), distance
+        return replay(self, observation, order, rate, self.checkpoint), distance
 
 
 def average_aligned(pictures: Tensor) -> Tensor:

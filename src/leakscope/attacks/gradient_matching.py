@@ -16,13 +16,17 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.labels import RecoveredLabels, local_steps, mean_gradient_scale
-from leakscope.matching import Match, Matcher, Prior, Victim
+from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
+from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
+from leakscope.matching.victim import forward_flops
 
 #: Labels, None where they are searched along; flags; notes; and how the labels were found.
 Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
 LabelChoice = Literal["recover", "joint"]
 #: Where most published code begins.
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
+#: A replayed local step in forward passes: two gradients of three each, and six to pull an adjoint back.
+LOCAL_STEP_FORWARDS = 12
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
@@ -67,7 +71,7 @@ class GradientMatching(Attack):
 
         shuffled = matcher.simulation.imitates == "weight_delta"
         readings, flags, notes = self._readings(observation, generator, shuffled)
-        brief = replace(matcher, iterations=_trial_steps(matcher.iterations), restarts=1, compile="never")
+        brief = _brief(matcher)
         trials = len(readings) * brief.iterations if len(readings) > 1 else 0
         steps = trials + matcher.iterations
         if trials:
@@ -170,9 +174,13 @@ def _later(progress: Progress, before: int, steps: int) -> Progress:
     return lambda done, _, value: progress(before + done, steps, value)
 
 
-def _trial_steps(iterations: int) -> int:
-    """Steps of the short search that chooses between readings of the labels."""
-    return min(iterations, max(10, iterations // 20))
+def _brief(matcher: Matcher) -> Matcher:
+    """The short search that chooses between readings of the labels."""
+    simulation, iterations = matcher.simulation, matcher.iterations
+    if isinstance(simulation, UnrolledSteps):
+        simulation = replace(simulation, compiled=False)
+    steps = min(iterations, max(10, iterations // 20))
+    return replace(matcher, iterations=steps, restarts=1, compile="never", simulation=simulation)
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:
@@ -196,12 +204,35 @@ def several_steps(observation: Observation) -> bool:
 
 
 def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
-    """Examples, epochs, batch size and learning rate, where they are known and the steps plain gradient descent."""
+    """Examples, epochs, batch size and learning rate, where they are known and the optimiser can be replayed."""
     facts, examples = observation.training, observation.num_examples
     epochs, size, rate = facts.epochs, facts.batch_size, facts.learning_rate
-    if examples is None or epochs is None or size is None or rate is None or not _plain_descent(observation):
+    known = facts.optimizer in (None, "sgd", "adam")
+    if examples is None or epochs is None or size is None or rate is None or not known:
         return None
     return examples, epochs, size, rate
+
+
+def replay(
+    attack: GradientMatching,
+    observation: Observation,
+    order: tuple[tuple[int, ...], ...],
+    rate: float,
+    checkpoint: bool = True,
+) -> UnrolledSteps:
+    """The client's steps over ``order`` by its own optimiser; one step is compiled where a run is long enough.
+
+    A rule of counts, not of clocks, so that a run is the same each time.
+    """
+    facts = observation.training
+    optimizer: Literal["sgd", "adam"] = "adam" if facts.optimizer == "adam" else "sgd"
+    compiled = False
+    if attack.compile == "auto" and checkpoint:
+        like = next(iter(observation.message.update.values()))
+        forward = forward_flops(Victim.of(observation).model, like.new_zeros(len(order[0]), *observation.input_shape))
+        work = attack.iterations * attack.restarts * len(order) * LOCAL_STEP_FORWARDS * forward
+        compiled = work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
+    return UnrolledSteps(rate, order, checkpoint, optimizer, facts.momentum or 0.0, compiled)
 
 
 def hides_steps(observation: Observation) -> bool:

@@ -2,8 +2,8 @@
 
 Minimise over x in the valid box:  1 - cos(g, grad(x)) + weight * TV(x),  by Adam; labels recovered first.
 
-For a weight update of several local steps the candidate's update is unrolled: the client's steps of plain gradient
-descent with the known learning rate, compared with the observed difference of weights.
+For a weight update of several local steps the candidate's update is unrolled: the client's steps by its own
+optimiser with the known learning rate, compared with the observed difference of weights.
 
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, takes plain
 Adam steps with a cosine schedule in [0, 1] space, and needs 300 steps where the published settings take thousands: on a
@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
-from leakscope.attacks.gradient_matching import NORMAL_START, GradientMatching, hides_steps, replay_recipe, weighted
+from leakscope.attacks.gradient_matching import (
+    NORMAL_START,
+    GradientMatching,
+    hides_steps,
+    replay,
+    replay_recipe,
+    weighted,
+)
 from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
@@ -99,9 +106,9 @@ class InvertingGradients(GradientMatching):
         if recipe is None:
             if self.update == "unroll":
                 raise NotApplicable(
-                    f"update='unroll' replays plain gradient descent, but the client's optimiser is {facts.optimizer}"
-                    f"{' with momentum' if facts.momentum else ''}; use update='auto', or the attack sme"
+                    f"update='unroll' replays SGD and Adam, but the client's optimiser is {facts.optimizer}; "
+                    "use update='auto', or the attack sme"
                 )
             return SingleGradient()
         examples, epochs, batch_size, rate = recipe
-        return UnrolledSteps(rate, facts.batch_order or steps_in_order(examples, batch_size, epochs))
+        return replay(self, observation, facts.batch_order or steps_in_order(examples, batch_size, epochs), rate)

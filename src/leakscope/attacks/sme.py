@@ -14,7 +14,7 @@ Letters. ``beta`` is the weight on the *after* end. Equation 5 and algorithm 1 o
 on the *before* end; its code, table 1 and figure 4 use alpha as ``beta`` here.
 
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, and takes
-500 steps of Adam with a cosine schedule in [0, 1] space instead of 1000 in the model's: 5 to 10 dB more on FEMNIST. The
+330 steps of Adam with a cosine schedule in [0, 1] space instead of 1000 in the model's: 5 to 10 dB more on FEMNIST. The
 derivative by beta is <dL/dw, w_T - w_0>, to the paper a free by-product; here the backward pass leaves derivatives by
 the weights out where nobody asks for them, and asking costs a tenth to a third of a step. As beta moves by about
 ``beta_lr`` a step, its derivative is taken at every ``beta_every``-th step and kept in between. ``preset("paper")``
@@ -60,7 +60,7 @@ class SME(GradientMatching):
         }
     )
 
-    iterations: int = setting(500, "Steps of the search.", ge=1)
+    iterations: int = setting(330, "Steps of the search.", ge=1)
     distance: str = setting("direction-l1", "How two updates are compared.", choices=DISTANCES)
     tv: float = setting(0.05, "Weight of total variation.", ge=0)
     tv_variant: TVVariant = setting("l1mean_avg", "Which definition of total variation.")
@@ -68,7 +68,7 @@ class SME(GradientMatching):
     beta: float = setting(0.5, "Where the search for the point begins: 0 before, 1 after.", ge=0, le=1)
     beta_lr: float = setting(1e-3, "Step size of Adam for beta; 0 keeps it where it is.", ge=0)
     beta_every: int = setting(20, "Steps between two derivatives by beta.", ge=1)
-    lr: float = setting(0.2, "Step size of Adam.", gt=0)
+    lr: float = setting(0.3, "Step size of Adam.", gt=0)
     schedule: Schedule = setting("cosine", "How the step size falls over the run.")
     start: Start = setting("grey", "Where the search starts.")
     space: Literal["unit", "model"] = setting("unit", "Whether inputs in [0, 1] or the model's own are searched.")

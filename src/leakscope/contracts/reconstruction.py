@@ -23,8 +23,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
         "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
         "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
-        "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than plain "
-        "gradient descent); the update was taken for one gradient.",
+        "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than SGD "
+        "and Adam); the update was taken for one gradient.",
         "ill-conditioned": "The attack ended without explaining the update: the gradient is not smooth, its equations "
         "are badly conditioned, or the update was altered. That is a limit of this attack, not a sign of safety.",
         "not identifiable": "The announced batches do not determine every sample; those that they leave open are a "

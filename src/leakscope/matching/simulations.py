@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, Protocol
 
-import torch
 from torch import Tensor
-from torch.func import vjp
 
 from leakscope.contracts.observation import UpdateKind
+from leakscope.matching.replay import LocalOptimiser, LocalSteps, Replay
 from leakscope.matching.victim import Answer, Tensors, Victim, VictimTensors
 
 
@@ -93,111 +92,51 @@ class SegmentGradient:
 
 @dataclass(frozen=True)
 class UnrolledSteps:
-    """Plain gradient descent over ``order`` (one tuple of example numbers a step): before minus after.
+    """The client's own steps over ``order`` (one tuple of example numbers a step): before minus after.
 
-    ``checkpoint`` remembers only the weights before each step and computes the rest again in the backward pass: exact,
-    and memory no longer grows with the activations of every step. Without it all steps stay in one graph.
+    ``optimizer`` and ``momentum`` are the client's. ``checkpoint`` remembers only the client's state before each step
+    and computes the rest again in the backward pass: exact, and memory no longer grows with the activations of every
+    step. Without it all steps stay in one graph. ``compiled`` compiles one step, which serves them all.
     """
 
     learning_rate: float
     order: tuple[tuple[int, ...], ...]
     checkpoint: bool = True
+    optimizer: Literal["sgd", "adam"] = "sgd"
+    momentum: float = 0.0
+    compiled: bool = False
     imitates: ClassVar[UpdateKind] = "weight_delta"
     #: Compiling three steps in one graph took two minutes, and the compiler does not read the checkpoints.
     compiles: ClassVar[bool] = False
     unknowns: ClassVar[tuple[Unknown, ...]] = ()
+    #: Of the victim seen last: a step is compiled once, not at each evaluation.
+    _steps: list[LocalSteps] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.compiled and not self.checkpoint:
+            raise ValueError("compiled: expected checkpoint=True with it, for one graph of all steps is not compiled")
 
     def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         recorded: Tensors = {}
         if victim.batchnorm_targets:
             # Of all examples at the first weights, as the statistics that they are compared with.
             recorded = victim.loss(tensors, x, targets)[1]
-        steps = _Steps(self, victim, tuple(tensors.weights))
-        flat = tuple(tensors.weights.values())
+        steps = self._steps_of(victim)
+        weights = steps.flatten(tensors.weights.values())
         if self.checkpoint:
-            moved = _Checkpointed.apply(steps, x, targets, *flat)[: len(flat)]
+            moved = Replay.apply(steps, x, targets, weights)[0]
         else:
-            after = flat
-            for rows in self.order:
-                after = steps.descend(after, *steps.batch(rows, x, targets))
-            moved = tuple(a - b for a, b in zip(flat, after, strict=True))
-        return victim.sent_update(dict(zip(steps.names, moved, strict=True)), tensors), recorded
+            state = steps.optimiser.start(weights)
+            for number in range(len(self.order)):
+                state = steps.pure_advance(state, *steps.batch(number, x, targets))
+            moved = weights - state[0]
+        return victim.sent_update(steps.unflatten(moved), tensors), recorded
 
-
-@dataclass(frozen=True, eq=False)
-class _Steps:
-    """The client's steps as functions of tuples of tensors, which autograd functions want."""
-
-    recipe: UnrolledSteps
-    victim: Victim
-    names: tuple[str, ...]
-
-    def batch(self, rows: tuple[int, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        index = torch.tensor(rows, device=x.device)
-        return x[index], targets[index]
-
-    def gradient(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        # The victim's own fixed tensors: an autograd function may only be given others as arguments.
-        tensors = self.victim.tensors._replace(weights=dict(zip(self.names, weights, strict=True)))
-        gradient, _ = self.victim.gradient(tensors, x, targets)
-        return tuple(gradient[name] for name in self.names)
-
-    def descend(self, weights: tuple[Tensor, ...], x: Tensor, targets: Tensor) -> tuple[Tensor, ...]:
-        gradient = self.gradient(weights, x, targets)
-        return tuple(w - self.recipe.learning_rate * g for w, g in zip(weights, gradient, strict=True))
-
-
-class _Checkpointed(torch.autograd.Function):
-    """Before minus after for each tensor, then the weights before each step, which only the backward pass reads.
-
-    Backward is the adjoint of w' = w - lr g(w, x):  a = a' - lr H a',  dx = -lr d/dx <g, a'>.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(steps: _Steps, x: Tensor, targets: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
-        # One block for all: tensors kept one by one between short-lived ones leave holes as large as themselves.
-        places = x.new_empty((len(steps.recipe.order), sum(w.numel() for w in weights)))
-        current = weights
-        for number, rows in enumerate(steps.recipe.order):
-            places[number] = torch.cat([w.reshape(-1) for w in current])
-            current = steps.descend(current, *steps.batch(rows, x, targets))
-        return (*(a - b for a, b in zip(weights, current, strict=True)), places)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        steps, x, targets, *weights = inputs
-        ctx.steps = steps
-        ctx.mark_non_differentiable(output[-1])
-        ctx.set_materialize_grads(False)  # zeros for every step's weights would double the memory
-        ctx.save_for_backward(x, targets, output[-1], *weights)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
-        steps: _Steps = ctx.steps
-        x, targets, places, *start = ctx.saved_tensors
-        rate, soft = steps.recipe.learning_rate, targets.is_floating_point()
-        adjoint = tuple(torch.zeros_like(w) if c is None else -c for w, c in zip(start, cotangents, strict=False))
-        dx = torch.zeros_like(x)
-        dtargets = torch.zeros_like(targets) if soft else None
-        for number in reversed(range(len(steps.recipe.order))):
-            flat = places[number].split([w.numel() for w in start])
-            weights = tuple(part.reshape(w.shape) for part, w in zip(flat, start, strict=True))
-            rows = torch.tensor(steps.recipe.order[number], device=x.device)
-
-            def gradient(weights: tuple[Tensor, ...], *batch: Tensor, labels: Tensor = targets[rows]) -> Any:
-                return steps.gradient(weights, batch[0], batch[1] if soft else labels)
-
-            # Nobody differentiates a third time; recording it would keep every step's graph after all.
-            with torch.no_grad():
-                pull = vjp(gradient, weights, x[rows], *((targets[rows],) if soft else ()))[1]
-                pushed, *pulled = pull(adjoint)
-                adjoint = tuple(a - rate * h for a, h in zip(adjoint, pushed, strict=True))
-                dx = dx.index_add(0, rows, -rate * pulled[0])
-                if dtargets is not None:
-                    dtargets = dtargets.index_add(0, rows, -rate * pulled[1])
-        return (None, dx, dtargets, *([None] * len(start)))
+    def _steps_of(self, victim: Victim) -> LocalSteps:
+        if not self._steps or self._steps[0].victim is not victim:
+            optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
+            self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
+        return self._steps[0]
 
 
 def steps_in_order(num_examples: int, batch_size: int, epochs: int) -> tuple[tuple[int, ...], ...]:
