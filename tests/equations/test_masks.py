@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from leakscope.equations import masks
 from leakscope.equations.masks import LayerEquations, Masks, decode_masks
 
 EXAMPLES, UNITS, INPUTS, PLACES = 2, 6, 40, 12
@@ -111,14 +110,13 @@ def test_only_free_units_flip() -> None:
     assert torch.equal(found.active[~free], forward[~free])
 
 
-def test_a_unit_with_too_many_free_masks_keeps_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "MOST_FREE", 3)
+def test_a_unit_with_too_many_free_masks_keeps_them() -> None:
     layer = Layer(5)
     forward = layer.disturbed(0.5) > 0
     free = torch.ones_like(forward)
     free[:, 0] = False
     free[0, 0, :3] = True
-    found = decode_masks(layer.equations(), forward, free, torch.full_like(layer.received, 1.5))
+    found = decode_masks(layer.equations(), forward, free, torch.full_like(layer.received, 1.5), most_free=3)
     assert torch.equal(found.active[:, 1:], forward[:, 1:])
 
 
