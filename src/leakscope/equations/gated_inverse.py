@@ -47,8 +47,9 @@ FAR_SHARE = 1 / 20
 FREE_OF_FIRST = 0.25
 #: Passes after which a solution that does not come nearer is given up, and over how many it must have done so.
 PATIENCE, WINDOW = 12, 5
-#: Multiplications that all products with the equations may take.
-WORK = 6e10
+#: Multiplications that all products with the equations may take; below the second number, a certificate, half as many
+#: again: the rest of the way is short.
+WORK, SOON_THERE = 6e10, 1e-4
 #: Of features and of layers that read the input, the share that an exact solution may leave. Their residual is not as
 #: small as that of the others, and not needed as small: they only rule out what the others do not see.
 UNSEEN = 1e-3
@@ -259,7 +260,7 @@ class _Pace:
         lost = passes > PATIENCE and self.lowest > max(FAR, 0.9 * min(self.history[:-WINDOW]))
         # Badly conditioned directions want one pass of many steps without slack, however small the certificate is.
         finished = exact and stalled and before < settings.exact
-        spent = passes >= settings.passes or self._spent >= self.products
+        spent = passes >= settings.passes or self._spent >= self.products * (1.5 if self.lowest < SOON_THERE else 1)
         self.ended = finished or lost or spent or not math.isfinite(certificate)
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0
         if exact:
