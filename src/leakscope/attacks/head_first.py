@@ -8,7 +8,7 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
    search in every trained network, is out of the way. Among a few weightings that one is taken whose short trial
    explains the whole update best.
 3. *From near to exact.* In ReLU networks masks are decoded and what is then linear is solved
-   (:mod:`leakscope.equations.gated_inverse`), and the residual is a certificate. Further rounds of matching and
+   (:mod:`leakscope.attacks.head_first_finish`), and the residual is a certificate. Further rounds of matching and
    solving go on from there until one ends with it. Networks without kinks are finished by Gauss-Newton steps.
 
 Where the head tells nothing (pruned, too many examples, several local steps) the attack is ``inverting-gradients`` with
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -27,39 +26,26 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
+from leakscope.attacks.head_first_finish import CERTIFIED, Finish, Finisher
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.equations.head_solution import HeadRefused
-from leakscope.matching import DirectionL1, GradientMap, LevenbergMarquardt, Victim
-from leakscope.matching.gradient_map import affordable_steps
+from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
-from leakscope.matching.loop import forward_flops
 from leakscope.matching.search import Watch
-from leakscope.network.activations import Unsupported
+from leakscope.matching.victim import forward_flops
 from leakscope.network.kinks import kinks
-from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import record_layers
 
-#: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
-CERTIFIED = 1e-6
 #: What the rounding of a batch's gradient alone may leave: below this there is nothing left to gain by another round.
 SETTLED = 3e-6
 #: With a certificate below this masks are right but for a few, and the certificate tells more than the whole update's
 #: distance, in which one wrong mask outweighs all pixels.
 NEARLY = 1e-4
-#: Features within so many times their expected error of zero may be those of silent units.
-SILENT_ERRORS = 4.0
-#: Fewer products with the equations than this lead nowhere.
-LEAST_PRODUCTS = 200
-#: Gauss-Newton steps, and the relative residual that is worth going on from.
-GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
-#: So many products with the Jacobian must be affordable, by the size of the model.
-GAUSS_NEWTON_PRODUCTS = 100
 #: Steps times multiplications of a forward pass after which there is no further round.
 MOST_WORK = 1e11
 #: Rounds where noise or rounding leaves no certificate to be reached.
@@ -162,7 +148,10 @@ class _Below:
         """Searches below the cut, each finished where that can be done, until one has a certificate."""
         matching = self._matching()
         exact = self.embedding.exact
-        finish = self._finish() if self.attack.solve and (exact or not self.smooth) else None
+        finish: Finish | None = None
+        if self.attack.solve and (exact or not self.smooth):
+            finisher = Finisher(self.observation, self.embedding, self.victim, self._targets(), self.notes)
+            finish = finisher.for_network(self.smooth)
         work = forward_flops(self.victim.model, self.victim_input(1)) * len(self.embedding.features)
         best: _Candidate | None = None
         for number in range(self.attack.tries if exact else min(self.attack.tries, NOISY_TRIES)):
@@ -170,7 +159,7 @@ class _Below:
             best = _better(best, found)
             if finish is None:
                 break
-            best = _better(best, finish(found))
+            best = _better(best, self._finished(finish, found))
             if best.certificate < SETTLED or self.smooth or self.steps * work > MOST_WORK:
                 break
         assert best is not None
@@ -234,71 +223,13 @@ class _Below:
         names = [n for n, value in self.update.items() if value.dim() > 1 and (owners[n] in before or n in beside)]
         return names, frozenset(name for name in names if name in beside or owners[name] == before[0])
 
-    def _finish(self) -> Callable[[_Candidate], _Candidate] | None:
-        """How a search is finished on this network; None where it is not, and a note says why."""
-        observation = self.observation
-        if observation.batchnorm == "train" and self.victim.batchnorm_targets:
-            self.notes.append("BatchNorm uses the statistics of the batch, so the search is not finished")
-            return None
-        if self.smooth:
-            return self._gauss_newton
-        try:
-            network = read_gated(observation.model, observation.input_shape, self.embedding.layer)
-        except Unsupported as error:
-            self.notes.append(f"masks are not decoded: {error}")
-            return None
-        inputs = observation.inputs
-        problem = GatedProblem(
-            network,
-            self.embedding.features,
-            self.embedding.adjoints,
-            {name: value.cpu() for name, value in self.update.items()},
-            project=inputs.project if inputs.bounded else (lambda x: x),
-            silence=self._silence(),
-        )
-        if problem.affordable_products() < LEAST_PRODUCTS:
-            self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
-            return None
-        return lambda found: self._decoded(problem, found)
-
-    def _silence(self) -> float:
-        """The share of the largest feature below which one may be zero: rounding, or the noise of the update."""
-        features = self.embedding.features
-        if self.embedding.exact:
-            return SILENT
-        error = self.embedding.error * float(features.square().mean().sqrt())
-        return max(SILENT, SILENT_ERRORS * error / float(features.abs().max().clamp_min(1e-300)))
-
-    def _decoded(self, problem: GatedProblem, found: _Candidate) -> _Candidate:
-        solution = problem.solve(found.inputs.cpu(), SolverSettings(exact=CERTIFIED))
-        solved = self._candidate(solution.inputs, f"{found.way}, masks decoded")
-        return dataclasses.replace(solved, certificate=solution.certificate, curve=found.curve, flags=found.flags)
-
-    def _gauss_newton(self, found: _Candidate) -> _Candidate:
-        """Second-order steps with the output gradient held, for networks without kinks."""
-        wide = self.observation.to(dtype=torch.float64)
-        mapping = GradientMap.of(wide, self._targets(), self.embedding.output_gradients.to(wide.device))
-        if affordable_steps(mapping) < GAUSS_NEWTON_PRODUCTS:
-            self.notes.append("no Gauss-Newton steps: the network is too large for them")
-            return found
-        observed = mapping.joined(wide.message.update)
-        size = float(observed.norm().clamp_min(1e-300))
-        x, residual = mapping.flat(found.inputs.double()), math.inf
-        for steps, enough in GAUSS_NEWTON:
-            try:
-                fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
-            except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
-                self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
-                return found
-            x, residual = fit.x, float(fit.residual.norm()) / size
-            if fit.at_rest or residual > enough:
-                break
-        if residual >= CERTIFIED:
-            # The gradient alone, without a prior, is explained by inputs that are further away.
-            self.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
-            return found
-        solved = self._candidate(mapping.pictures(x), f"{found.way}, Gauss-Newton")
-        return dataclasses.replace(solved, certificate=residual, curve=found.curve, flags=found.flags)
+    def _finished(self, finish: Finish, near: _Candidate) -> _Candidate:
+        """What finishing makes of a search, or the search itself."""
+        solution = finish(near.inputs)
+        if solution is None:
+            return near
+        solved = self._candidate(solution.inputs, f"{near.way}, {solution.way}")
+        return dataclasses.replace(solved, certificate=solution.certificate, curve=near.curve, flags=near.flags)
 
     def _rival(self) -> _Candidate | None:
         """What matching the whole update finds with these labels; None where the model's code does not allow it."""

@@ -1,0 +1,127 @@
+"""How ``head-first`` finishes a search: from inputs that are near to the exact ones.
+
+In ReLU networks masks are decoded and what is then linear is solved (:mod:`leakscope.equations.gated_inverse`);
+networks without kinks are finished by Gauss-Newton steps. Either ends with a certificate that needs no truth. See
+docs/strength.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.observation import Observation
+from leakscope.equations.embedding import Embedding
+from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
+from leakscope.matching import GradientMap, LevenbergMarquardt, Victim
+from leakscope.matching.gradient_map import affordable_steps
+from leakscope.network.activations import Unsupported
+from leakscope.network.read_gates import read_gated
+
+#: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
+CERTIFIED = 1e-6
+#: Fewer products with the equations than this lead nowhere.
+LEAST_PRODUCTS = 200
+#: Features within so many times their expected error of zero may be those of silent units.
+SILENT_ERRORS = 4.0
+#: Gauss-Newton steps, and the relative residual that is worth going on from.
+GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
+#: So many products with the Jacobian must be affordable, by the size of the model.
+GAUSS_NEWTON_PRODUCTS = 100
+
+
+@dataclass(frozen=True, eq=False)
+class Finished:
+    """Inputs in the model's space, their certificate, and how they came about."""
+
+    inputs: Tensor
+    certificate: float
+    way: str
+
+
+#: From the inputs of a search; None where nothing better was found.
+Finish = Callable[[Tensor], Finished | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Finisher:
+    """What finishing needs to know; ``notes`` tell why a search is not finished.
+
+    ``targets``: the labels; any will do where the output gradient stands for the loss.
+    """
+
+    observation: Observation
+    embedding: Embedding
+    victim: Victim
+    targets: Tensor
+    notes: list[str] = field(default_factory=list)
+
+    def for_network(self, smooth: bool) -> Finish | None:
+        """How a search is finished on this network; None where it is not, and a note says why."""
+        if self.observation.batchnorm == "train" and self.victim.batchnorm_targets:
+            self.notes.append("BatchNorm uses the statistics of the batch, so the search is not finished")
+            return None
+        return self.gauss_newton if smooth else self._by_masks()
+
+    def _by_masks(self) -> Finish | None:
+        observation, embedding = self.observation, self.embedding
+        try:
+            network = read_gated(observation.model, observation.input_shape, embedding.layer)
+        except Unsupported as error:
+            self.notes.append(f"masks are not decoded: {error}")
+            return None
+        inputs = observation.inputs
+        problem = GatedProblem(
+            network,
+            embedding.features,
+            embedding.adjoints,
+            {name: value.cpu() for name, value in observation.message.update.items()},
+            project=inputs.project if inputs.bounded else (lambda x: x),
+            silence=self.silence(),
+        )
+        if problem.affordable_products() < LEAST_PRODUCTS:
+            self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
+            return None
+
+        def decode(near: Tensor) -> Finished:
+            solution = problem.solve(near.cpu(), SolverSettings(exact=CERTIFIED))
+            return Finished(solution.inputs, solution.certificate, "masks decoded")
+
+        return decode
+
+    def silence(self) -> float:
+        """The share of the largest feature below which one may be zero: rounding, or the noise of the update."""
+        features = self.embedding.features
+        if self.embedding.exact:
+            return SILENT
+        error = self.embedding.error * float(features.square().mean().sqrt())
+        return max(SILENT, SILENT_ERRORS * error / float(features.abs().max().clamp_min(1e-300)))
+
+    def gauss_newton(self, near: Tensor) -> Finished | None:
+        """Second-order steps with the output gradient held, for networks without kinks."""
+        wide = self.observation.to(dtype=torch.float64)
+        mapping = GradientMap.of(wide, self.targets, self.embedding.output_gradients.to(wide.device))
+        if affordable_steps(mapping) < GAUSS_NEWTON_PRODUCTS:
+            self.notes.append("no Gauss-Newton steps: the network is too large for them")
+            return None
+        observed = mapping.joined(wide.message.update)
+        size = float(observed.norm().clamp_min(1e-300))
+        x, residual = mapping.flat(near.double()), math.inf
+        for steps, enough in GAUSS_NEWTON:
+            try:
+                fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
+            except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
+                self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
+                return None
+            x, residual = fit.x, float(fit.residual.norm()) / size
+            if fit.at_rest or residual > enough:
+                break
+        if residual >= CERTIFIED:
+            # The gradient alone, without a prior, is explained by inputs that are further away.
+            self.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
+            return None
+        return Finished(mapping.pictures(x), residual, "Gauss-Newton")
