@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope import __version__
 from leakscope.attacks import make_attack
 from leakscope.cli.parsing import parse_part
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
@@ -153,7 +154,7 @@ def measure(
     except (NotApplicable, MissingKnowledge) as error:
         refused = f"{type(error).__name__}: {error}"
     row = {**asdict(cell), "number": number, "attack": word, "images": list(places), "settings": repr(attack)}
-    row |= {"seconds": round(cpu_seconds() - started, 2), "tries": made, "refused": refused}
+    row |= {"seconds": round(cpu_seconds() - started, 2), "tries": made, "refused": refused, "version": __version__}
     if best is None:
         return {**row, "psnr": [], "certificate": [], "label_accuracy": None, "flags": []}
     truth = data.subset(places)
