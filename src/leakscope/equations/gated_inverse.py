@@ -32,15 +32,15 @@ NEAR_ZERO = 3.0
 #: In the first pass errors are larger than the features say: so many times, for the highest layer and the others.
 FIRST_PASS = (6.0, 3.0)
 #: Above this certificate masks are still to be found; below it hardly one is in doubt, the decoded masks of all layers
-#: are held, and the conditioning of the equations is what counts.
+#: are held (of one example), and the conditioning of the equations is what counts.
 FAR = 2e-3
-#: Where progress stalls, layers explained up to this share count in full (far away, and near): the highest alone may
-#: not determine the input, and the better it is explained the less would the others count.
+#: Where progress stalls, layers explained up to this share count in full (one example far away, and else): the highest
+#: alone may not determine the input, and the better it is explained the less would the others count.
 FAIR = (1e-2, 1e-3)
 #: A certificate that falls to more than this share in one pass has stalled (far away, and near).
 STALLED = (0.9, 0.5)
-#: Of all products with the equations, those of one pass are at most this share far away, where masks are still to be
-#: found and passes count for more than their precision.
+#: Of all products with the equations, those of one pass for one example are at most this share far away, where masks
+#: are still to be found and passes count for more than their precision.
 FAR_SHARE = 1 / 20
 #: The masks of a layer that reads the input are decoded for units with at most this share of free masks for each
 #: equation: it has few.
@@ -119,10 +119,12 @@ class GatedProblem:
         settings = settings or SolverSettings()
         z = best = start.double()
         linear = LinearStep(self.network, self.features, self.project)
-        pace = _Pace(settings, min(settings.products, self.affordable_products()))
+        # A batch has as many equations as one example, for many times the masks: its lower layers are not decoded well.
+        single = len(start) == 1
+        pace = _Pace(settings, min(settings.products, self.affordable_products()), single)
         while True:
             now = self.network.run(z)
-            gates, layers, errors = self._decode(now, first=not pace.history, near=pace.lowest < FAR)
+            gates, layers, errors = self._decode(now, first=not pace.history, near=single and pace.lowest < FAR)
             if pace.told(max((one.residual for one in _above(layers)), default=math.inf)):
                 best = z
             if pace.ended:
@@ -242,8 +244,8 @@ def _above(layers: list[LayerState]) -> list[LayerState]:
 class _Pace:
     """How many conjugate gradients, how much slack, and when to stop, by how the certificate falls."""
 
-    def __init__(self, settings: SolverSettings, products: int) -> None:
-        self.settings, self.products = settings, products
+    def __init__(self, settings: SolverSettings, products: int, single: bool) -> None:
+        self.settings, self.products, self.single = settings, products, single
         self.history: list[float] = []
         self.lowest = math.inf
         self.steps, self.reach, self.fair, self.ended = settings.steps, 1.0, 0.0, False
@@ -265,7 +267,7 @@ class _Pace:
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0
         if exact:
             self.steps = settings.most_steps
-        elif self._stalls:
+        elif self._stalls and (self.single or not far):
             most = min(settings.most_steps, int(FAR_SHARE * self.products) if far else self.products)
             self.steps = max(self.steps, min(2 * self.steps, most))
         if exact:
@@ -275,7 +277,7 @@ class _Pace:
         else:
             # Either masks of lower layers are wrong, or the equations are badly conditioned: one after the other.
             self.reach = 4.0 ** (self._stalls + 1) if far or self._stalls % 2 == 0 else 0.0
-        self.fair = FAIR[not far] if self._stalls else 0.0
+        self.fair = FAIR[not far or not self.single] if self._stalls else 0.0
         self._spent += self.steps
         return certificate < before
 
