@@ -113,17 +113,18 @@ class Finisher:
         if affordable_steps(mapping) < GAUSS_NEWTON_PRODUCTS:
             self.notes.append("no Gauss-Newton steps: the network is too large for them")
             return None
-        observed = mapping.joined(wide.message.update)
-        size = float(observed.norm().clamp_min(1e-300))
-        x, residual = mapping.flat(near.double()), math.inf
+        try:
+            return self._newton_steps(mapping, mapping.joined(wide.message.update), mapping.flat(near.double()))
+        except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
+            self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
+            return None
+
+    def _newton_steps(self, mapping: GradientMap, observed: Tensor, x: Tensor) -> Finished | None:
+        size, residual = float(observed.norm().clamp_min(1e-300)), math.inf
         if not self._determined(mapping, x, size):
             return None
         for steps, enough in GAUSS_NEWTON:
-            try:
-                fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
-            except RuntimeError as error:  # an LSTM has no forward derivative, and some code insists on float32
-                self.notes.append(f"no Gauss-Newton steps: {str(error).strip().splitlines()[0]}")
-                return None
+            fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
             x, residual = fit.x, float(fit.residual.norm()) / size
             if fit.at_rest or residual > enough:
                 break
