@@ -6,7 +6,9 @@
 
 A row for each batch and attack, a line of JSON each, appended to FILE as soon as it is measured: what is there is not
 run again, so that several runs fill one matrix (--again measures anew; the newest row counts). Images are those of the
-test split from number 1000 on, on which no setting was chosen. Times are CPU seconds of one thread, told as ratios to
+test split from number 1000 on, on which no setting was chosen but one that docs/strength.md names.
+
+Times are CPU seconds of one thread, told as ratios to
 ``inverting-gradients`` with its defaults on the same batch in the same run; where that was measured in another run,
 both are taken relative to a forward-backward pass of the same batch in their own.
 
