@@ -11,8 +11,9 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
    (:mod:`leakscope.attacks.head_first_finish`), and the residual is a certificate. Further rounds of matching and
    solving go on from there until one ends with it. Networks without kinks are finished by Gauss-Newton steps.
 
-Where the head tells nothing (pruned, too many examples, several local steps) the attack is ``inverting-gradients`` with
-its default settings, and a note says why.
+Where the head tells nothing (pruned, too many examples, several local steps) the whole update is matched, as
+``inverting-gradients`` does with its default settings, and on networks without kinks as ``idlg`` does
+(:mod:`leakscope.attacks.head_first_rivals`); a note says why.
 """
 
 from __future__ import annotations
@@ -27,7 +28,15 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first_finish import CERTIFIED, Finish, Finisher
-from leakscope.attacks.inverting_gradients import InvertingGradients
+from leakscope.attacks.head_first_rivals import (
+    MOST_WORK,
+    best_match,
+    explains_more,
+    forward_work,
+    match_whole_update,
+    rivals_for,
+    unexplained,
+)
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -37,7 +46,6 @@ from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.search import Watch
-from leakscope.matching.victim import forward_flops
 from leakscope.network.kinks import kinks
 from leakscope.network.recorder import record_layers
 
@@ -46,8 +54,6 @@ SETTLED = 3e-6
 #: With a certificate below this masks are right but for a few, and the certificate tells more than the whole update's
 #: distance, in which one wrong mask outweighs all pixels.
 NEARLY = 1e-4
-#: Steps times multiplications of a forward pass after which there is no further round.
-MOST_WORK = 1e11
 #: Rounds where noise or rounding leaves no certificate to be reached.
 NOISY_TRIES = 2
 WHOLE_UPDATE = "whole update"
@@ -98,18 +104,13 @@ class HeadFirst(Attack):
             if several_steps(observation) and not embedding.exact:
                 raise HeadRefused("the update is that of several local steps, and not nearly one gradient")
         except HeadRefused as error:
-            note = f"the head tells nothing, so the whole update is matched as inverting-gradients does: {error}"
-            result = self.whole_update(observation, untouched, progress)
+            note = f"the head tells nothing, so the whole update is matched instead: {error}"
+            rivals = rivals_for(observation, self.iterations)
+            result = best_match(match_whole_update(rivals, observation, untouched, progress), observation)
             return dataclasses.replace(
                 result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE, "certificate": None}
             )
         return _Below(self, observation, embedding, generator, untouched, progress).reconstruct()
-
-    def whole_update(
-        self, observation: Observation, generator: torch.Generator, progress: Progress | None
-    ) -> Reconstruction:
-        """What matching without the head finds."""
-        return InvertingGradients(iterations=self.iterations).run(observation, generator, progress)
 
 
 class _Below:
@@ -135,8 +136,7 @@ class _Below:
     def reconstruct(self) -> Reconstruction:
         best = self._algebra() if self.embedding.reaches_input else self._search()
         if best.certificate >= SETTLED and self.attack.rival and not self.embedding.reaches_input:
-            rival = self._rival()
-            best = best if rival is None else _better(best, rival)
+            best = self._rivalled(best)
         return self._result(best)
 
     def _algebra(self) -> _Candidate:
@@ -152,7 +152,7 @@ class _Below:
         if self.attack.solve and (exact or not self.smooth):
             finisher = Finisher(self.observation, self.embedding, self.victim, self._targets(), self.notes)
             finish = finisher.for_network(self.smooth)
-        work = forward_flops(self.victim.model, self.victim_input(1)) * len(self.embedding.features)
+        work = forward_work(self.observation) * len(self.embedding.features)
         best: _Candidate | None = None
         for number in range(self.attack.tries if exact else min(self.attack.tries, NOISY_TRIES)):
             found = self._round(matching, number, best, finish is not None)
@@ -231,8 +231,8 @@ class _Below:
         solved = self._candidate(solution.inputs, f"{near.way}, {solution.way}")
         return dataclasses.replace(solved, certificate=solution.certificate, curve=near.curve, flags=near.flags)
 
-    def _rival(self) -> _Candidate | None:
-        """What matching the whole update finds with these labels; None where the model's code does not allow it."""
+    def _rivalled(self, best: _Candidate) -> _Candidate:
+        """The best so far, or what matching the whole update finds with these labels where that explains it better."""
         known = dataclasses.replace(self.observation.knowledge, labels="yes")
         labels = self.embedding.labels
         if labels is None or self.observation.labels is not None:
@@ -241,13 +241,30 @@ class _Below:
             observation = dataclasses.replace(
                 self.observation, knowledge=known, labels=labels.to(self.observation.device), label_counts=None
             )
+        rivals = rivals_for(observation, self.attack.iterations)
         try:
-            result = self.attack.whole_update(observation, self.untouched, self._told(self.attack.iterations))
+            told = self._told(sum(rival.iterations for rival in rivals))
+            results = match_whole_update(rivals, observation, self.untouched, told)
         except (RuntimeError, NotApplicable) as error:  # the steps of an LSTM, say, are not unrolled
             self.notes.append(f"the whole update is not matched: {str(error).strip().splitlines()[0]}")
-            return None
-        found = self._candidate(result.inputs, WHOLE_UPDATE)
-        return dataclasses.replace(found, curve=tuple(result.history["objective"][0]), flags=result.flags)
+            return best
+        search, *least_squares = (
+            dataclasses.replace(
+                self._candidate(result.inputs, WHOLE_UPDATE),
+                curve=tuple(result.history["objective"][0]),
+                flags=result.flags,
+            )
+            for result in results
+        )
+        best = _better(best, search)
+        for rival in least_squares:
+            if explains_more(observation, self._unexplained(rival), self._unexplained(best)):
+                best = rival
+        return best
+
+    def _unexplained(self, one: _Candidate) -> float:
+        held = self._held_output_gradients(one.inputs)
+        return unexplained(self.observation, one.inputs, self._targets(), held)
 
     def _candidate(self, inputs: Tensor, way: str) -> _Candidate:
         inputs = inputs.detach().to(next(iter(self.update.values())))
@@ -255,10 +272,13 @@ class _Below:
 
     def _distance(self, inputs: Tensor) -> float:
         """What these inputs leave of the direction of the whole update, by the client's own loss."""
-        victim, labels = self.victim, self.embedding.labels
-        held = self.embedding.output_gradients.to(inputs) if labels is None else None
+        victim, held = self.victim, self._held_output_gradients(inputs)
         update, _ = victim.gradient(victim.tensors, inputs, self._targets(), held)
         return float(DirectionL1()(self.update, victim.sent_update(update, victim.tensors)))
+
+    def _held_output_gradients(self, like: Tensor) -> Tensor | None:
+        """What stands for the loss where there are no labels."""
+        return self.embedding.output_gradients.to(like) if self.embedding.labels is None else None
 
     def _targets(self) -> Tensor:
         """The labels; any will do where the output gradient stands for the loss."""
