@@ -14,7 +14,7 @@ Row = Mapping[str, Any]
 
 WIDTH, HEIGHT, TOP, BOTTOM = 640, 230, 30, 180
 #: Left and right end of each panel's axis.
-PANELS = ((56, 306), (380, 630))
+PANELS = ((56, 298), (380, 622))
 MEASURED = {"seconds": "seconds", "megabytes": "megabytes"}
 #: A file by itself has no page's style sheet, and is shown on light and on dark pages.
 STYLE = (
