@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from leakscope.federation import FedSGD
+from leakscope.matching import Victim
 from leakscope.matching.victim import forward_flops
 from leakscope.models import MODELS, build_model
 
@@ -46,6 +48,39 @@ def test_operations_of_every_model_are_those_that_torch_counts(name: str) -> Non
 def test_operations_of_other_layers_too(training: bool) -> None:
     model, x = ManyKinds().train(training), torch.zeros(2, 6, 5)
     assert forward_flops(model, x) == counted_by_torch(model, x) > 0
+
+
+class TwoNames(nn.Module):
+    """One weight matrix under two names."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        if tied:
+            self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.tanh(self.first(x)))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_of_two_names_counts_under_both(tied: bool) -> None:
+    draws = torch.Generator().manual_seed(0)
+    net, x, y = TwoNames(tied), torch.rand(2, 4, generator=draws), torch.tensor([1, 3])
+    with torch.no_grad():
+        for value in net.parameters():
+            value.copy_(torch.randn(value.shape, generator=draws))
+    victim = Victim.of(FedSGD().observe(net, x, y))
+    assert victim.tied is tied
+    # Other values than the model's own, as a client has them after a step.
+    moved = {name: 2 * value for name, value in victim.tensors.weights.items()}
+    ours, _ = victim.gradient(victim.tensors._replace(weights=moved), x, y)
+    with torch.no_grad():
+        for value in net.parameters():
+            value.mul_(2)
+    theirs = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
+    for (name, _), value in zip(net.named_parameters(), theirs, strict=True):
+        assert torch.allclose(ours[name], value, atol=1e-6)
 
 
 #: What each worker of a default audit does, in small.

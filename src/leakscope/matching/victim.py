@@ -51,6 +51,8 @@ class Victim:
     task: Task
     channel: Channel
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    #: Whether a parameter or buffer has several names; looking for them at each call takes a hundredth of a step.
+    tied: bool
     _tape: dict[str, Tensor] = field(repr=False)
 
     @classmethod
@@ -80,7 +82,8 @@ class Victim:
         movement = dict(message.update) if message.kind == "weight_delta" else {}
         channel = Channel() if observation.channel is None else observation.channel
         tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update))
-        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, tape)
+        tied = _names(model, remove_duplicate=False) > _names(model, remove_duplicate=True)
+        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, tied, tape)
 
     def loss(
         self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
@@ -93,7 +96,8 @@ class Victim:
         # Copies of what a forward pass may change in place: counters and other buffers, and the input.
         fresh = {name: value.clone() if name in self.buffers else value for name, value in tensors.fixed.items()}
         x, targets = self.channel.mix(x, targets)
-        outputs = outputs_of(functional_call(self.model, {**tensors.weights, **fresh}, (x.clone(),)))
+        values = {**tensors.weights, **fresh}
+        outputs = outputs_of(functional_call(self.model, values, (x.clone(),), tie_weights=self.tied))
         recorded = dict(self._tape)
         self._tape.clear()
         if output_gradient is not None:
@@ -142,6 +146,11 @@ class Victim:
     def sent_update(self, update: Tensors, tensors: VictimTensors) -> Tensors:
         """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
         return self.channel.stand_in(update, tensors.survivors)
+
+
+def _names(model: nn.Module, remove_duplicate: bool) -> int:
+    parameters = model.named_parameters(remove_duplicate=remove_duplicate)
+    return sum(1 for _ in (*parameters, *model.named_buffers(remove_duplicate=remove_duplicate)))
 
 
 def forward_flops(model: nn.Module, x: Tensor) -> int:
