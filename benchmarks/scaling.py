@@ -45,7 +45,7 @@ POINTS: dict[str, tuple[Any, ...]] = {
     "model": ("convnet", "resnet18", "s3-vit"),
     "local-steps": (1, 5, 10, 50, 250),
     "vertical": (80, 200, 800, 3200),
-    "photo": (12,),
+    "photo": (40,),
 }
 
 
