@@ -1,6 +1,6 @@
 """Where the time of an audit goes, and what a second worker gains.
 
-python benchmarks/audit_speed.py [--only shares|workers] [--examples 6] [--jobs 24]
+python benchmarks/audit_speed.py [--only shares|workers|compiled] [--examples 6] [--jobs 24] [--steps 1000]
 
 shares: the default audit in one process: processor seconds of each part and each attack, and those that shared work
 saved.
@@ -8,11 +8,14 @@ workers: so many equal jobs by one worker and by two, in turn: the ratio of wall
 an idle machine only, and the accounting that holds on a busy one: which share of their time workers are busy with jobs,
 and how many times the processor seconds the same jobs take side by side. From both the ratio that two free processors
 would give. The start of workers is not in it.
+compiled: so many jobs of one setting, each of so many steps, with compiled steps from an empty cache and with plain
+ones: the ratio of processor seconds of two processes that run at the same time, so that both meet the same machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import resource
 import subprocess
 import sys
@@ -161,17 +164,59 @@ def workers(jobs: int, repeats: int = 2) -> None:
     print(f"  ratio on two free processors, by this accounting: {2 * shares[1] / shares[0] / dearer:.2f}")
 
 
+def long_jobs(jobs: int, steps: int, compile: str) -> None:
+    """Processor seconds of an audit of one setting in this process, and of what it started, printed for the parent."""
+    spec = {
+        "model": "convnet",
+        "data": "tiles",
+        "examples": jobs,
+        "attacks": [{"inverting-gradients": {"iterations": steps, "compile": compile}}],
+        "controls": False,
+        "findings": False,
+        "executor": "serial",
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        result = run_spec(spec, folder, progress=False)
+    assert {row.status for row in result.rows} == {"done"}
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    print(sum(one.ru_utime + one.ru_stime for one in used))
+
+
+def compiled(jobs: int, steps: int) -> None:
+    with tempfile.TemporaryDirectory() as cache:
+        running = [
+            subprocess.Popen(
+                [sys.executable, __file__, "--long", how, "--jobs", str(jobs), "--steps", str(steps)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "LEAKSCOPE_CACHE": cache},
+            )
+            for how in ("always", "never")
+        ]
+        ours, plain = (float(process.communicate()[0]) for process in running)
+    print(
+        f"{jobs} jobs of {steps} steps: compiled {ours:.0f} processor seconds, plain {plain:.0f}, "
+        f"ratio {ours / plain:.2f}, compilation included"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=["shares", "workers"])
+    parser.add_argument("--only", choices=["shares", "workers", "compiled"])
     parser.add_argument("--examples", type=int, default=DEFAULT_SPEC["examples"])
     parser.add_argument("--jobs", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--long", choices=["always", "never"], help=argparse.SUPPRESS)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.only != "workers":
+    if options.long:
+        return long_jobs(options.jobs, options.steps, options.long)
+    if options.only in (None, "shares"):
         shares(options.examples)
-    if options.only != "shares":
+    if options.only in (None, "workers"):
         workers(options.jobs)
+    if options.only in (None, "compiled"):
+        compiled(options.jobs, options.steps)
 
 
 if __name__ == "__main__":

@@ -57,9 +57,19 @@ def read_rows(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
 
 
+def plot_file(axis: str) -> str:
+    """The name of an axis' plot, beside the page that shows it."""
+    return f"scaling-{axis}.svg"
+
+
+def drawn_axes(rows: Sequence[Row]) -> list[str]:
+    """The axes along which cost grows and that have two points at least."""
+    return [name for name, axis in AXES.items() if axis.grows and sum(row["axis"] == name for row in rows) > 1]
+
+
 def tables(rows: Sequence[Row]) -> str:
-    """One table an axis, with the exponent of growth below it."""
-    parts = []
+    """One table an axis, with its plot above and the exponent of growth below it."""
+    parts, drawn = [], drawn_axes(rows)
     for name, axis in AXES.items():
         points = [row for row in rows if row["axis"] == name]
         if not points:
@@ -67,12 +77,13 @@ def tables(rows: Sequence[Row]) -> str:
         more = [key for key in ("estimate", "psnr") if key in points[0]]
         titles = {"estimate": "estimated s", "psnr": "PSNR, dB"}
         heads = [axis.point, "seconds", "MB", *(titles[key] for key in more)]
-        lines = [f"**{axis.title}**", "", "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
+        plot = [f"![{axis.title}]({plot_file(name)})", ""] if name in drawn else []
+        lines = [f"**{axis.title}**", "", *plot, "| " + " | ".join(heads) + " |", "|" + " --- |" * len(heads)]
         for row in points:
             others = ["" if row[key] is None else f"{row[key]:.1f}" for key in more]
             cells = [str(row["point"]), f"{row['seconds']:.3g}", f"{row['megabytes']:.0f}", *others]
             lines.append("| " + " | ".join(cells) + " |")
         parts.append("\n".join(lines))
-        if axis.grows and len(points) > 1:
+        if name in drawn:
             parts.append(axis.exponents(points))
     return "\n\n".join(parts) or NOTHING

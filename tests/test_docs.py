@@ -58,6 +58,14 @@ def test_generated_parts_are_up_to_date(page: Path, make_docs: ModuleType) -> No
     assert make_docs.regenerate(text) == text, "run: python tools/make_docs.py"
 
 
+def test_drawn_files_are_up_to_date_and_shown(make_docs: ModuleType) -> None:
+    pictures = make_docs.pictures()
+    assert sorted(pictures) == sorted(path.name for path in (ROOT / "docs").glob("*.svg"))
+    for name, text in pictures.items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == text, "run: python tools/make_docs.py"
+        assert any(f"]({name})" in page.read_text(encoding="utf-8") for page in PAGES)
+
+
 def test_every_part_is_used_once(make_docs: ModuleType) -> None:
     used = [name for page in PAGES for name in re.findall(r"<!-- generated: ([a-z-]+) -->", page.read_text("utf-8"))]
     assert sorted(used) == sorted(make_docs.PARTS)

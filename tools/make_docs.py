@@ -1,4 +1,4 @@
-"""Write the generated parts of docs/*.md and README.md again: what comes from the code, and from committed figures.
+"""Write the generated parts of docs/*.md and README.md, and docs/*.svg, again: from the code and committed figures.
 
     python tools/make_docs.py            write
     python tools/make_docs.py --check    exit code 1, and which pages, if something is out of date
@@ -220,13 +220,24 @@ def scaling() -> str:
     return table.tables(table.read_rows(BENCHMARKS / "scaling.jsonl"))
 
 
+def pictures() -> dict[str, str]:
+    """The drawn files of docs by name: plots of committed figures."""
+    table = script(BENCHMARKS / "scaling_table.py")
+    rows, plots = table.read_rows(BENCHMARKS / "scaling.jsonl"), script(BENCHMARKS / "scaling_plots.py")
+    return {table.plot_file(axis): plots.plot(axis, rows) for axis in table.drawn_axes(rows)}
+
+
 def script(path: Path) -> ModuleType:
-    """A file of ours that is no part of the package, as a module."""
+    """A file of ours that is no part of the package, as a module; others beside it may be imported by it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(path.parent))
     return module
 
 
@@ -346,10 +357,10 @@ def regenerate(page: str) -> str:
 def main(arguments: Sequence[str]) -> int:
     check = "--check" in arguments
     stale = []
-    for path in PAGES:
-        before = path.read_text(encoding="utf-8")
-        after = regenerate(before)
-        if after != before:
+    fresh = {path: regenerate(path.read_text(encoding="utf-8")) for path in PAGES}
+    fresh |= {ROOT / "docs" / name: text for name, text in pictures().items()}
+    for path, after in fresh.items():
+        if not path.exists() or path.read_text(encoding="utf-8") != after:
             stale.append(path.name)
             if not check:
                 path.write_text(after, encoding="utf-8")

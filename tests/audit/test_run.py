@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import audit_doubles as doubles
@@ -14,7 +13,7 @@ from safetensors.torch import save_file
 
 import leakscope
 from leakscope.audit import Audit, SpecError, run_spec
-from leakscope.audit.controls import CONTROLS, noise_of_equal_norm
+from leakscope.audit.controls import noise_of_equal_norm
 from leakscope.contracts.inputs import ValueRange
 from leakscope.federation import FedSGD
 from leakscope.results import Store, StoreError, StoreMismatch
@@ -256,9 +255,7 @@ def test_a_server_that_may_choose_the_model_does(tmp_path: Path) -> None:
 def test_the_control_keeps_norms_and_loses_all_else() -> None:
     x, y = doubles.examples()
     observation = FedSGD().observe(doubles.net(), x, y)
-    assert CONTROLS["noise"].observe is noise_of_equal_norm
-    case = SimpleNamespace(observation=lambda: observation, generator=torch.Generator().manual_seed(0))
-    null = noise_of_equal_norm(case)  # type: ignore[arg-type]
+    null = noise_of_equal_norm(observation, torch.Generator().manual_seed(0))
     for name, value in observation.message.update.items():
         other = null.message.update[name]
         assert float(other.norm()) == pytest.approx(float(value.norm()), rel=1e-5)

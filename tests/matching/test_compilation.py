@@ -199,7 +199,7 @@ def test_a_step_that_cannot_be_compiled_stays_plain_and_says_why(compiles) -> No
     long = dataclasses.replace(MATCHER, compile="auto")
     object.__setattr__(long, "_compiles", lambda *facts: True)
     match = run(long, seen, y)
-    assert match.info["way"] == "plain"
+    assert match.info["evaluation"] == "plain"
     assert not match.info["compiled"]
     assert "cannot be traced" in match.info["not_compiled_because"]
     with pytest.raises(ValueError, match="compile: expected a step that can be compiled, got one of which it cannot"):

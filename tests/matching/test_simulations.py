@@ -106,6 +106,22 @@ def test_checkpoints_give_the_gradients_of_one_graph(soft, restarts, make) -> No
         assert float(b.abs().max()) > 0
 
 
+@pytest.mark.parametrize("laid_out", ["in rows", "in columns"])
+def test_steps_over_all_examples_in_order_and_others_replay_alike(laid_out) -> None:
+    seen, x, y = trained(4, FedAvg(epochs=1, batch_size=4, lr=0.1))
+    order = ((0, 1, 2, 3), (3, 1, 0, 2), (2, 0), (0, 1, 2, 3))
+    if laid_out == "in columns":
+        x = x.transpose(2, 3).contiguous().transpose(2, 3)
+        assert not x.is_contiguous()
+    victim, found = Victim.of(seen), []
+    for checkpoint in (True, False):
+        point = x.clone(memory_format=torch.preserve_format).requires_grad_()
+        update, _ = UnrolledSteps(0.1, order, checkpoint)(victim, victim.tensors, point, y, {})
+        found.append(torch.autograd.grad(sum(value.square().sum() for value in update.values()), point)[0])
+    assert torch.allclose(*found, atol=1e-14, rtol=1e-9)
+    assert float(found[0].abs().max()) > 0
+
+
 def oracle(seen: Observation, x: Tensor, y: Tensor, cotangent: Tensor, client: dict) -> tuple[Tensor, Tensor]:
     """Before minus after in one graph by torch's own optimisers' published rules, and its derivative by ``x``."""
     x = x.clone().requires_grad_()

@@ -73,13 +73,17 @@ class Control:
     stands_for_undefended: bool = False
 
 
-def noise_of_equal_norm(case: Case) -> Observation:
+def noise_of_equal_norm(observation: Observation, generator: torch.Generator) -> Observation:
     """The observation with Gaussian noise of the same norm, tensor by tensor, in place of the update.
 
     All else the adversary knows stays, so what an attack still recovers did not come from the update.
     """
-    observation = case.observation()
-    return dataclasses.replace(observation, messages=gathered(_noise_messages(observation, case.generator)))
+    return dataclasses.replace(observation, messages=gathered(_noise_messages(observation, generator)))
+
+
+def noise_as_update(case: Case) -> Observation:
+    """The client's observation with noise in place of its update."""
+    return noise_of_equal_norm(case.observation(), case.generator)
 
 
 def _noise_messages(observation: Observation, generator: torch.Generator) -> Iterator[Message]:
@@ -136,9 +140,7 @@ def _held_out(case: Case) -> Tensor:
 
 
 _ALL = (
-    Control(
-        *("noise", "Gaussian noise of the update's norm, per tensor", BLIND), observe=noise_of_equal_norm, seeds=None
-    ),
+    Control(*("noise", "Gaussian noise of the update's norm, per tensor", BLIND), observe=noise_as_update, seeds=None),
     Control("other-examples", "the update of other examples with the same labels", BLIND, observe=other_examples),
     Control("prior-mean", "the mean of held-out examples; no attack", HELD_OUT, guess=mean_of_held_out),
     Control("nearest-neighbour", "the nearest held-out example; no attack", HELD_OUT, guess=nearest_held_out),

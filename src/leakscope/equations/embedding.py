@@ -28,31 +28,22 @@ from leakscope.network.recorder import probe
 LOOSEST = 0.03
 
 
-@dataclass(frozen=True, eq=False)
-class Embedding:
-    """The inputs of ``layer``, the cut, for each of n examples, in the order of ``labels``.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Embedding(HeadSolution):
+    """The inputs of ``layer``, the cut, for each of n examples, and what the head's gradient says of them besides.
 
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
-    every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut.
-    ``output_gradients``, ``labels``, ``losses``, ``residual`` (the certificate), ``error``, ``exact`` and ``scale``: as
-    in :class:`~leakscope.equations.head_solution.HeadSolution`. ``peeled``: dense layers between the cut and the head
-    that were solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves.
-    ``notes``: why the cut is not lower, and what else to know.
+    every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
+    the certificate of all layers down to the cut. ``peeled``: dense layers between the cut and the head that were
+    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``notes``: why
+    the cut is not lower, and what else to know.
     """
 
     layer: str
     features: Tensor
     adjoints: Tensor
-    output_gradients: Tensor
-    labels: Tensor | None
-    losses: Tensor | None
-    residual: float
-    error: float
-    exact: bool
-    scale: float = 1.0
     peeled: tuple[str, ...] = ()
     reaches_input: bool = False
-    notes: tuple[str, ...] = ()
 
 
 def recover_embedding(
@@ -80,18 +71,10 @@ def recover_embedding(
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
     path = dense_path(observation.model, head.module_name)
     at_head = Embedding(
+        **vars(solution),
         layer=head.module_name,
-        features=solution.features,
         adjoints=solution.output_gradients @ weight,
-        output_gradients=solution.output_gradients,
-        labels=solution.labels,
-        losses=solution.losses,
-        residual=solution.residual,
-        error=solution.error,
-        exact=solution.exact,
-        scale=solution.scale,
         reaches_input=path.reads_input[0],
-        notes=solution.notes,
     )
     return _peeled(observation, at_head, path) if peel else at_head
 

@@ -34,3 +34,21 @@ def gradients(value: Tensor, wanted: Sequence[Tensor], again: bool = False) -> t
     if not value.requires_grad:
         return tuple(torch.zeros_like(tensor) for tensor in wanted)
     return torch.autograd.grad(value, wanted, create_graph=again, materialize_grads=True)
+
+
+def pull_back(value: Tensor, of: Tensor, weights: Tensor, again: bool = False) -> Tensor:
+    """The derivative of <weights, value> (two rows) by ``of``; the graph stays for more of them.
+
+    ``again``: it will be differentiated itself.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> pull_back(x * x, x, torch.tensor([1.0, 3.0])).tolist()
+    [2.0, 6.0]
+    """
+    if not value.requires_grad:
+        return torch.zeros_like(of)
+    with torch.enable_grad():
+        # The product, for autograd loads a library of symbols before it reads weights that it is given.
+        product = value @ weights
+    (found,) = torch.autograd.grad(product, of, retain_graph=True, create_graph=again, materialize_grads=True)
+    return found

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.func import jvp, vjp, vmap
+from torch.func import jvp, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
+from leakscope.matching.derivatives import pull_back
 from leakscope.matching.victim import Tensors, Victim, VictimTensors
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
@@ -125,11 +126,17 @@ class GradientMap:
             return _joined(self.update(flat))
 
     def linearise(self, flat: Tensor) -> Linearisation:
-        with sdpa_kernel(SDPBackend.MATH):
-            value, pull = vjp(self, flat)[:2]
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            point = flat.detach().requires_grad_()
+            value = self(point)
+            weights = torch.zeros_like(value).requires_grad_()
+            pulled = pull_back(value, point, weights, again=True)
+
+        def forward(direction: Tensor) -> Tensor:
             # The transpose of a transpose: two passes backward are faster on small convolutions than one forward.
-            push = vjp(lambda weights: pull(weights)[0], torch.zeros_like(value))[1]
-        return Linearisation(value.detach(), lambda v: push(v)[0].detach(), lambda w: pull(w)[0].detach())
+            return pull_back(pulled, weights, direction)
+
+        return Linearisation(value.detach(), forward, lambda w: pull_back(value, point, w))
 
     def jacobian(
         self,

@@ -148,7 +148,7 @@ class Matcher:
                 "steps": len(result.curves),
                 "restarts": self.restarts,
                 "best_restart": winner,
-                "way": evaluate.way,
+                "evaluation": evaluate.way,
                 "compiled": evaluate.way == "compiled",
                 **why,
             },

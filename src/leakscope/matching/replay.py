@@ -122,8 +122,15 @@ class LocalSteps:
 
     def batch(self, number: int, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The batch of a step, its targets, and the step's factors."""
+        factors = self.optimiser.factors(number, x)
+        if self.takes_all(number, len(x)):
+            return x.contiguous(), targets.contiguous(), factors  # laid out as picked ones: a compiled step expects it
         rows = torch.tensor(self.order[number], device=x.device)
-        return x[rows], targets[rows], self.optimiser.factors(number, x)
+        return x[rows], targets[rows], factors
+
+    def takes_all(self, number: int, examples: int) -> bool:
+        """Whether a step's batch is all examples in order, so that nothing has to be picked."""
+        return self.order[number] == tuple(range(examples))
 
     def pure_advance(self, state: Tensor, x: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
         """One step as a pure function, for ``torch.func`` and the compiler."""
@@ -240,10 +247,10 @@ class _Sweep(torch.autograd.Function):
         found = [torch.zeros_like(x)] + [torch.zeros_like(targets)] * targets.is_floating_point()
         adjoint = steps.optimiser.start(-moved)
         for number in reversed(range(len(steps.order))):
-            rows = torch.tensor(steps.order[number], device=x.device)
             adjoint, *parts = steps.pull(states[number], *steps.batch(number, x, targets), adjoint)
+            rows = None if steps.takes_all(number, len(x)) else torch.tensor(steps.order[number], device=x.device)
             for total, part in zip(found, parts, strict=True):
-                total.index_add_(0, rows, part)
+                total.add_(part) if rows is None else total.index_add_(0, rows, part)
         return tuple(found)
 
     @staticmethod

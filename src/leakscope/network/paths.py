@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 
 from leakscope.network.activations import Unsupported
 
@@ -34,9 +34,23 @@ def trace(model: nn.Module) -> fx.GraphModule:
         raise Unsupported(f"the model's code cannot be traced: {reason}") from error
 
 
+class _ShapeNotes(fx.Interpreter):
+    """Unlike torch's ShapeProp, it does not load a library for symbolic shapes, which takes longer than an attack."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None
+        return result
+
+
+def note_shapes(graph: fx.GraphModule, sample: Tensor) -> None:
+    """Run ``graph`` once, and note at each node the shape of what it gives; None where that is no tensor."""
+    _ShapeNotes(graph).run(sample)
+
+
 def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[fx.Node | Sum]:
     """The nodes between input and output for a batch like ``sample``, in order; sums only where ``residual`` is set."""
-    ShapeProp(graph).propagate(sample)
+    note_shapes(graph, sample)
     previous: dict[fx.Node, fx.Node | None] = {}  # what a node reads; for a sum, the node at which its paths part
     sums: dict[fx.Node, Sum] = {}
     last: fx.Node | None = None
@@ -76,7 +90,7 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
     """The shape of what a node gives, without the batch."""
-    return tuple(node.meta["tensor_meta"].shape[1:])
+    return tuple(node.meta["shape"][1:])
 
 
 def shape_before(node: fx.Node) -> tuple[int, ...]:
@@ -120,4 +134,4 @@ def _back_to(start: fx.Node | None, node: fx.Node | None, previous: Mapping[fx.N
 
 
 def _is_tensor(node: fx.Node) -> bool:
-    return getattr(node.meta.get("tensor_meta"), "shape", None) is not None
+    return node.meta.get("shape") is not None

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.fx.passes.shape_prop import ShapeProp
 from torch.nn import functional as F
 
 from leakscope.network.activations import Unsupported
 from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, POOLINGS
 from leakscope.network.gates import GatedNetwork, Step, WeightedLayer
-from leakscope.network.paths import label, shape_of, trace
+from leakscope.network.paths import label, note_shapes, shape_of, trace
 from leakscope.network.recorder import record_layers
 
 _MAXIMA = (nn.MaxPool1d, nn.MaxPool2d)
@@ -46,7 +45,7 @@ def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> Gate
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise Unsupported(f"the model does not run in float64: {reason}") from error
-        ShapeProp(graph).propagate(sample)
+        note_shapes(graph, sample)
     last = next((n for n in graph.graph.nodes if n.op == "call_module" and n.target == cut), None)
     if last is None:
         raise Unsupported(f"the model does not call the layer {cut!r} by itself")
@@ -172,7 +171,7 @@ def _needed(last: fx.Node) -> set[fx.Node]:
         if node.op == "get_attr":
             raise Unsupported(f"the model uses the tensor {node.target!r} outside of a layer")
         needed.add(node)
-        waiting += [n for n in node.all_input_nodes if getattr(n.meta.get("tensor_meta"), "shape", None) is not None]
+        waiting += [n for n in node.all_input_nodes if n.meta.get("shape") is not None]
     return needed
 
 
