@@ -217,7 +217,10 @@ def _notes(reading: BinReading, examples: int) -> tuple[str, ...]:
         return ("the imprint's update is zero in every bin: nothing can be read; grey pictures stand for the examples",)
     lines = [f"{occupied} of {reading.bins} bins are occupied by {examples} examples; {alone} hold one for certain"]
     if occupied > examples:
-        lines.append(f"{occupied} occupied bins for {examples} examples: the update was altered on its way")
+        lines.append(
+            f"{occupied} occupied bins for {examples} examples: the update was altered on its way. Against noise that "
+            "was added to it a smaller gain helps, which makes the imprint's part larger"
+        )
     return tuple(lines)
 
 

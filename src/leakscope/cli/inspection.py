@@ -53,8 +53,7 @@ def _inspected(model: str | None, weights: Path | None, shape: str | None, class
         return inspect_weights(read_weights(weights))
     from leakscope.models import build_model
 
-    facts = {"input_shape": None if shape is None else parse_shape(shape), "num_classes": classes}
-    net = build_model(model, **{name: value for name, value in facts.items() if value is not None})
+    net = build_model(model, input_shape=None if shape is None else parse_shape(shape), num_classes=classes)
     if weights is not None:
         load_weights(net, weights)
     return inspect_model(net)
