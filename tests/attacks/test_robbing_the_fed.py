@@ -273,17 +273,17 @@ def test_the_model_behind_the_block_trains_on() -> None:
     sent = RobbingTheFed(variant="sparse").prepare(ls.build_model("convnet", num_classes=9, filters=8), tiles.shape)
     fallen = []
     for model in (plain, sent):
-        optimiser = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+        optimiser = torch.optim.Adam([p for p in model.parameters() if p.requires_grad], lr=3e-3)
         losses = []
-        for _ in range(30):
+        for _ in range(40):
             loss = nn.functional.cross_entropy(model(tiles.x), tiles.y)
             optimiser.zero_grad()
             loss.backward()
             optimiser.step()
             losses.append(float(loss.detach()))
         fallen.append(losses[0] - losses[-1])
-    assert fallen[0] > 0.2
-    assert fallen[1] > 0.5 * fallen[0]
+    assert fallen[0] > 1
+    assert fallen[1] > 0.9 * fallen[0]
 
 
 # --- nothing where nothing is
@@ -299,6 +299,18 @@ def test_noise_is_never_certified_and_the_flags_say_so() -> None:
     assert set(result.flags) == {"ill-conditioned", "mixture"}
     assert "altered" in " ".join(result.notes)
     assert float(errors(x, result.inputs).min()) > 0.1
+
+
+@pytest.mark.parametrize("variant", ["relu", "sparse"])
+def test_noise_is_measured_on_bins_that_must_be_empty(variant: str) -> None:
+    """Behind moderate noise as many bins are occupied as there are examples, and what is left is the noise."""
+    attack = RobbingTheFed(bins=64, variant=variant, gain=1e-6)
+    x = pictures([0.3, 0.42, 0.5, 0.6])
+    result = attack(look(attack, x, defense=ls.defenses.GradientNoise(sigma=1e-3), generator=draws(8)))
+    assert result.info["occupied_bins"] == 4
+    assert "ill-conditioned" in result.flags
+    assert float(errors(x, result.inputs).max()) < 0.2
+    assert float(errors(x, result.inputs).max()) > 1e-6
 
 
 def test_a_zero_update_is_grey_and_said_so() -> None:
@@ -412,7 +424,7 @@ def test_prepare_keeps_mode_precision_and_the_users_weights() -> None:
     assert {p.dtype for p in sent.parameters()} == {torch.float64}
     assert all(torch.equal(value, sent.state_dict()[f"model.{name}"]) for name, value in before.items())
     x = pictures([0.469])  # of middling brightness: passes nearly unchanged
-    assert float((sent.imprint(x) - x).abs().max()) < 0.01
+    assert float((sent.imprint(x).detach() - x).abs().max()) < 0.01
 
 
 def test_quantiles_cut_what_they_were_measured_on_into_equal_parts() -> None:

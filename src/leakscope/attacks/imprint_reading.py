@@ -8,6 +8,7 @@ the same direction are weighted means, and look plausible; three witnesses tell 
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,8 @@ GRADIENTS_AGREE = 1e-4
 ROUNDING = 8
 #: Distance from its bin, in mean widths of a bin, and from the range of values, at which a picture is still plausible.
 NEAR_BIN, NEAR_RANGE = 0.02, 0.01
+#: Bins that are empty for certain, from which on their size is taken for that of an empty bin.
+LEAST_SPARE = 4
 #: Pictures that are passed through the rest of the model together.
 CHUNK = 16
 
@@ -37,19 +40,22 @@ CHUNK = 16
 class BinReading:
     """The occupied bins, in ascending order: ``places`` among all ``bins``, pictures (flat), what is thought of them.
 
-    ``uncertainty`` is the relative error of a picture's length, ``scores`` the distance from what one example would
-    look like: outside its bin or range, or by its gradient, whichever is largest. ``labels`` fit the gradient best.
+    ``strengths`` are the sizes of their sums, ``errors`` what rounding and noise leave open of a picture, in units of
+    the range. ``scores`` are distances from what one example would look like: outside its bin or range, or by its
+    gradient, whichever is largest. ``labels`` are those whose gradient is the bin's, or -1. ``noisy``: bins that must
+    be empty are not.
     """
 
     bins: int
     places: Tensor
     pictures: Tensor
     strengths: Tensor
-    uncertainty: Tensor
+    errors: Tensor
     plausible: Tensor
     alone: Tensor
     scores: Tensor
     labels: Tensor | None
+    noisy: bool
 
     def best_first(self) -> Tensor:
         """Occupied bins by what they are worth: alone, then plausible, then the strongest."""
@@ -57,7 +63,7 @@ class BinReading:
         return (4.0 * self.alone + 2.0 * self.plausible + share).argsort(descending=True, stable=True)
 
     def expected_error(self) -> float:
-        return float(self.uncertainty.max()) if len(self.uncertainty) else torch.inf
+        return float(self.errors.max()) if len(self.errors) else math.inf
 
 
 def bin_sums(weight: Tensor, bias: Tensor, *, cumulative: bool) -> tuple[Tensor, Tensor]:
@@ -82,31 +88,54 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     plausible; its values lie on the grid of 8-bit pictures; or, where no picture does, its own gradient is its bin's.
     """
     update, block = observation.message.update, model.imprint
-    cumulative = not block.sparse
     rows, bias = (update[f"imprint.{block.reader}.{name}"].double() for name in ("weight", "bias"))
-    sums, gradients = bin_sums(rows, bias, cumulative=cumulative)
-    sizes = torch.linalg.vector_norm(torch.cat([sums, gradients[:, None]], 1), dim=1)
+    sums, gradients = bin_sums(rows, bias, cumulative=not block.sparse)
+    both = torch.cat([sums, gradients[:, None]], 1)
+    sizes = torch.linalg.vector_norm(both, dim=1)
+    noise = empty_size(sizes, observation.num_examples)
     whole = torch.linalg.vector_norm(torch.cat([rows, bias[:, None]], 1), dim=1).max()
-    places = torch.nonzero(sizes > tolerance * whole).flatten()
-    sums, gradients = sums[places], gradients[places]
-    rounding = _rounding(observation, bias, block)[places] / gradients.abs().clamp_min(1e-300)
-    pictures, measured, uncertainty = _scaled(sums, gradients, rounding, block, places)
-    outside = _outside(measured, block, places) - 4 * rounding * measured.abs() / _width(block)
+    # The length of a row of noise varies little: by one part in the square root of twice its entries.
+    limit = max(float(tolerance * whole), noise * (1 + 6 / math.sqrt(2 * both.shape[1])))
+    places = torch.nonzero(sizes > limit).flatten()
+    sums, gradients, per_entry = sums[places], gradients[places], noise / math.sqrt(both.shape[1])
+    altered = (_rounding(observation, bias, block)[places] + 3 * per_entry) / gradients.abs().clamp_min(1e-300)
+    pictures, factors, measured, uncertainty = _scaled(sums, gradients, altered, block, places)
+    blur = per_entry * factors.abs() * _slope(observation)
+    outside = _outside(measured, block, places) - 4 * altered * measured.abs() / _width(block)
     beyond = _beyond(pictures, observation)
-    plausible = (outside <= NEAR_BIN) & (beyond <= NEAR_RANGE + uncertainty)
+    plausible = (outside <= NEAR_BIN) & (beyond <= NEAR_RANGE + uncertainty + 3 * blur)
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
     agree = mismatch <= GRADIENTS_AGREE
     every = len(places) == observation.num_examples and bool(plausible.all())
     witnessed = torch.full_like(plausible, every) | (on_grid if bool(on_grid.any()) else agree)
     fits = torch.where(torch.isfinite(mismatch), mismatch, torch.zeros_like(mismatch))
-    scores = torch.stack([outside.clamp(min=0), beyond, fits]).amax(0)
     if labels is not None:
         labels = torch.where(agree, labels, torch.full_like(labels, -1))
     return BinReading(
-        len(bias), places, pictures.to(observation.dtype), gradients.abs(), uncertainty, plausible,
-        plausible & witnessed, scores, labels,
-    )  # fmt: skip
+        bins=len(bias),
+        places=places,
+        pictures=pictures.to(observation.dtype),
+        strengths=sizes[places],
+        errors=torch.hypot(uncertainty, blur),
+        plausible=plausible,
+        alone=plausible & witnessed,
+        scores=torch.stack([outside.clamp(min=0), beyond, fits]).amax(0),
+        labels=labels,
+        noisy=noise > tolerance * float(whole),
+    )
+
+
+def empty_size(sizes: Tensor, examples: int | None) -> float:
+    """The size of the sums of an empty bin: what rounding or added noise leave. 0 where none need be empty.
+
+    Of k bins k - n at least are empty, and nothing is smaller; so the middle one of the k - n smallest is such a bin.
+
+    >>> empty_size(torch.tensor([5.0, 0.1, 0.2, 0.1, 7.0, 0.1, 0.1, 0.2]), 2)
+    0.10000000149011612
+    """
+    spare = 0 if examples is None else len(sizes) - examples
+    return float(sizes.sort().values[spare // 2]) if spare >= LEAST_SPARE else 0.0
 
 
 def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
@@ -124,8 +153,8 @@ def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
 
 def _scaled(
     sums: Tensor, gradients: Tensor, rounding: Tensor, block: Imprint, places: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Pictures, their measurements by the bias gradient, and the relative error of their length.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Pictures, their factors, their measurements by the bias gradient, and the relative error of their length.
 
     A picture is the quotient of a bin's sums. Where the bias gradient is less certain than the bin itself, the
     measurement is taken to be in the middle of the bin.
@@ -138,8 +167,8 @@ def _scaled(
     inner = (places > 0) & (places < len(block.edges) - 2)
     use_bin = inner & (by_bin < rounding) & (along != 0)
     factors = torch.where(use_bin, middle / along, 1 / gradients)
-    pictures = sums * factors[:, None]
-    return pictures.nan_to_num(0.0, 0.0, 0.0), measured.nan_to_num(torch.inf), torch.where(use_bin, by_bin, rounding)
+    pictures = (sums * factors[:, None]).nan_to_num(0.0, 0.0, 0.0)
+    return pictures, factors, measured.nan_to_num(torch.inf), torch.where(use_bin, by_bin, rounding)
 
 
 def _width(block: Imprint) -> float:
@@ -156,6 +185,14 @@ def _outside(measured: Tensor, block: Imprint, places: Tensor) -> Tensor:
     return torch.maximum(low - measured, measured - high).clamp(min=0) / _width(block)
 
 
+def _slope(observation: Observation) -> float:
+    """A step of one in the model's units, in units of the range."""
+    if not observation.inputs.bounded:
+        return 1.0
+    ends = [observation.inputs.to_unit(torch.full((1, *observation.input_shape), value)) for value in (0.0, 1.0)]
+    return float((ends[1] - ends[0]).mean())
+
+
 def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
     """How far values lie beyond their range: root-mean-square, in units of the range; 0 where it is not known."""
     if not observation.inputs.bounded or not len(pictures):
@@ -166,7 +203,7 @@ def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
 
 def _on_grid(pictures: Tensor, observation: Observation) -> Tensor:
     """Whether a picture's values are those of an 8-bit picture, by the values strictly within the range."""
-    answers = torch.zeros(len(pictures), dtype=torch.bool)
+    answers = torch.zeros(len(pictures), dtype=torch.bool, device=pictures.device)
     if not observation.inputs.bounded or not len(pictures):
         return answers
     levels = 255 * observation.inputs.to_unit(pictures.reshape(-1, *observation.input_shape)).flatten(1)

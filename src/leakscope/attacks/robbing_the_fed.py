@@ -13,7 +13,8 @@ that nothing is subtracted and several local steps add up to the same quotient; 
 far is for ``gain`` to say: the smaller the gain, the larger the update beside the weights.
 
 Different from the published code: the top bin is read and no sum over all examples is shown as a picture; the intervals
-of the sparse form tile; empty bins are told by a relative tolerance; one number is handed on, on a pattern that is
+of the sparse form tile; empty bins are told by a relative tolerance, and by the size of those that must be empty, which
+is that of noise where some was added; one number is handed on, on a pattern that is
 added to the input, so that the model behind it trains on and layers that ignore a constant shift pass it on
 ("replace" is the published connection). A bias gradient that is hidden by rounding is replaced by what the
 bin says of the measurement.
@@ -198,14 +199,13 @@ class _Chosen:
             scores.append(torch.inf)
         every = alone == examples == occupied
         labels = reading.labels[order] if every and reading.labels is not None else None
-        flags: tuple[str, ...] = () if every else ("mixture",) if examples > 1 else ("ill-conditioned",)
-        if occupied > examples and examples > 1:
-            flags = ("ill-conditioned", "mixture")
+        altered = reading.noisy or occupied > examples or occupied == 0
+        flags = [*(["ill-conditioned"] if altered else []), *(["mixture"] if examples > 1 and not every else [])]
         return cls(
             inputs=observation.inputs.project(torch.stack(rows)),
             labels=labels if labels is None or bool((labels >= 0).all()) else None,
             scores=torch.tensor(scores, dtype=torch.float64),
-            flags=flags,
+            flags=tuple(flags) if every or flags else ("ill-conditioned",),
             notes=_notes(reading, examples),
             diagnosis=_diagnosis(reading, examples, every, len(rows) * pictures[0].numel() if occupied else 0),
         )
@@ -213,13 +213,14 @@ class _Chosen:
 
 def _notes(reading: BinReading, examples: int) -> tuple[str, ...]:
     occupied, alone = len(reading.places), int(reading.alone.sum())
-    if occupied == 0:
-        return ("the imprint's update is zero in every bin: nothing can be read; grey pictures stand for the examples",)
     lines = [f"{occupied} of {reading.bins} bins are occupied by {examples} examples; {alone} hold one for certain"]
-    if occupied > examples:
+    if occupied == 0:
+        why = "no bin stands out from noise" if reading.noisy else "the imprint's update is zero in every bin"
+        lines = [f"{why}: nothing can be read; grey pictures stand for the examples"]
+    if reading.noisy or occupied > examples:
         lines.append(
-            f"{occupied} occupied bins for {examples} examples: the update was altered on its way. Against noise that "
-            "was added to it a smaller gain helps, which makes the imprint's part larger"
+            "the update was altered on its way, for bins that must be empty are not; against noise a smaller gain "
+            "helps, which makes the imprint's part of the update larger"
         )
     return tuple(lines)
 
@@ -227,9 +228,11 @@ def _notes(reading: BinReading, examples: int) -> tuple[str, ...]:
 def _diagnosis(reading: BinReading, examples: int, every: bool, unknowns: int) -> Diagnosis | None:
     alone, error = int(reading.alone.sum()), reading.expected_error()
     if every and error <= RECOVERED:
-        reason = f"each of {examples} examples is alone in its bin, and its sums are its own: rounding {error:.1g}"
+        reason = (
+            f"each of {examples} examples is alone in its bin, and its sums are its own: expected error {error:.1g}"
+        )
         return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, expected_rmse=error)
-    if len(reading.places) > examples or not len(reading.places):
+    if reading.noisy or len(reading.places) > examples or not len(reading.places):
         return None
     reason = (
         f"{alone} of {examples} examples are alone in their bin; of the others the imprint holds one weighted mean a "
