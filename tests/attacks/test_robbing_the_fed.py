@@ -448,3 +448,18 @@ def test_the_box_is_that_of_the_observation() -> None:
     found = attack(seen).inputs
     assert float(found.min()) >= 0
     assert float(found.max()) <= 1
+
+
+def test_steps_that_move_another_example_into_a_bin_are_noticed() -> None:
+    """A tiny gain lets bins drift: what is called an example is one all the same, though fewer are."""
+    attack, called = RobbingTheFed(bins=16, variant="sparse", gain=0.01), 0
+    for seed in range(12):
+        brightness = (0.47 + 0.1 * torch.randn(4, generator=draws(seed))).clamp(0.1, 0.9).tolist()
+        x = pictures(brightness, seed=seed).float()
+        protocol = ls.FedAvg(epochs=5, batch_size=4, lr=0.1)
+        seen = look(attack, x, model=net(seed=seed).float(), protocol=protocol)
+        reading = read_bins(seen, seen.model, attack.tolerance)
+        for picture in reading.pictures[reading.alone]:
+            assert float((x.flatten(1) - picture).square().mean(1).min()) < 1e-4
+            called += 1
+    assert called >= 3

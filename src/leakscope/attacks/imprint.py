@@ -116,7 +116,7 @@ class Imprint(nn.Module):
     ) -> None:
         super().__init__()
         bins, size = len(edges) - 1, len(row)
-        self.sparse, self.connection = sparse, connection
+        self.sparse, self.connection, self.gain = sparse, connection, gain
         self.register_buffer("row", row.clone(), persistent=False)
         self.register_buffer("edges", edges.clone(), persistent=False)
         # Every weight is set below; drawing them first would move the global random state.

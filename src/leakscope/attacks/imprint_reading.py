@@ -84,8 +84,8 @@ def bin_sums(weight: Tensor, bias: Tensor, *, cumulative: bool) -> tuple[Tensor,
 def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> BinReading:
     """Read every occupied bin off the update.
 
-    Alone are plausible pictures of which one of these holds: there are as many occupied bins as examples, and all are
-    plausible; its values lie on the grid of 8-bit pictures; or, where no picture does, its own gradient is its bin's.
+    Alone are plausible pictures of which one of these holds: there are as many occupied bins as examples, all are
+    plausible, and no local step moved another one into its bin; its values lie on the grid of 8-bit pictures; or, where no picture does, its own gradient is its bin's.
     """
     update, block = observation.message.update, model.imprint
     rows, bias = (update[f"imprint.{block.reader}.{name}"].double() for name in ("weight", "bias"))
@@ -107,8 +107,10 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
     agree = mismatch <= GRADIENTS_AGREE
-    every = len(places) == observation.num_examples and bool(plausible.all())
-    witnessed = torch.full_like(plausible, every) | (on_grid if bool(on_grid.any()) else agree)
+    counted = _undisturbed(observation, block, places, pictures, sums, gradients)
+    if len(places) != observation.num_examples or not bool(plausible.all()):
+        counted = torch.zeros_like(plausible)
+    witnessed = counted | (on_grid if bool(on_grid.any()) else agree)
     fits = torch.where(torch.isfinite(mismatch), mismatch, torch.zeros_like(mismatch))
     if labels is not None:
         labels = torch.where(agree, labels, torch.full_like(labels, -1))
@@ -254,6 +256,31 @@ def _witness(
     return mismatch / gradients.abs().clamp_min(1e-300), labels
 
 
+def _undisturbed(
+    observation: Observation, block: Imprint, places: Tensor, pictures: Tensor, sums: Tensor, gradients: Tensor
+) -> Tensor:
+    """Which bins no other picture can have been in, before, while or after local steps moved them.
+
+    One step moves nothing that is read. Several move the thresholds of the sparse form by what the update says, and
+    shift what higher bins add to lower ones in the other.
+    """
+    if observation.message.kind == "gradient" or _one_step(observation):
+        return torch.ones_like(places, dtype=torch.bool)
+    if not block.sparse:
+        return torch.zeros_like(places, dtype=torch.bool)
+    weight, bias = block.measure.weight.detach().double()[places], block.measure.bias.detach().double()[places]
+    gain = block.gain
+    before = pictures @ weight.T + bias
+    after = before - (pictures @ sums.T + gradients)
+    outside = ((before <= 0) & (after <= 0)) | ((before >= gain) & (after >= gain))
+    return (outside | torch.eye(len(places), dtype=torch.bool, device=places.device)).all(0)
+
+
+def _one_step(observation: Observation) -> bool:
+    training, examples = observation.training, observation.num_examples or 0
+    return training.epochs == 1 and training.batch_size is not None and training.batch_size >= examples
+
+
 def _factor(observation: Observation) -> float | None:
     """What the loss's gradient of one example counts in the update; None where that is not known or no such number."""
     task, training, examples = observation.task, observation.training, observation.num_examples
@@ -264,6 +291,5 @@ def _factor(observation: Observation) -> float | None:
     share = 1 / examples if observation.reduction == "mean" else 1.0
     if observation.message.kind == "gradient":
         return share
-    one_step = training.epochs == 1 and training.batch_size is not None and training.batch_size >= examples
     rate = training.learning_rate
-    return rate * share if one_step and rate is not None and training.optimizer == "sgd" else None
+    return rate * share if _one_step(observation) and rate is not None and training.optimizer == "sgd" else None
