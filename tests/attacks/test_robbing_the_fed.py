@@ -202,6 +202,17 @@ def test_normalised_pictures_with_fitted_quantiles() -> None:
     assert int((errors(x, result.inputs) < 1e-8).sum()) >= len(alone)
 
 
+def test_thresholds_of_other_data_are_told() -> None:
+    x = pictures([0.3, 0.5])
+    for attack, space, told in (
+        (RobbingTheFed(), ValueRange(0, 1), False),
+        (RobbingTheFed(), ValueRange(-2, 2), True),
+        (RobbingTheFed(placement="normal"), ValueRange(-2, 2), False),
+    ):
+        notes = attack(look(attack, 4 * x - 2 if space.low == (-2.0,) else x, value_range=space)).notes
+        assert any("fitted_to" in note for note in notes) == told
+
+
 @pytest.mark.parametrize("measurement", ["mean", "dct", "random"])
 @pytest.mark.parametrize("shape", [(1, 9, 7), (4, 8, 8)])
 def test_measurements_and_channels(measurement: str, shape: tuple[int, ...]) -> None:

@@ -85,7 +85,8 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     """Read every occupied bin off the update.
 
     Alone are plausible pictures of which one of these holds: there are as many occupied bins as examples, all are
-    plausible, and no local step moved another one into its bin; its values lie on the grid of 8-bit pictures; or, where no picture does, its own gradient is its bin's.
+    plausible, and no local step can have moved another one into its bin; its values lie on the grid of 8-bit pictures;
+    or, where no picture's do, its own gradient is its bin's.
     """
     update, block = observation.message.update, model.imprint
     rows, bias = (update[f"imprint.{block.reader}.{name}"].double() for name in ("weight", "bias"))

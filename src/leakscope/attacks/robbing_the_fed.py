@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
@@ -65,6 +66,16 @@ class RobbingTheFed(Attack):
     """Put an imprint block before the model, and read each bin of it off the update."""
 
     requires = ("num_examples", "choose_structure")
+    # For inputs that are normalised, so that the measurement has mean 0 and variance 1.
+    presets = MappingProxyType(
+        {
+            "paper": {"bins": 100, "placement": "normal", "gain": 1e-3, "connection": "replace"},
+            "paper-dct": {
+                **{"bins": 64, "measurement": "dct", "frequency": 32, "placement": "laplace"},
+                **{"gain": 1.0, "connection": "replace"},
+            },
+        }
+    )
 
     bins: int = setting(128, "Bins of the measurement; more leave more examples alone.", ge=2)
     variant: Literal["relu", "sparse"] = setting(
@@ -162,12 +173,24 @@ class RobbingTheFed(Attack):
             labels=chosen.labels,
             scores=chosen.scores,
             flags=chosen.flags,
-            notes=chosen.notes,
+            notes=(*chosen.notes, *self._misplaced(observation)),
             info={
                 **{"steps": 1, "restarts": 1, "compiled": False, "layer": layer},
                 **{"occupied_bins": len(reading.places), "alone": int(reading.alone.sum())},
             },
             diagnosis=chosen.diagnosis,
+        )
+
+    def _misplaced(self, observation: Observation) -> tuple[str, ...]:
+        """A note where the thresholds are those of other data."""
+        values = observation.value_range
+        if self.placement != "measured" or self.quantiles or values is None:
+            return ()
+        if set(values.low) == {0.0} and set(values.high) == {1.0}:
+            return ()
+        return (
+            "the thresholds are those of pictures with values in [0, 1], and these have another range: with quantiles "
+            "of their own kind (RobbingTheFed.fitted_to) more of them are alone in their bin",
         )
 
 
