@@ -277,6 +277,27 @@ def test_five_local_epochs_of_the_sparse_form(rate: float, size: int) -> None:
     assert result.flags == ()
 
 
+@pytest.mark.parametrize("variant", ["relu", "sparse"])
+@pytest.mark.parametrize("brightness", [0.95, 0.5])
+@pytest.mark.parametrize("epochs", [1, 3])
+def test_steps_of_another_optimiser_are_never_certified(variant: str, brightness: float, epochs: int) -> None:
+    """Adam's first step keeps the sign of the gradient only: a white picture, right in the top bin."""
+    attack = RobbingTheFed(bins=16, variant=variant)
+    protocol = ls.FedAvg(epochs=epochs, batch_size=1, lr=1e-3, optimizer="adam")
+    result = attack(look(attack, pictures([brightness]).float(), protocol=protocol, model=net().float()))
+    assert result.info["alone"] == 0
+    assert result.flags != ()
+    assert "optimiser" in " ".join(result.notes)
+
+
+def test_several_steps_of_the_relu_form_are_told() -> None:
+    attack = RobbingTheFed(bins=64)
+    protocol = ls.FedAvg(epochs=3, batch_size=2, lr=0.01)
+    result = attack(look(attack, pictures([0.3, 0.6]).float(), protocol=protocol, model=net().float()))
+    assert "the variant sparse is made for them" in " ".join(result.notes)
+    assert result.flags != ()
+
+
 def test_the_model_behind_the_block_trains_on() -> None:
     """As well as without it, nearly."""
     tiles = ls.load_data("tiles", limit=32)

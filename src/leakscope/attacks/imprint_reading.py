@@ -30,6 +30,8 @@ GRADIENTS_AGREE = 1e-4
 ROUNDING = 8
 #: Distance from its bin, in mean widths of a bin, and from the range of values, at which a picture is still plausible.
 NEAR_BIN, NEAR_RANGE = 0.02, 0.01
+#: Differences, in units of the largest value, below which the values of a picture are all the same.
+CONSTANT = 1e-3
 #: Bins that are empty for certain, from which on their size is taken for that of an empty bin.
 LEAST_SPARE = 4
 #: Pictures that are passed through the rest of the model together.
@@ -43,7 +45,7 @@ class BinReading:
     ``strengths`` are the sizes of their sums, ``errors`` what rounding and noise leave open of a picture, in units of
     the range. ``scores`` are distances from what one example would look like: outside its bin or range, or by its
     gradient, whichever is largest. ``labels`` are those whose gradient is the bin's, or -1. ``noisy``: bins that must
-    be empty are not.
+    be empty are not. ``cumulative``: a unit sees all higher bins too.
     """
 
     bins: int
@@ -56,6 +58,7 @@ class BinReading:
     scores: Tensor
     labels: Tensor | None
     noisy: bool
+    cumulative: bool
 
     def best_first(self) -> Tensor:
         """Occupied bins by what they are worth: alone, then plausible, then the strongest."""
@@ -108,7 +111,9 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
     agree = mismatch <= GRADIENTS_AGREE
-    counted = _undisturbed(observation, block, places, pictures, sums, gradients)
+    # Steps that keep the sign of a gradient only make white pictures, which the top bin would not contradict.
+    varied = pictures.amax(1) - pictures.amin(1) > CONSTANT * pictures.abs().amax(1)
+    counted = varied & _undisturbed(observation, block, places, pictures, sums, gradients)
     if len(places) != observation.num_examples or not bool(plausible.all()):
         counted = torch.zeros_like(plausible)
     witnessed = counted | (on_grid if bool(on_grid.any()) else agree)
@@ -126,6 +131,7 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
         scores=torch.stack([outside.clamp(min=0), beyond, fits]).amax(0),
         labels=labels,
         noisy=noise > tolerance * float(whole),
+        cumulative=not block.sparse,
     )
 
 
@@ -263,11 +269,11 @@ def _undisturbed(
     """Which bins no other picture can have been in, before, while or after local steps moved them.
 
     One step moves nothing that is read. Several move the thresholds of the sparse form by what the update says, and
-    shift what higher bins add to lower ones in the other.
+    shift what higher bins add to lower ones in the other. Only steps along the gradient add up to a sum of inputs.
     """
-    if observation.message.kind == "gradient" or _one_step(observation):
+    if observation.message.kind == "gradient" or is_one_step(observation):
         return torch.ones_like(places, dtype=torch.bool)
-    if not block.sparse:
+    if not block.sparse or observation.training.optimizer != "sgd":
         return torch.zeros_like(places, dtype=torch.bool)
     weight, bias = block.measure.weight.detach().double()[places], block.measure.bias.detach().double()[places]
     gain = block.gain
@@ -277,9 +283,11 @@ def _undisturbed(
     return (outside | torch.eye(len(places), dtype=torch.bool, device=places.device)).all(0)
 
 
-def _one_step(observation: Observation) -> bool:
+def is_one_step(observation: Observation) -> bool:
+    """Whether a weight update is known to be one step along the gradient of all examples."""
     training, examples = observation.training, observation.num_examples or 0
-    return training.epochs == 1 and training.batch_size is not None and training.batch_size >= examples
+    whole = training.batch_size is not None and training.batch_size >= examples
+    return training.epochs == 1 and whole and training.optimizer == "sgd"
 
 
 def _factor(observation: Observation) -> float | None:
@@ -293,4 +301,4 @@ def _factor(observation: Observation) -> float | None:
     if observation.message.kind == "gradient":
         return share
     rate = training.learning_rate
-    return rate * share if _one_step(observation) and rate is not None and training.optimizer == "sgd" else None
+    return rate * share if is_one_step(observation) and rate is not None else None

@@ -49,7 +49,7 @@ from leakscope.attacks.imprint import (
     measurement_row,
     normal_quantile,
 )
-from leakscope.attacks.imprint_reading import BinReading, read_bins
+from leakscope.attacks.imprint_reading import BinReading, is_one_step, read_bins
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.caps import PARAMETERS
 from leakscope.contracts.observation import Observation
@@ -229,18 +229,23 @@ class _Chosen:
             labels=labels if labels is None or bool((labels >= 0).all()) else None,
             scores=torch.tensor(scores, dtype=torch.float64),
             flags=tuple(flags) if every or flags else ("ill-conditioned",),
-            notes=_notes(reading, examples),
+            notes=_notes(reading, examples, observation),
             diagnosis=_diagnosis(reading, examples, every, len(rows) * pictures[0].numel() if occupied else 0),
         )
 
 
-def _notes(reading: BinReading, examples: int) -> tuple[str, ...]:
+def _notes(reading: BinReading, examples: int, observation: Observation) -> tuple[str, ...]:
     occupied, alone = len(reading.places), int(reading.alone.sum())
+    several = observation.message.kind == "weight_delta" and not is_one_step(observation)
     lines = [f"{occupied} of {reading.bins} bins are occupied by {examples} examples; {alone} hold one for certain"]
     if occupied == 0:
         why = "no bin stands out from noise" if reading.noisy else "the imprint's update is zero in every bin"
         lines = [f"{why}: nothing can be read; grey pictures stand for the examples"]
-    if reading.noisy or occupied > examples:
+    if several and observation.training.optimizer not in (None, "sgd"):
+        lines.append("only steps along the gradient add up to inputs, and the client's optimiser takes others")
+    elif several and reading.cumulative:
+        lines.append("several local steps blur the bins of the relu variant; the variant sparse is made for them")
+    elif reading.noisy or occupied > examples:
         lines.append(
             "the update was altered on its way, for bins that must be empty are not; against noise a smaller gain "
             "helps, which makes the imprint's part of the update larger"
