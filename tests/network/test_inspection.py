@@ -237,7 +237,7 @@ def initialised(scheme: Callable[[Tensor], object]) -> nn.Module:
 
 def zero_head_after_one_example() -> nn.Module:
     """Its gradient has rank one, and so have its weights; units that learned the same differ in nothing else."""
-    net = dense(64, 32, 3)
+    net = dense(64, 32, 20)
     nn.init.zeros_(net[2][0].weight)
     nn.init.zeros_(net[2][0].bias)
     loss = nn.functional.cross_entropy(net(torch.rand(1, 64, generator=draws(11))), torch.tensor([1]))
@@ -297,6 +297,20 @@ def random_features() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), nn.Linear(512, 10))
 
 
+class StateSpace(nn.Module):
+    """Tables of equal rows, as state-space models and splines begin with, beside a vector that fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_rates = nn.Parameter(torch.arange(1, 17).log().repeat(64, 1))
+        self.skip = nn.Parameter(torch.rand(64))
+        self.register_buffer("grid", torch.linspace(-1, 1, 12).repeat(64, 1))
+        self.register_buffer("mask", torch.full((80, 80), -torch.inf).triu(1))
+        self.positions = nn.Parameter(torch.randn(1, 80, 64))
+        self.norm = nn.LayerNorm((8, 16, 16))
+        self.project = nn.Linear(64, 64)
+
+
 def normalised_mlp() -> nn.Module:
     return nn.Sequential(
         *(nn.Flatten(), nn.Linear(SIZE, 128), nn.LayerNorm(128), nn.GELU()),
@@ -335,6 +349,7 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "blur and depthwise": blur_and_depthwise,
     "random features": random_features,
     "normalisation layers": normalised_mlp,
+    "tables of equal rows": StateSpace,
     "coordinates": fourier_coordinates,
     "transformer": lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
     "recurrent": lambda: nn.Sequential(nn.LSTM(32, 64), nn.Linear(64, 10)),

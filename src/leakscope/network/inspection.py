@@ -114,7 +114,7 @@ def inspect_weights(weights: Mapping[str, Tensor]) -> ModelInspection:
     """
     layers = []
     for name, value in weights.items():
-        if value.dim() >= 2 and value.is_floating_point():
+        if _is_layer(name, value):
             # One channel a filter is a convolution over one channel, or one that reads each channel by itself.
             by_itself = value.dim() > 2 and value.shape[1] == 1 and value[0].numel() < WIDE
             bias = _bias_beside(name, value, weights)
@@ -157,7 +157,7 @@ def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator
         yield Suspicion(layer.name, "constant outgoing weights", len(columns), f"{reason}{before}")
     elif group is not None and group.ladder:
         yield Suspicion(layer.name, "imprint", len(group.units), _imprint_reason(layer, group, layers))
-    elif rank_one(weight):
+    elif rank_one(weight) and not (group is not None and group.common_threshold):
         alive = int((weight != 0).any(1).sum())
         yield Suspicion(layer.name, "rank one", alive, f"the rows of all {alive} units are multiples of one row")
 
@@ -197,13 +197,23 @@ def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
         for name in computed if isinstance(computed, nn.ModuleDict) else ():
             own[name] = getattr(module, name)
         for name, value in own.items():
-            if value is None or value.dim() < 2 or not value.is_floating_point() or id(value) in known:
+            if value is None or id(value) in known or not _is_layer(name, value):
                 continue
             known.add(id(value))
             label = path if name == "weight" else f"{path}.{name}".lstrip(".")
             transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
             matrix = value.transpose(0, 1) if transposed else value
             yield _layer(label, matrix, _bias_beside(name, matrix, own), getattr(module, "groups", 1) == 1)
+
+
+def _is_layer(name: str, value: Tensor) -> bool:
+    """Whether a tensor is a layer's: called weight, or too wide to be a table of something else.
+
+    State-space models, splines and the like begin with tables of equal rows.
+    """
+    if value.dim() < 2 or not value.is_floating_point():
+        return False
+    return "weight" in name.rpartition(".")[2] or value[0].numel() > WIDE
 
 
 def _bias_beside(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
@@ -220,4 +230,4 @@ def _bias_beside(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor 
 def _layer(name: str, value: Tensor, bias: Tensor | None, shared_inputs: bool = True) -> WeightLayer:
     matrix = value.detach().to(device="cpu", dtype=torch.float64).flatten(1)
     shifts = None if bias is None else bias.detach().to(device="cpu", dtype=torch.float64)
-    return WeightLayer(name or "the model itself", matrix.nan_to_num(), shifts, shared_inputs)
+    return WeightLayer(name or "the model itself", matrix.nan_to_num(0.0, 0.0, 0.0), shifts, shared_inputs)

@@ -54,6 +54,13 @@ class ParallelRows:
         return spread > 0 and wide and distinct >= 0.8 * len(self.units)
 
     @property
+    def common_threshold(self) -> bool:
+        """Whether all thresholds are one, not zero: weights and biases then come of the same steps, as in training."""
+        return bool((self.thresholds - self.thresholds[0]).abs().max() <= 0.01 * abs(float(self.thresholds[0]))) and (
+            float(self.thresholds[0]) != 0
+        )
+
+    @property
     def tiling(self) -> bool:
         """Whether the lengths are inverse to the steps between thresholds: each unit has an interval of its own."""
         steps = (self.thresholds.diff() * self.lengths[:-1])[1:]
