@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from leakscope.contracts.attack import MissingKnowledge
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
-from leakscope.metrics import assign
+from leakscope.metrics import assign, psnr
 
 SERVER = Knowledge.malicious_server
 SHAPE = (3, 8, 8)
@@ -495,3 +496,18 @@ def test_steps_that_move_another_example_into_a_bin_are_noticed() -> None:
             assert float((x.flatten(1) - picture).square().mean(1).min()) < 1e-4
             called += 1
     assert called >= 3
+
+
+def test_real_pictures_as_many_as_the_guarantee_says(real_data: Path) -> None:
+    """64 pictures of CIFAR-10 in 128 bins: those alone are exact and called so, and as many as expected."""
+    data = ls.load_data("cifar10", path=real_data / "cifar-10-batches-bin", split="test", limit=1064)
+    x, y = data.x[1000:], data.y[1000:]
+    attack = RobbingTheFed()
+    model = ls.build_model("convnet", filters=8)
+    seen = look(attack, x, y, model=model, inputs=data.inputs, value_range=None)
+    result = attack(seen)
+    alone = truly_alone(x, seen.model)
+    low, high = ls.limits.imprint_guarantee(128, 64).interval
+    assert low <= len(alone) <= high
+    assert certified(attack, seen) == alone
+    assert int((psnr(x, result.inputs[assign(x, result.inputs, cost="psnr")]) >= 60).sum()) >= len(alone)
