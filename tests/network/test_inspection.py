@@ -297,6 +297,12 @@ def random_features() -> nn.Module:
     return nn.Sequential(first, nn.Tanh(), nn.Linear(512, 10))
 
 
+def equal_outputs() -> nn.Module:
+    net = dense(SIZE, 64, 4)
+    net[2][0].weight.data[:] = net[2][0].weight.data[:1].clone()
+    return net
+
+
 class StateSpace(nn.Module):
     """Tables of equal rows, as state-space models and splines begin with, beside a vector that fits."""
 
@@ -350,6 +356,7 @@ ORDINARY: dict[str, Callable[[], nn.Module]] = {
     "random features": random_features,
     "normalisation layers": normalised_mlp,
     "tables of equal rows": StateSpace,
+    "equal outputs": equal_outputs,
     "coordinates": fourier_coordinates,
     "transformer": lambda: nn.TransformerEncoderLayer(64, 4, 128, batch_first=True),
     "recurrent": lambda: nn.Sequential(nn.LSTM(32, 64), nn.Linear(64, 10)),

@@ -150,8 +150,8 @@ def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator
     weight, columns = layer.weight, constant_columns(layer.weight)
     group = parallel_rows(weight, layer.bias)
     before = _unit_variance_before(layer, columns, layers)
-    # Equal rows have constant columns, so that one of both is told.
-    equal = group is not None and len(group.units) == len(weight) and not before
+    # Equal rows have nothing but constant columns, and are no sign of this attack by themselves.
+    equal = len(columns) == weight.shape[1] and not before
     if len(weight) >= CONSTANT_ROWS and len(columns) >= CONSTANT_COLUMNS and _differ(weight[0, columns]) and not equal:
         reason = f"{len(columns)} of its {weight.shape[1]} inputs go to every unit with one weight, each with its own"
         yield Suspicion(layer.name, "constant outgoing weights", len(columns), f"{reason}{before}")
