@@ -33,6 +33,7 @@ from leakscope.contracts.task import TASKS
 from leakscope.data import DATA
 from leakscope.defenses import DEFENSES
 from leakscope.federation import PROTOCOLS
+from leakscope.limits import imprint_guarantee
 from leakscope.matching import DISTANCES
 from leakscope.metrics import MEASURES
 from leakscope.models import MODELS
@@ -241,6 +242,27 @@ def script(path: Path) -> ModuleType:
     return module
 
 
+def imprint() -> str:
+    rows = []
+    for bins, examples in (
+        (32, 8),
+        (128, 8),
+        (128, 16),
+        (100, 64),
+        (128, 64),
+        (256, 64),
+        (512, 64),
+        (1024, 64),
+        (1024, 256),
+    ):
+        one = imprint_guarantee(bins, examples)
+        interval = f"{one.interval[0]} to {one.interval[1]}"
+        share = f"{one.expected:.2f} ({one.expected / examples:.0%})"
+        rows.append([f"{bins}", f"{examples}", share, interval, f"{one.published:.2f}", f"{one.one_shot:.3f}"])
+    heads = ["bins", "examples", "alone on average", "95 %", "the paper's count", "a certain bin holds exactly one"]
+    return table(heads, rows)
+
+
 def distances() -> str:
     rows = []
     for name, distance in DISTANCES.items():
@@ -287,6 +309,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "strength": strength,
     "strength-summary": strength_summary,
     "scaling": scaling,
+    "imprint": imprint,
 }
 
 

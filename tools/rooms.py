@@ -21,7 +21,7 @@ ROOMS: Mapping[str, str] = {
     "inputs; settings and registry",
     "data": "private examples: the embedded default, readers of public data sets, splits among clients",
     "models": "reference victims, one family a file; models split between workers",
-    "network": "reading somebody's model: one recorder, layers, heads, chains, kinks",
+    "network": "reading somebody's model: one recorder, layers, heads, chains, kinks, planted layers",
     "federation": "how an update comes about: FedSGD, FedAvg, vertical, training over rounds",
     "defenses": "one defence a file, each with its channel",
     "labels": "label and label-count recovery, pure functions",

@@ -22,7 +22,8 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
     """The Cramér–Rao floor of one observed gradient; or only a ``reason``.
 
     Where the defence adds no noise, the update's own rounding is the noise, taken to be in proportion to the size of
-    each tensor: a floor of 110 dB says that in principle everything is there.
+    each tensor: a floor of 110 dB says that in principle everything is there. It is that of the model as it is: a
+    server that may send another one is not bound by it (``model_may_change``).
     """
     if subject.observation.message.kind != "gradient":
         return {"reason": "the floor is that of one gradient, and the client sent a weight update"}
@@ -45,7 +46,9 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
         probes=PROBES,
         steps=steps,
     )
-    return _facts(floor, mapping, channel)
+    knowledge = subject.observation.knowledge
+    may_change = knowledge.choose_weights or knowledge.choose_structure
+    return {**_facts(floor, mapping, channel), "model_may_change": may_change}
 
 
 def _rounding(subject: Subject, mapping: GradientMap, flat: torch.Tensor) -> dict[str, float]:

@@ -125,6 +125,25 @@ def print_limits(title: str, limits: Any) -> None:
     say(console, f"Conclusion: {limits.conclusion}", style="bold")
 
 
+def print_inspection(title: str, found: Any) -> None:
+    """What is suspicious in a received model, layer by layer, and what to do."""
+    console = make_console()
+    say(console, f"{title}: {counted(found.layers, 'layer')} with weights", style="bold")
+    for suspicion in found.suspicions:
+        console.print()
+        say(console, f"{suspicion.layer}: {suspicion.kind}", style="bold")
+        say(console, f"{suspicion.reason[0].upper()}{suspicion.reason[1:]}.", indent=2)
+        say(console, suspicion.consequence, indent=2)
+    console.print()
+    if found.suspicious:
+        say(console, "Conclusion: SUSPICIOUS", style="bold")
+        advice = "Do not train it on private data; compare it with the structure and the weights that were agreed on."
+        say(console, advice, indent=2)
+    else:
+        say(console, "Conclusion: nothing suspicious found", style="bold")
+        say(console, "That is no proof: weights can be chosen to look ordinary.", indent=2)
+
+
 def print_reproduction(
     title: str, result: Any, page: Path | None, pictures: bool | None, console: Console, quiet: bool = False
 ) -> None:

@@ -1,1 +1,2 @@
-"""Reading somebody's model: one recorder of what layers receive and give, heads, first layers, chains, kinks."""
+"""Reading somebody's model: one recorder of what layers receive and give, heads, first layers, chains,
+kinks, and layers that a server planted."""

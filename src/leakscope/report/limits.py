@@ -15,6 +15,7 @@ from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, number
 
 _RECOVERED_PSNR = -20 * math.log10(RECOVERED)
+_ANOTHER_MODEL = "A server that may choose the model can send one that tells more, and is not bound by this."
 
 
 def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[Setting]) -> dict[str, Any]:
@@ -67,6 +68,8 @@ def _floor_cells(content: Mapping[str, Any], why_none: str) -> dict[str, str]:
     noise = f"{number(content['sigma']):.3g} per entry" if "sigma" in content else words.DASH
     if content.get("rounding_only"):
         noise = "rounding only"
+    if _may_change(content) and shown["small"]:
+        shown["small"] += "; of the model as it is"
     rank = vertical.count_of(number(content.get("rank")), number(content.get("unknowns")))
     return {**shown, "interval": interval, "rank": rank, "noise": noise}
 
@@ -81,11 +84,15 @@ def _error(psnr: float, rmse: float, method: str = "") -> dict[str, str]:
 def _sentence(content: Mapping[str, Any], best: float) -> str:
     """What floor and best attack say together."""
     if content.get("infinite") and not best >= _RECOVERED_PSNR:
+        if _may_change(content):
+            return f"Parts of the inputs leave no trace in the update of the model as it is. {_ANOTHER_MODEL}"
         return "Parts of the inputs leave no trace: without prior knowledge they cannot all be recovered."
     floor = number(content.get("psnr"))
     if (math.isnan(floor) and not content.get("infinite")) or math.isnan(best):
         return ""
-    if best >= _RECOVERED_PSNR:
+    if best > floor + 1 and _may_change(content):
+        meaning = f"The best attack does better than theory allows of the model as it is. {_ANOTHER_MODEL}"
+    elif best >= _RECOVERED_PSNR:
         meaning = "The inputs were recovered; what theory allows beyond the best attack are digits only."
     elif best > floor + 1:
         above = "The best attack does better than theory allows to one without prior knowledge"
@@ -100,6 +107,8 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
         )
     else:
         meaning = "The best attack is near what theory allows."
+        if _may_change(content):
+            meaning = f"The best attack is near what theory allows of the model as it is. {_ANOTHER_MODEL}"
     note = content.get("note")
     return f"{meaning} The least error is estimated too low: {note}." if note else meaning
 
@@ -127,14 +136,19 @@ def settled(outcome: str, psnr: float, floor: Mapping[str, Any]) -> str:
     if outcome not in ("recovered", "undecided"):
         return outcome
     if floor.get("infinite"):
-        return "not identifiable"
+        return "undecided" if _may_change(floor) else "not identifiable"
     allowed = number(floor.get("psnr"))
     if math.isnan(psnr) or math.isnan(allowed) or _unsettled(floor):
         return "undecided"
     if allowed >= _RECOVERED_PSNR:
         return "optimiser failed"
-    # The noise of rounding is known to its order only.
-    return "undecided" if floor.get("rounding_only") else "not identifiable"
+    # The noise of rounding is known to its order only, and the floor of one model is not that of another.
+    return "undecided" if floor.get("rounding_only") or _may_change(floor) else "not identifiable"
+
+
+def _may_change(floor: Mapping[str, Any]) -> bool:
+    """Whether the server may send another model than the one whose floor this is."""
+    return bool(floor.get("model_may_change"))
 
 
 def _unsettled(floor: Mapping[str, Any]) -> bool:

@@ -1,0 +1,233 @@
+"""What a client can see of a model before it trains it: layers made to carry inputs home.
+
+A server that may choose the model can plant layers whose update holds single examples. They look like no layer that
+somebody would initialise or train: :mod:`leakscope.network.weight_patterns` has the tests, this file applies them to
+every layer and says in plain words what was found. Only weights are read; the model is not run.
+
+Nothing found is no proof: a server can hide a layer by more than rounding, or choose weights that look ordinary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.network.weight_patterns import (
+    LEAST_UNITS,
+    WIDE,
+    ParallelRows,
+    constant_columns,
+    equal_columns,
+    mirrored_rows,
+    outsized_rows,
+    parallel_rows,
+    rank_one,
+    unit_variance_rows,
+)
+
+SuspicionKind = Literal["imprint", "rank one", "constant outgoing weights", "mirrored weights", "outsized units"]
+#: Units whose outgoing weights are all alike, from which on that is no chance; and to how many units at least.
+CONSTANT_COLUMNS, CONSTANT_ROWS = 8, 3
+#: Share of a layer's units that have to be mirrored.
+MIRRORED = 0.25
+#: What follows of each kind, in one sentence.
+CONSEQUENCES: Mapping[SuspicionKind, str] = {
+    "imprint": "The update of this layer holds single inputs, readable by subtraction (Robbing the Fed, Fowl et al. "
+    "2022).",
+    "rank one": "All its units compute the same of their input; no initialisation and no training makes such a layer.",
+    "constant outgoing weights": "The update of the layer before holds a polynomial of the inputs, from which they are "
+    "solved (malicious initialisation, as in tensor-based reconstruction).",
+    "mirrored weights": "Its units are active for few inputs each, whose data is then in the update (trap weights, "
+    "Boenisch et al. 2021).",
+    "outsized units": "These units rule the update, and what they show is chosen by whoever set them.",
+}
+
+
+@dataclass(frozen=True)
+class Suspicion:
+    """A layer that is no ordinary one, how many of its units are not, and why, in plain words."""
+
+    layer: str
+    kind: SuspicionKind
+    units: int
+    reason: str
+
+    @property
+    def consequence(self) -> str:
+        return CONSEQUENCES[self.kind]
+
+
+@dataclass(frozen=True)
+class ModelInspection:
+    """What :func:`inspect_model` found; ``layers`` is how many were looked at."""
+
+    layers: int
+    suspicions: tuple[Suspicion, ...]
+
+    @property
+    def suspicious(self) -> bool:
+        return bool(self.suspicions)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The findings as JSON values."""
+        found = [{**dataclasses.asdict(one), "consequence": one.consequence} for one in self.suspicions]
+        return {"suspicious": self.suspicious, "layers": self.layers, "suspicions": found}
+
+
+@dataclass(frozen=True, eq=False)
+class WeightLayer:
+    """A matrix of weights (units x inputs) and the shift of each unit, where it has one; in float64."""
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+    #: Whether all units read the same inputs; a grouped convolution's do not.
+    shared_inputs: bool = True
+
+
+def inspect_model(model: nn.Module) -> ModelInspection:
+    """Look at every layer of a model received from a server; the model is neither run nor changed.
+
+    >>> planted = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> inspect_model(planted).suspicious
+    False
+    >>> _ = nn.init.constant_(planted[1].weight, 1 / 16)
+    >>> _ = planted[1].bias.data.copy_(-torch.linspace(0.1, 0.9, 8))
+    >>> inspect_model(planted).suspicions[0].kind
+    'imprint'
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"inspect_model: expected a torch.nn.Module, got {type(model).__name__}")
+    return _inspected(list(_layers_of(model)))
+
+
+def inspect_weights(weights: Mapping[str, Tensor]) -> ModelInspection:
+    """The same for a state dictionary alone, without any code of the model: tensors named ``weight`` and ``bias``.
+
+    >>> inspect_weights({"fc.weight": torch.eye(8), "fc.bias": torch.zeros(8)}).suspicious
+    False
+    """
+    layers = []
+    for name, value in weights.items():
+        if _is_layer(name, value):
+            # One channel a filter is a convolution over one channel, or one that reads each channel by itself.
+            by_itself = value.dim() > 2 and value.shape[1] == 1 and value[0].numel() < WIDE
+            bias = _bias_beside(name, value, weights)
+            layers.append(_layer(name.removesuffix(".weight"), value, bias, not by_itself))
+    return _inspected(layers)
+
+
+def _inspected(layers: list[WeightLayer]) -> ModelInspection:
+    suspicions = [one for layer in layers for one in _suspicions(layer, layers)]
+    return ModelInspection(len(layers), tuple(suspicions))
+
+
+def _suspicions(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspicion]:
+    weight = layer.weight
+    yield from _of_common_inputs(layer, layers) if layer.shared_inputs else ()
+    mirrored, factor = mirrored_rows(weight)
+    if len(mirrored) >= max(LEAST_UNITS, MIRRORED * len(weight)):
+        reason = f"the positive weights of {len(mirrored)} units are their negative ones times {factor:.3g}"
+        yield Suspicion(layer.name, "mirrored weights", len(mirrored), reason)
+    outsized = outsized_rows(weight)
+    if not len(outsized) and len(unit := unit_variance_rows(weight)) not in (0, len(weight)):
+        reason = (
+            f"the weights of {len(unit)} of {len(weight)} units are standard normal numbers, the others far smaller"
+        )
+        yield Suspicion(layer.name, "outsized units", len(unit), reason)
+    if len(outsized):
+        reason = f"the weights of {len(outsized)} of {len(weight)} units are over a hundred times those of the others"
+        yield Suspicion(layer.name, "outsized units", len(outsized), reason)
+
+
+def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspicion]:
+    """What units that read the same inputs have in common: their rows, or what each input is worth to all."""
+    weight, columns = layer.weight, constant_columns(layer.weight)
+    group = parallel_rows(weight, layer.bias)
+    before = _unit_variance_before(layer, columns, layers)
+    # Equal rows have nothing but constant columns, and are no sign of this attack by themselves.
+    equal = len(columns) == weight.shape[1] and not before
+    if len(weight) >= CONSTANT_ROWS and len(columns) >= CONSTANT_COLUMNS and _differ(weight[0, columns]) and not equal:
+        reason = f"{len(columns)} of its {weight.shape[1]} inputs go to every unit with one weight, each with its own"
+        yield Suspicion(layer.name, "constant outgoing weights", len(columns), f"{reason}{before}")
+    elif group is not None and group.ladder:
+        yield Suspicion(layer.name, "imprint", len(group.units), _imprint_reason(layer, group, layers))
+    elif rank_one(weight) and not (group is not None and group.common_threshold):
+        alive = int((weight != 0).any(1).sum())
+        yield Suspicion(layer.name, "rank one", alive, f"the rows of all {alive} units are multiples of one row")
+
+
+def _imprint_reason(layer: WeightLayer, group: ParallelRows, layers: list[WeightLayer]) -> str:
+    units = f"{len(group.units)} of {len(layer.weight)} units"
+    form = "each is open in an interval of its own" if group.tiling else "each switches on a little later"
+    reason = f"{units} measure the same of their input and differ in their threshold only: {form}"
+    later = layers[layers.index(layer) + 1 :]
+    after = next((one for one in later if one.weight.shape[1] == len(layer.weight)), None)
+    if after is not None and equal_columns(after.weight, group.units):
+        reason += f"; {after.name} treats them all alike"
+    return reason
+
+
+def _unit_variance_before(layer: WeightLayer, columns: Tensor, layers: list[WeightLayer]) -> str:
+    """What to add where the units behind these columns have standard normal weights."""
+    earlier = layers[: layers.index(layer)]
+    before = next((one for one in reversed(earlier) if len(one.weight) == layer.weight.shape[1]), None)
+    if before is None or not len(columns) or len(unit_variance_rows(before.weight[columns])) < len(columns) / 2:
+        return ""
+    return f"; the weights of {before.name} that lead to them are standard normal numbers"
+
+
+def _differ(values: Tensor) -> bool:
+    return float(values.std()) > 0.01 * abs(float(values.mean()))
+
+
+def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
+    """Every matrix of weights in the order of definition, parameters and buffers; tied ones once."""
+    known: set[int] = set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag) or type(module).__name__ == "ParametrizationList":
+            continue  # a row of a table is no unit; a parametrisation is read through the layer that has it
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        computed = getattr(module, "parametrizations", None)
+        for name in computed if isinstance(computed, nn.ModuleDict) else ():
+            own[name] = getattr(module, name)
+        for name, value in own.items():
+            if value is None or id(value) in known or not _is_layer(name, value):
+                continue
+            known.add(id(value))
+            label = path if name == "weight" else f"{path}.{name}".lstrip(".")
+            transposed = isinstance(module, nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d)
+            matrix = value.transpose(0, 1) if transposed else value
+            yield _layer(label, matrix, _bias_beside(name, matrix, own), getattr(module, "groups", 1) == 1)
+
+
+def _is_layer(name: str, value: Tensor) -> bool:
+    """Whether a tensor is a layer's: called weight, or too wide to be a table of something else.
+
+    State-space models, splines and the like begin with tables of equal rows.
+    """
+    if value.dim() < 2 or not value.is_floating_point():
+        return False
+    return "weight" in name.rpartition(".")[2] or value[0].numel() > WIDE
+
+
+def _bias_beside(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
+    """The tensor with the shift of each unit: called bias where the matrix is called weight, or the only one to fit."""
+    head, dot, last = name.rpartition(".")
+    bias = own.get(f"{head}{dot}{last.replace('weight', 'bias')}")
+    if bias is not None and bias is not value and bias.dim() == 1 and len(bias) == len(value):
+        return bias
+    fitting = [one for key, one in own.items() if one is not None and key.rpartition(".")[0] == head and one.dim() == 1]
+    fitting = [one for one in fitting if len(one) == len(value) and one.is_floating_point()]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _layer(name: str, value: Tensor, bias: Tensor | None, shared_inputs: bool = True) -> WeightLayer:
+    matrix = value.detach().to(device="cpu", dtype=torch.float64).flatten(1)
+    shifts = None if bias is None else bias.detach().to(device="cpu", dtype=torch.float64)
+    return WeightLayer(name or "the model itself", matrix.nan_to_num(0.0, 0.0, 0.0), shifts, shared_inputs)
