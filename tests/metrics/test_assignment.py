@@ -105,3 +105,11 @@ def test_mistakes_are_named() -> None:
         assign(torch.zeros(1, 3), torch.zeros(1, 3), cost="ssim")
     with pytest.raises(ValueError, match="originals"):
         assign(torch.zeros(1, 3), torch.zeros(1, 4))
+
+
+def test_a_copy_stays_with_its_original_whatever_the_others_are() -> None:
+    """By the sum of squares alone the first guess would go to the second original, for the wild one fits that worse."""
+    originals = torch.tensor([[0.0, 0.0], [0.1, 0.1]])
+    guesses = torch.tensor([[0.0, 0.0], [-3.0, -3.0]])
+    assert assign(originals, guesses).tolist() == [0, 1]
+    assert cost_matrix(originals, guesses)[[0, 1], [1, 0]].sum() < cost_matrix(originals, guesses)[[0, 1], [0, 1]].sum()

@@ -17,14 +17,17 @@ from leakscope.metrics.image import ssim
 
 Cost = Literal["mse", "psnr", "ssim", "cosine"]
 Method = Literal["hungarian", "greedy", "best", "none"]
+#: A mean squared error, in parts of the squared range of the originals, below which a reconstruction is a copy: 60 dB.
+COPY = 1e-6
 
 
 def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", method: Method = "hungarian") -> Tensor:
     """For each original the number of its reconstruction, or -1 where there are not enough of them.
 
-    ``hungarian`` minimises the total cost one-to-one; ``greedy`` takes the cheapest pair that is left again
-    and again; ``best`` gives each original its cheapest reconstruction, which may serve several; ``none``
-    keeps the order. A reconstruction that is not finite costs more than any that is.
+    ``hungarian`` minimises the total cost one-to-one, by mean squared error after as many copies as possible have their
+    originals: else a wild guess elsewhere could take a copy away from its original. ``greedy`` takes the cheapest pair
+    that is left again and again; ``best`` gives each original its cheapest reconstruction, which may serve several;
+    ``none`` keeps the order. A reconstruction that is not finite costs more than any that is.
 
     >>> originals = torch.tensor([[0.0], [0.5], [1.0]])
     >>> assign(originals, torch.tensor([[0.4], [0.9], [0.1]])).tolist()
@@ -44,7 +47,10 @@ def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", metho
     if method == "none":
         order[: len(reconstructions)] = np.arange(min(number, len(reconstructions)))
     elif number and len(reconstructions):
-        costs = cost_matrix(originals, reconstructions, cost).cpu().numpy()
+        table = cost_matrix(originals, reconstructions, cost)
+        if cost == "mse" and method == "hungarian":
+            table = _copies_first(table, float(originals.max() - originals.min()) ** 2)
+        costs = table.cpu().numpy()
         solvers = {"best": lambda table: table.argmin(axis=1), "greedy": _greedy, "hungarian": hungarian}
         order = solvers[method](costs)
     return torch.from_numpy(order).to(originals.device)
@@ -75,6 +81,12 @@ def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") 
     finite = torch.isfinite(costs)
     largest = costs[finite].abs().max() if bool(finite.any()) else costs.new_tensor(1.0)
     return torch.where(finite, costs, 2 * (largest + 1) * (len(a) + len(b)))
+
+
+def _copies_first(costs: Tensor, squared_range: float) -> Tensor:
+    """Mean squared errors with those of copies lowered so far that no sum of others outweighs one of them."""
+    bonus = 2 * float(costs.max()) * len(costs) + 1
+    return costs - bonus * (costs < COPY * squared_range)
 
 
 def hungarian(costs: np.ndarray) -> np.ndarray:
