@@ -24,6 +24,8 @@ def make(
     error: str = "RuntimeError: no",
     adaptive: bool = False,
     knows: bool = False,
+    chose_model: bool = False,
+    chooses: bool = False,
     labels: str = "no",
     diagnosis: str | None = None,
     given_psnr: float | None = None,
@@ -39,12 +41,13 @@ def make(
         "seed": seed,
         "batch": index,
         "indices": [index],
-        "knowledge": {"labels": labels, "defense": knows},
+        "knowledge": {"labels": labels, "defense": knows, "choose_structure": chooses},
     }
     example = {"index": index, "label": 1, "psnr": psnr, "ssim": 0.5, "identified": False, **numbers}
     given = [] if given_psnr is None else [{**example, "psnr": given_psnr}]
     why = None if diagnosis is None else {"outcome": diagnosis, "reason": "so it is"}
     facts = {"flags": list(flags), "adaptive": adaptive, "given_labels": given, "diagnosis": why}
+    facts["chose_model"] = chose_model
     result = {"examples": [example], **facts} if status == "done" else None
     told = None if status == "done" else error
     return Row.read(f"key{position}", position, status, job, result, told, 1.0, "now")  # type: ignore[arg-type]
@@ -236,6 +239,16 @@ def test_a_defence_that_no_attack_knew_was_not_tested(knows: bool, text: str, re
 def test_one_attack_that_knows_the_defence_is_enough() -> None:
     rows = [make(0, 9, defense=NOISE), make(1, 9, defense=NOISE, attack="B()", adaptive=True), control(2), planted(3)]
     assert judge(rows).outcome == "within policy"
+
+
+def test_a_server_that_may_choose_the_model_was_not_tested_by_attacks_that_take_it_as_it_is() -> None:
+    rows = [make(0, 9, chooses=True), control(1, chooses=True), planted(2, chooses=True)]
+    verdict = judge(rows)
+    assert verdict.outcome == "inconclusive"
+    assert "may choose the model" in verdict.reasons[0].text
+    assert judge([*rows, make(3, 9, chooses=True, attack="B()", chose_model=True)]).outcome != "leaks"
+    reasons = judge([*rows, make(3, 9, chooses=True, attack="B()", chose_model=True)]).reasons
+    assert not any("may choose the model" in reason.text for reason in reasons)
 
 
 def test_only_a_result_counts_as_an_attack_that_knows_the_defence() -> None:

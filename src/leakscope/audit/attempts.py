@@ -141,6 +141,7 @@ class Bench:
         result = {
             **_result(setup, job, reconstruction, measured),
             "adaptive": attack.reads_channel and observation.channel is not None,
+            "chose_model": attack.chooses_model,
             "peak_memory_mb": peak,
         }
         if job.control is None:

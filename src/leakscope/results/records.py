@@ -212,6 +212,7 @@ class DiagnosisRecord(_Record):
 class AttemptRecord(_Record):
     """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
 
+    ``chose_model``: the client was sent a model of the attack's own making.
     ``given_labels`` is what the same attack makes of the same update when it is told the labels; only there where it
     had guessed them wrong.
     """
@@ -223,6 +224,7 @@ class AttemptRecord(_Record):
     info: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: DiagnosisRecord | None = None
     adaptive: bool = False
+    chose_model: bool = False
     given_labels: tuple[ExampleRecord, ...] = ()
     peak_memory_mb: float = NAN
 

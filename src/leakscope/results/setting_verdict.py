@@ -169,6 +169,7 @@ class Setting:
                 *self.labels.doubts(self.policy, self.done),
                 *self._doubts_of_strength(),
                 *self._doubts_of_knowledge(),
+                *self._doubts_of_powers(),
                 *map(self._flag_doubt, (flag for flag in self.flags if flag != UNCERTAIN_LABELS)),
                 *doubts,
             ]
@@ -281,6 +282,16 @@ class Setting:
         if any(row.job.knowledge.get("defense") for row in self.done):
             return [Reason(f"{text}: the defence has no channel, or no attack here reads it", OTHER_ATTACKS)]
         return [Reason(text, "Let attacks know it with --knowledge adaptive_server")]
+
+    def _doubts_of_powers(self) -> list[Reason]:
+        """A server that may choose the model was not tested by attacks that take it as it is."""
+        granted = any(
+            row.job.knowledge.get(power) for row in self.done for power in ("choose_weights", "choose_structure")
+        )
+        if not granted or any(row.result and row.result.chose_model for row in self.done):
+            return []
+        text = "the server may choose the model, and no attack that does so was run"
+        return [Reason(text, "Add one, such as --attack robbing-the-fed, or take the server for honest (--knowledge)")]
 
     def _doubts_of_jobs(self) -> list[Reason]:
         """What became of the jobs."""
