@@ -74,9 +74,11 @@ def count_sources(gradient: Tensor) -> int:
     >>> count_sources(torch.randn((9, 3), generator=draws) @ torch.randn((3, 50), generator=draws))
     3
     """
-    squares = torch.linalg.eigvalsh(_smaller_gram(gradient.detach().double())).flip(0).clamp_min(0)
-    if not float(squares.sum()) > 0:
+    gradient = gradient.detach().double()
+    live = gradient[gradient.abs().amax(1) > 0]
+    if not len(live):
         raise UnmixingRefused("the gradient is zero, so nothing is mixed in it")
+    squares = torch.linalg.eigvalsh(_smaller_gram(live)).flip(0).clamp_min(0)
     # The Gram matrix squares them: below this they are its rounding, and say nothing of a gap.
     levels = squares.sqrt().clamp_min(1e-7 * float(squares[0].sqrt()))
     gaps = levels[:-1] / levels[1:]
@@ -152,9 +154,11 @@ def row_space(gradient: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
     >>> basis.abs().round(decimals=6).tolist(), round(residual, 6)
     ([[0.6, 0.8]], 0.0)
     """
-    directions = torch.linalg.eigh(_smaller_gram(gradient)).eigenvectors[:, -count:]
-    wide = gradient.shape[0] <= gradient.shape[1]
-    rows = directions.T @ gradient if wide else directions.T
+    live = gradient[gradient.abs().amax(1) > 0]  # the decomposition may fail on rows of zeros, such as dead units leave
+    if len(live) < count:
+        raise UnmixingRefused(f"the gradient holds fewer than {count} different rows: {len(live)} are not zero")
+    directions = torch.linalg.eigh(_smaller_gram(live)).eigenvectors[:, -count:]
+    rows = directions.T @ live if live.shape[0] <= live.shape[1] else directions.T
     span = torch.linalg.qr(rows.T).Q
     left, sizes, turn = torch.linalg.svd(gradient @ span, full_matrices=False)
     if float(sizes[-1]) <= 1e-12 * float(sizes[0]):
