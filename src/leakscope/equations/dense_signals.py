@@ -79,17 +79,25 @@ def separate(
     sums = None if bias_gradient is None else bias_gradient.detach().double().cpu()
     problem = _Problem.of(observed, sums, len(inputs), peak)
     mixing = problem.columns(inputs.double().cpu() @ problem.basis.T)
-    obeyed = torch.zeros(len(inputs), dtype=torch.float64)
-    number = 0
+    best = problem.result(mixing, torch.zeros(len(inputs), dtype=torch.float64), jacobian, 0)
+    obeyed = best.obeyed
     for number in range(1, rounds + 1):
-        rows = problem.rows(mixing)
-        found, share = problem.solve(jacobian(rows @ problem.basis), mixing)
-        better = (share >= torch.where(obeyed < NEAR, obeyed, NEAR)) & _first_of_its_kind(found, mixing)
+        found, share = problem.nearest(jacobian(problem.rows(mixing) @ problem.basis), mixing)
+        single = _first_of_its_kind(found, mixing)
+        if bool((share > 0).any()):
+            better = single & (share > 0) & (share >= obeyed.clamp_max(NEAR))
+        else:
+            # Jacobians are off everywhere, as where units behind the layer are guessed wrongly: they may get better.
+            better = single
         mixing = torch.where(better[:, None], found, mixing)
         obeyed = torch.where(better, share, obeyed)
+        result = problem.result(mixing, obeyed, jacobian, number)
+        if not bool((share > 0).any()) and not result.residual < best.residual:
+            break
+        best = result if result.residual < best.residual else best
         if bool((share >= SETTLED).all()):
             break
-    return problem.result(mixing, obeyed, jacobian, number)
+    return best
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,17 +138,28 @@ class _Problem:
         values = values * torch.where(values.sum(1, keepdim=True) < 0, -1.0, 1.0)
         return self.peak * (values / values.amax(1, keepdim=True).clamp_min(1e-300)) @ self.basis.T
 
-    def solve(self, jacobian: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
+    def nearest(self, jacobian: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
+        """Each example's solution, by all units or else by its inactive ones, and the share of equations obeyed.
+
+        Inactive units have no signal whatever the layers behind do, so they hold where those are guessed wrongly.
+        """
+        live = jacobian[:, self.live].double()
+        spare = live.shape[1] - len(mixing) - live.shape[2] >= SPARE
+        found, share = self.solve(live, mixing, inactive=not spare)
+        if spare and bool((share == 0).any()):
+            others, other_share = self.solve(live, mixing, inactive=True)
+            lost = (share == 0) & (other_share > 0)
+            found, share = torch.where(lost[:, None], others, found), torch.where(lost, other_share, share)
+        return found, share
+
+    def solve(self, jacobian: Tensor, mixing: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
         """Each example's solution beside the others' present ones, and the share of its equations that it obeys."""
         count = len(mixing)
         lengths = self.white[self.live].norm(dim=1, keepdim=True)
         white = (self.white[self.live] / lengths).expand(count, -1, -1)
-        own, _ = _orthonormal(jacobian[:, self.live].double() / lengths)
-        usable = torch.ones(own.shape[:2], dtype=torch.float64)
-        if count + own.shape[2] + SPARE > own.shape[1]:
-            # More outputs than equations to spare: inactive units alone, which say that a signal is zero.
-            usable = (jacobian[:, self.live] == 0).all(2).double()
-            own = own[:, :, :0]
+        own = jacobian[:, :, :0] if inactive else _orthonormal(jacobian / lengths)
+        silent = (jacobian == 0).all(2).double()
+        usable = silent if inactive else torch.ones_like(silent)
         equations = torch.cat([white, -own], dim=2)
         # One row of R: it is 1 at its own solution and 0 at all others, so no two examples end at the same.
         fixed = torch.linalg.solve(mixing, torch.eye(count, dtype=torch.float64)).T
@@ -210,8 +229,8 @@ def _solved(equations: Tensor, weights: Tensor, fixed: Tensor) -> Tensor:
     return solution / (solution * fixed).sum(1, keepdim=True)
 
 
-def _orthonormal(jacobian: Tensor) -> tuple[Tensor, Tensor]:
-    """An orthonormal basis (n, units, K) of each example's signals, zero where there are fewer, and their sizes."""
+def _orthonormal(jacobian: Tensor) -> Tensor:
+    """An orthonormal basis (n, units, K) of each example's signals, zero where there are fewer."""
     left, sizes, _ = torch.linalg.svd(jacobian, full_matrices=False)
     kept = sizes > 1e-6 * sizes[:, :1]
-    return left * kept[:, None, :], sizes
+    return left * kept[:, None, :]
