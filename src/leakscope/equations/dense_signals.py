@@ -26,12 +26,14 @@ Jacobian = Callable[[Tensor], Tensor]
 ROUNDS, PASSES = 12, 30
 #: Units whose gradient is below this share of the largest are dead: rounding is all that they tell.
 DEAD = 1e-6
-#: An equation is obeyed where it is off by less than this share of the largest signal, and than so many times the noise.
+#: An equation is obeyed where it is off by less than this share of the largest signal and so many times the noise.
 OBEYED, NOISES = 1e-4, 6.0
 #: The share of obeyed equations from which a solution is taken to be near, and that of a solution.
 NEAR, SETTLED = 0.8, 0.995
 #: Solutions with a larger cosine are one and the same.
 SAME = 0.9999
+#: What rounding of a float32 gradient leaves of it is below this; solutions that are wrong leave a twentieth and more.
+CERTIFIED = 1e-5
 #: So many equations beyond the unknowns must be obeyed: as many as unknowns always are.
 SPARE = 8
 
@@ -40,8 +42,9 @@ SPARE = 8
 class Separated:
     """``inputs`` (n, d) and ``signals`` (n, units) of each example with its ``output_gradients`` (n, K).
 
-    ``obeyed`` (n,): the share of units whose equation holds. ``residual``: what D'X leaves of the gradient, relative,
-    with D_i = J_i'd_i of the inputs found: the certificate. ``rounds``: how often inputs and Jacobians were found.
+    ``obeyed`` (n,): the share of units whose equation holds, 0 where not more of them do than there are unknowns.
+    ``residual``: what D'X leaves of the gradient, relative, with D_i = J_i'd_i of the inputs found. ``spare``: how many
+    equations an example has beyond its unknowns. ``rounds``: how often inputs and Jacobians were found.
     """
 
     inputs: Tensor
@@ -49,7 +52,23 @@ class Separated:
     output_gradients: Tensor
     obeyed: Tensor
     residual: float
+    spare: int
     rounds: int
+
+    @property
+    def certified(self) -> bool:
+        """Whether the gradient is explained to its rounding, by far more equations than unknowns."""
+        return self.residual < CERTIFIED and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
+
+
+def positive_peak(rows: Tensor) -> Tensor:
+    """Rows with a positive sum whose largest value is one: what else can be said of rows that are never negative.
+
+    >>> positive_peak(torch.tensor([[-2.0, -4.0]])).tolist()
+    [[0.5, 1.0]]
+    """
+    upright = rows * torch.where(rows.sum(1, keepdim=True) < 0, -1.0, 1.0)
+    return upright / upright.amax(1, keepdim=True).clamp_min(1e-300)
 
 
 def separate(
@@ -58,12 +77,12 @@ def separate(
     inputs: Tensor,
     jacobian: Jacobian,
     *,
-    peak: float = 1.0,
+    rescale: Callable[[Tensor], Tensor] = positive_peak,
     rounds: int = ROUNDS,
 ) -> Separated:
     """The inputs of a dense layer from its ``gradient`` (units, d) and ``inputs`` (n, d) that are nearly right.
 
-    Without a bias gradient a row has no scale of its own: it gets a positive sum and ``peak`` as its largest value.
+    Without a bias gradient a row has neither sign nor scale of its own, and ``rescale`` gives it both.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, head = (torch.randn(s, generator=draws).double() for s in ((40, 6), (2, 40)))
@@ -77,22 +96,21 @@ def separate(
     """
     observed = gradient.detach().double().cpu()
     sums = None if bias_gradient is None else bias_gradient.detach().double().cpu()
-    problem = _Problem.of(observed, sums, len(inputs), peak)
+    problem = _Problem.of(observed, sums, len(inputs), rescale)
     mixing = problem.columns(inputs.double().cpu() @ problem.basis.T)
     best = problem.result(mixing, torch.zeros(len(inputs), dtype=torch.float64), jacobian, 0)
     obeyed = best.obeyed
-    for number in range(1, rounds + 1):
+    # With fewer units than examples that rise above the noise nothing follows.
+    for number in range(1, rounds + 1 if int(problem.live.sum()) >= len(inputs) + SPARE else 1):
         found, share = problem.nearest(jacobian(problem.rows(mixing) @ problem.basis), mixing)
-        single = _first_of_its_kind(found, mixing)
-        if bool((share > 0).any()):
-            better = single & (share > 0) & (share >= obeyed.clamp_max(NEAR))
-        else:
-            # Jacobians are off everywhere, as where units behind the layer are guessed wrongly: they may get better.
-            better = single
+        better = _first_of_its_kind(found, mixing)
+        lost = not bool((share > 0).any())
+        if not lost:  # else Jacobians are off everywhere, as where units behind the layer are guessed wrongly
+            better = better & (share > 0) & (share >= obeyed.clamp_max(NEAR))
         mixing = torch.where(better[:, None], found, mixing)
         obeyed = torch.where(better, share, obeyed)
         result = problem.result(mixing, obeyed, jacobian, number)
-        if not bool((share > 0).any()) and not result.residual < best.residual:
+        if lost and not result.residual < best.residual:
             break
         best = result if result.residual < best.residual else best
         if bool((share >= SETTLED).all()):
@@ -111,10 +129,10 @@ class _Problem:
     to_white: Tensor
     live: Tensor
     noise: float
-    peak: float
+    rescale: Callable[[Tensor], Tensor]
 
     @staticmethod
-    def of(observed: Tensor, sums: Tensor | None, count: int, peak: float) -> _Problem:
+    def of(observed: Tensor, sums: Tensor | None, count: int, rescale: Callable[[Tensor], Tensor]) -> _Problem:
         basis, _, residual = row_space(observed, count)
         white, sizes, turn = torch.linalg.svd(observed @ basis.T, full_matrices=False)
         lengths = observed.norm(dim=1)
@@ -122,21 +140,19 @@ class _Problem:
         # What is left outside of the rows is noise, the same in every entry; inside there is as much an entry.
         outside = residual * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
         live = lengths > max(DEAD * float(lengths.max()), 3 * outside * width**0.5)
-        return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, outside, peak)
+        return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, outside, rescale)
 
     def columns(self, rows: Tensor) -> Tensor:
         """Solutions of rows R, as rows in white coordinates."""
         return (self.to_white @ torch.linalg.pinv(rows)).T
 
     def rows(self, mixing: Tensor) -> Tensor:
-        """R of solutions whose lengths are arbitrary, with the scale that the bias gives, or the peak."""
+        """R of solutions whose lengths are arbitrary, with the scale that the bias gives, or ``rescale``."""
         if self.sums is not None:
             scale = torch.linalg.lstsq(self.white @ mixing.T, self.sums[:, None]).solution[:, 0]
             return torch.linalg.pinv(torch.linalg.solve(self.to_white, (mixing * scale[:, None]).T))
         rows = torch.linalg.pinv(torch.linalg.solve(self.to_white, mixing.T))
-        values = rows @ self.basis
-        values = values * torch.where(values.sum(1, keepdim=True) < 0, -1.0, 1.0)
-        return self.peak * (values / values.amax(1, keepdim=True).clamp_min(1e-300)) @ self.basis.T
+        return self.rescale(rows @ self.basis) @ self.basis.T
 
     def nearest(self, jacobian: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
         """Each example's solution, by all units or else by its inactive ones, and the share of equations obeyed.
@@ -196,7 +212,8 @@ class _Problem:
         explained = (own @ back)[:, :, 0]
         gap = self.observed - explained.T @ inputs
         residual = float(gap.norm() / self.observed.norm().clamp_min(1e-300))
-        return Separated(inputs, explained, back[:, :, 0], obeyed, residual, rounds)
+        spare = int(self.live.sum()) - len(rows) - own.shape[2]
+        return Separated(inputs, explained, back[:, :, 0], obeyed, residual, spare, rounds)
 
 
 def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
