@@ -52,6 +52,8 @@ from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobi
 FEATURES_ALONE = Weighting(name="features alone", features=1.0, ratio=1.0)
 #: Steps of the paper's objective for embeddings, where none are asked for.
 EMBEDDING_STEPS = 300
+#: The share of an input's values that is below the upper end of the value range, where its scale is a guess.
+BRIGHTEST = 0.99
 #: Outputs beyond which their derivatives cost more than they tell.
 MOST_OUTPUTS = 256
 
@@ -233,14 +235,15 @@ class _Party:
         inputs = self.observation.inputs
         if not self.entry.reads_input or not inputs.bounded:
             return positive_peak(rows)
-        like = rows.reshape(-1, *self.observation.input_shape)
-        low, high = (inputs.from_unit(torch.full_like(like, bound)).flatten(1) for bound in (0.0, 1.0))
-        best, size = rows, torch.full_like(rows[:, :1], -1.0)
+        pictures = rows.reshape(-1, *self.observation.input_shape)
+        high = inputs.from_unit(torch.ones_like(pictures)).flatten(1)
+        brightest = round(BRIGHTEST * (rows.shape[1] - 1)) + 1
+        best, least = rows, torch.full_like(rows[:, :1], math.inf)
         for signed in (rows, -rows):
-            room = torch.where(signed > 0, high / signed, torch.where(signed < 0, low / signed, math.inf))
-            scale = room.amin(1, keepdim=True).clamp_min(0)
-            best = torch.where(scale > size, scale * signed, best)
-            size = torch.maximum(scale, size)
+            peaks = (signed / high).kthvalue(brightest, dim=1, keepdim=True).values
+            scaled = signed / peaks.clamp_min(1e-300)
+            beyond = (scaled - self._project(scaled)).norm(dim=1, keepdim=True)
+            best, least = torch.where(beyond < least, scaled, best), torch.minimum(beyond, least)
         return best
 
     def _project(self, rows: Tensor) -> Tensor:

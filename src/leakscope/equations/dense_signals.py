@@ -23,17 +23,24 @@ from leakscope.equations.unmixing import row_space
 
 #: From inputs (n, d) the derivatives (n, units, K) of each example's outputs by the layer's outputs.
 Jacobian = Callable[[Tensor], Tensor]
-ROUNDS, PASSES = 12, 30
+#: So many rounds without a smaller residual are the end of it.
+ROUNDS, PATIENCE = 40, 5
+#: Passes of reweighted least squares, which end where solutions move by less than this share.
+PASSES, AT_REST = 30, 1e-9
 #: Units whose gradient is below this share of the largest are dead: rounding is all that they tell.
 DEAD = 1e-6
 #: An equation is obeyed where it is off by less than this share of the largest signal and so many times the noise.
 OBEYED, NOISES = 1e-4, 6.0
-#: The share of obeyed equations from which a solution is taken to be near, and that of a solution.
-NEAR, SETTLED = 0.8, 0.995
+#: Shares of obeyed equations: the least that is no chance, that of a solution that is near, and that of a solution.
+LEAST, NEAR, SETTLED = 0.3, 0.8, 0.995
+#: Mean shares of obeyed equations that differ by less are alike.
+TIE = 0.02
 #: Solutions with a larger cosine are one and the same.
 SAME = 0.9999
 #: What rounding of a float32 gradient leaves of it is below this; solutions that are wrong leave a twentieth and more.
 CERTIFIED = 1e-5
+#: Differences of float32 weights are rounded more coarsely; what is above this is noise and no rounding.
+MOST_ROUNDING = 1e-3
 #: So many equations beyond the unknowns must be obeyed: as many as unknowns always are.
 SPARE = 8
 
@@ -43,8 +50,9 @@ class Separated:
     """``inputs`` (n, d) and ``signals`` (n, units) of each example with its ``output_gradients`` (n, K).
 
     ``obeyed`` (n,): the share of units whose equation holds, 0 where not more of them do than there are unknowns.
-    ``residual``: what D'X leaves of the gradient, relative, with D_i = J_i'd_i of the inputs found. ``spare``: how many
-    equations an example has beyond its unknowns. ``rounds``: how often inputs and Jacobians were found.
+    ``residual``: what D'X leaves of the gradient, relative, with D_i = J_i'd_i of the inputs found. ``outside``:
+    what any n inputs leave of it, which is rounding or noise. ``spare``: equations of an example beyond its unknowns.
+    ``rounds``: how often inputs and Jacobians were found.
     """
 
     inputs: Tensor
@@ -52,13 +60,23 @@ class Separated:
     output_gradients: Tensor
     obeyed: Tensor
     residual: float
+    outside: float
     spare: int
     rounds: int
+
+    def better_than(self, other: Separated) -> bool:
+        """Whether more equations are obeyed or, with about as many, less of the gradient is left.
+
+        Of several local steps the residual tells little, for the layers behind moved; inactive units still do.
+        """
+        more = float(self.obeyed.mean() - other.obeyed.mean())
+        return more > TIE or (more >= -TIE and self.residual < other.residual)
 
     @property
     def certified(self) -> bool:
         """Whether the gradient is explained to its rounding, by far more equations than unknowns."""
-        return self.residual < CERTIFIED and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
+        rounding = max(CERTIFIED, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
+        return self.residual < rounding and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
 
 
 def positive_peak(rows: Tensor) -> Tensor:
@@ -102,7 +120,10 @@ def separate(
     obeyed = best.obeyed
     # With fewer units than examples that rise above the noise nothing follows.
     for number in range(1, rounds + 1 if int(problem.live.sum()) >= len(inputs) + SPARE else 1):
-        found, share = problem.nearest(jacobian(problem.rows(mixing) @ problem.basis), mixing)
+        found, share = mixing.clone(), obeyed.clone()
+        open_ones = torch.nonzero(obeyed < SETTLED).flatten()
+        derivatives = jacobian((problem.rows(mixing) @ problem.basis)[open_ones])
+        found[open_ones], share[open_ones] = problem.nearest(derivatives, mixing, open_ones)
         better = _first_of_its_kind(found, mixing)
         lost = not bool((share > 0).any())
         if not lost:  # else Jacobians are off everywhere, as where units behind the layer are guessed wrongly
@@ -110,9 +131,10 @@ def separate(
         mixing = torch.where(better[:, None], found, mixing)
         obeyed = torch.where(better, share, obeyed)
         result = problem.result(mixing, obeyed, jacobian, number)
-        if lost and not result.residual < best.residual:
+        if result.better_than(best):
+            best = result
+        elif lost or number - best.rounds >= PATIENCE:
             break
-        best = result if result.residual < best.residual else best
         if bool((share >= SETTLED).all()):
             break
     return best
@@ -128,6 +150,7 @@ class _Problem:
     white: Tensor  # (units, n): A = white @ to_white, with orthonormal columns
     to_white: Tensor
     live: Tensor
+    outside: float
     noise: float
     rescale: Callable[[Tensor], Tensor]
 
@@ -138,9 +161,9 @@ class _Problem:
         lengths = observed.norm(dim=1)
         units, width = observed.shape
         # What is left outside of the rows is noise, the same in every entry; inside there is as much an entry.
-        outside = residual * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
-        live = lengths > max(DEAD * float(lengths.max()), 3 * outside * width**0.5)
-        return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, outside, rescale)
+        noise = residual * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
+        live = lengths > max(DEAD * float(lengths.max()), 3 * noise * width**0.5)
+        return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, residual, noise, rescale)
 
     def columns(self, rows: Tensor) -> Tensor:
         """Solutions of rows R, as rows in white coordinates."""
@@ -154,42 +177,42 @@ class _Problem:
         rows = torch.linalg.pinv(torch.linalg.solve(self.to_white, mixing.T))
         return self.rescale(rows @ self.basis) @ self.basis.T
 
-    def nearest(self, jacobian: Tensor, mixing: Tensor) -> tuple[Tensor, Tensor]:
-        """Each example's solution, by all units or else by its inactive ones, and the share of equations obeyed.
+    def nearest(self, jacobian: Tensor, mixing: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
+        """Solutions of these examples, by all units or else by inactive ones, and the share of equations obeyed.
 
         Inactive units have no signal whatever the layers behind do, so they hold where those are guessed wrongly.
         """
         live = jacobian[:, self.live].double()
         spare = live.shape[1] - len(mixing) - live.shape[2] >= SPARE
-        found, share = self.solve(live, mixing, inactive=not spare)
-        if spare and bool((share == 0).any()):
-            others, other_share = self.solve(live, mixing, inactive=True)
-            lost = (share == 0) & (other_share > 0)
-            found, share = torch.where(lost[:, None], others, found), torch.where(lost, other_share, share)
+        found, share = self.solve(live, mixing, examples, inactive=not spare)
+        if spare and bool((share < NEAR).any()) and bool((live == 0).any()):
+            others, other_share = self.solve(live, mixing, examples, inactive=True)
+            larger = other_share > share
+            found, share = torch.where(larger[:, None], others, found), torch.where(larger, other_share, share)
         return found, share
 
-    def solve(self, jacobian: Tensor, mixing: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
-        """Each example's solution beside the others' present ones, and the share of its equations that it obeys."""
+    def solve(self, jacobian: Tensor, mixing: Tensor, examples: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
+        """Solutions of these examples beside the others' present ones, and the share of equations that they obey."""
         count = len(mixing)
         lengths = self.white[self.live].norm(dim=1, keepdim=True)
-        white = (self.white[self.live] / lengths).expand(count, -1, -1)
+        white = (self.white[self.live] / lengths).expand(len(examples), -1, -1)
         own = jacobian[:, :, :0] if inactive else _orthonormal(jacobian / lengths)
         silent = (jacobian == 0).all(2).double()
         usable = silent if inactive else torch.ones_like(silent)
         equations = torch.cat([white, -own], dim=2)
         # One row of R: it is 1 at its own solution and 0 at all others, so no two examples end at the same.
-        fixed = torch.linalg.solve(mixing, torch.eye(count, dtype=torch.float64)).T
-        fixed = torch.cat([fixed, fixed.new_zeros(count, own.shape[2])], dim=1)
+        fixed = torch.linalg.solve(mixing, torch.eye(count, dtype=torch.float64)).T[examples]
+        fixed = torch.cat([fixed, fixed.new_zeros(len(examples), own.shape[2])], dim=1)
         solution, gaps = _least_absolute(equations, usable, fixed)
         return self._judged(equations, usable, solution, gaps, fixed, lengths)
 
     def _judged(
         self, equations: Tensor, usable: Tensor, solution: Tensor, gaps: Tensor, fixed: Tensor, lengths: Tensor
     ) -> tuple[Tensor, Tensor]:
-        count = len(solution)
+        count = len(self.basis)
         allowed = self._allowed(equations, solution, lengths)
         within = (gaps <= allowed) & (usable > 0)
-        enough = within.sum(1) >= equations.shape[2] + SPARE
+        enough = (within.sum(1) >= equations.shape[2] + SPARE) & (within.sum(1) >= LEAST * usable.sum(1))
         final = _solved(equations, within.double(), fixed)
         gaps = torch.einsum("nup,np->nu", equations, final).abs()
         still = ((gaps <= self._allowed(equations, final, lengths)) & (usable > 0)).sum(1) >= within.sum(1)
@@ -198,7 +221,7 @@ class _Problem:
         return solution[:, :count], torch.where(enough, share, 0.0)
 
     def _allowed(self, equations: Tensor, solution: Tensor, lengths: Tensor) -> Tensor:
-        count = len(solution)
+        count = len(self.basis)
         signals = torch.einsum("nup,np->nu", equations[:, :, :count], solution[:, :count]).abs()
         sizes = torch.linalg.solve(self.to_white, solution[:, :count].T).norm(dim=0)
         return OBEYED * signals.amax(1, keepdim=True) + NOISES * self.noise * sizes[:, None] / lengths.T
@@ -213,7 +236,7 @@ class _Problem:
         gap = self.observed - explained.T @ inputs
         residual = float(gap.norm() / self.observed.norm().clamp_min(1e-300))
         spare = int(self.live.sum()) - len(rows) - own.shape[2]
-        return Separated(inputs, explained, back[:, :, 0], obeyed, residual, spare, rounds)
+        return Separated(inputs, explained, back[:, :, 0], obeyed, residual, self.outside, spare, rounds)
 
 
 def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
@@ -230,7 +253,9 @@ def _least_absolute(equations: Tensor, usable: Tensor, fixed: Tensor) -> tuple[T
     solution = fixed
     gaps = usable
     for number in range(PASSES):
-        solution = _solved(equations, weights, fixed)
+        before, solution = solution, _solved(equations, weights, fixed)
+        if float((solution - before).norm()) < AT_REST * float(solution.norm()):
+            break
         gaps = torch.einsum("nup,np->nu", equations, solution).abs()
         floor = gaps.amax(1, keepdim=True) * max(1e-9, 0.1 * 0.5**number)
         weights = usable / (gaps + floor.clamp_min(1e-300))
