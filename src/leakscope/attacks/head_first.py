@@ -103,20 +103,6 @@ class HeadFirst(Attack):
             return dataclasses.replace(
                 result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE, "certificate": None}
             )
-        return self.below(observation, embedding, generator, untouched, progress)
-
-    def below(
-        self,
-        observation: Observation,
-        embedding: Embedding,
-        generator: torch.Generator,
-        untouched: torch.Generator,
-        progress: Progress | None,
-    ) -> Reconstruction:
-        """What search and finish find below an embedding, wherever it came from.
-
-        ``untouched``: where matching the whole update draws from.
-        """
         return _Below(self, observation, embedding, generator, untouched, progress).reconstruct()
 
     def whole_update(

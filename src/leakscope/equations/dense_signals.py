@@ -33,6 +33,8 @@ DEAD = 1e-6
 OBEYED, NOISES = 1e-4, 6.0
 #: Shares of obeyed equations: the least that is no chance, that of a solution that is near, and that of a solution.
 LEAST, NEAR, SETTLED = 0.3, 0.8, 0.995
+#: With more of the gradient than this outside of the rows, equations say too little.
+MOST_NOISE = 0.1
 #: Mean shares of obeyed equations that differ by less are alike.
 TIE = 0.02
 #: Solutions with a larger cosine are one and the same.
@@ -118,8 +120,8 @@ def separate(
     mixing = problem.columns(inputs.double().cpu() @ problem.basis.T)
     best = problem.result(mixing, torch.zeros(len(inputs), dtype=torch.float64), jacobian, 0)
     obeyed = best.obeyed
-    # With fewer units than examples that rise above the noise nothing follows.
-    for number in range(1, rounds + 1 if int(problem.live.sum()) >= len(inputs) + SPARE else 1):
+    hopeless = problem.outside > MOST_NOISE or int(problem.live.sum()) < len(inputs) + SPARE
+    for number in range(1, 1 if hopeless else rounds + 1):
         found, share = mixing.clone(), obeyed.clone()
         open_ones = torch.nonzero(obeyed < SETTLED).flatten()
         derivatives = jacobian((problem.rows(mixing) @ problem.basis)[open_ones])
