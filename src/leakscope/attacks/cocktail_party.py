@@ -41,7 +41,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense_signals import Separated, positive_peak, separate
-from leakscope.equations.unmixing import Domain, Unmixed, UnmixingRefused, count_sources, unmix
+from leakscope.equations.unmixing import Domain, Unmixed, UnmixingRefused, count_sources, independent_rows, unmix
 from leakscope.matching import Victim
 from leakscope.matching.held import HeldMatching, Weighting
 from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobian
@@ -178,23 +178,20 @@ class _Party:
                 f"{known} examples cannot be told apart by the {units} units and {self.gradient.shape[1]} inputs of "
                 f"layer {self.entry.name!r}: there are fewer mixtures than examples"
             )
-        try:
-            told = count_sources(self.gradient)
-        except UnmixingRefused as error:
-            if known is None:
-                raise NotApplicable(f"the number of examples is not known, and {error}") from error
-            told = known
         if known is None:
-            self.notes.append(f"the gradient of {self.entry.name!r} is a mixture of {told} inputs")
-            return told
-        live = int((self.gradient != 0).any(1).sum())
-        fewer = min(live, known if told > known else told)
-        if fewer < known:
+            try:
+                count = count_sources(self.gradient)
+            except UnmixingRefused as error:
+                raise NotApplicable(f"the number of examples is not known, and {error}") from error
+            self.notes.append(f"the gradient of {self.entry.name!r} is a mixture of {count} inputs")
+            return count
+        count = min(known, independent_rows(self.gradient))
+        if count < known:
             self.notes.append(
-                f"the gradient of {self.entry.name!r} holds {fewer} different mixtures of {known} examples: some "
+                f"the gradient of {self.entry.name!r} holds {count} different mixtures of {known} examples: some "
                 "examples are alike, or too few units are active"
             )
-        return fewer
+        return count
 
     def _unmixed(self, count: int) -> Unmixed:
         attack, inputs = self.attack, self.entry.reads_input

@@ -126,7 +126,7 @@ def separate(
         open_ones = torch.nonzero(obeyed < SETTLED).flatten()
         derivatives = jacobian((problem.rows(mixing) @ problem.basis)[open_ones])
         found[open_ones], share[open_ones] = problem.nearest(derivatives, mixing, open_ones)
-        better = _first_of_its_kind(found, mixing)
+        better = _first_of_its_kind(found, mixing) & torch.isfinite(found).all(1)
         lost = not bool((share > 0).any())
         if not lost:  # else Jacobians are off everywhere, as where units behind the layer are guessed wrongly
             better = better & (share > 0) & (share >= obeyed.clamp_max(NEAR))
@@ -195,7 +195,6 @@ class _Problem:
 
     def solve(self, jacobian: Tensor, mixing: Tensor, examples: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
         """Solutions of these examples beside the others' present ones, and the share of equations that they obey."""
-        count = len(mixing)
         lengths = self.white[self.live].norm(dim=1, keepdim=True)
         white = (self.white[self.live] / lengths).expand(len(examples), -1, -1)
         own = jacobian[:, :, :0] if inactive else _orthonormal(jacobian / lengths)
@@ -203,7 +202,7 @@ class _Problem:
         usable = silent if inactive else torch.ones_like(silent)
         equations = torch.cat([white, -own], dim=2)
         # One row of R: it is 1 at its own solution and 0 at all others, so no two examples end at the same.
-        fixed = torch.linalg.solve(mixing, torch.eye(count, dtype=torch.float64)).T[examples]
+        fixed = torch.linalg.pinv(mixing).T[examples]
         fixed = torch.cat([fixed, fixed.new_zeros(len(examples), own.shape[2])], dim=1)
         solution, gaps = _least_absolute(equations, usable, fixed)
         return self._judged(equations, usable, solution, gaps, fixed, lengths)

@@ -31,6 +31,8 @@ Domain = Literal["auto", "differences", "values"]
 GAUSSIAN_LOG_COSH = 0.3745672075
 #: The least ratio of two neighbouring singular values that is taken for the end of the signal.
 LEAST_GAP = 10.0
+#: Singular values below this share of the largest are the rounding of a float32 gradient.
+ROUNDING = 1e-6
 #: Fixed points move by less than this, as one minus a cosine, or there are so many steps.
 AT_REST, MOST_STEPS = 1e-8, 200
 
@@ -74,13 +76,11 @@ def count_sources(gradient: Tensor) -> int:
     >>> count_sources(torch.randn((9, 3), generator=draws) @ torch.randn((3, 50), generator=draws))
     3
     """
-    gradient = gradient.detach().double()
-    live = gradient[gradient.abs().amax(1) > 0]
-    if not len(live):
+    values = _singular_values(gradient)
+    if not len(values):
         raise UnmixingRefused("the gradient is zero, so nothing is mixed in it")
-    squares = torch.linalg.eigvalsh(_smaller_gram(live)).flip(0).clamp_min(0)
     # The Gram matrix squares them: below this they are its rounding, and say nothing of a gap.
-    levels = squares.sqrt().clamp_min(1e-7 * float(squares[0].sqrt()))
+    levels = values.clamp_min(1e-7 * float(values[0]))
     gaps = levels[:-1] / levels[1:]
     widest = int(gaps.argmax()) if len(gaps) else 0
     if not len(gaps) or float(gaps[widest]) < LEAST_GAP:
@@ -89,6 +89,16 @@ def count_sources(gradient: Tensor) -> int:
             "say how many examples there are"
         )
     return widest + 1
+
+
+def independent_rows(gradient: Tensor) -> int:
+    """How many rows a gradient (m, d) holds at most: its rank but for the rounding of float32.
+
+    >>> independent_rows(torch.tensor([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [0.0, 0.0, 1.0]]))
+    2
+    """
+    values = _singular_values(gradient)
+    return int((values > ROUNDING * values.amax()).sum()) if len(values) else 0
 
 
 def unmix(
@@ -287,6 +297,16 @@ def _first_differences(rows: Tensor, picture: tuple[int, ...] | None) -> Tensor 
 
 def _has_axes(picture: tuple[int, ...]) -> bool:
     return any(size > 1 for size in picture[1:])
+
+
+def _singular_values(gradient: Tensor) -> Tensor:
+    """Of all rows that are not zero, largest first, by the Gram matrix; none where all are."""
+    gradient = gradient.detach().double().cpu()
+    live = gradient[gradient.abs().amax(1) > 0]
+    if not len(live):
+        return gradient.new_zeros(0)
+    values: Tensor = torch.linalg.eigvalsh(_smaller_gram(live)).flip(0).clamp_min(0).sqrt()
+    return values
 
 
 def _smaller_gram(gradient: Tensor) -> Tensor:
