@@ -6,13 +6,12 @@ import copy
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.task import outputs_of
-from leakscope.network.recorder import Call, probe, probe_input
+from leakscope.network.recorder import Call, output_replaced, probe, probe_input
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,15 +84,8 @@ def output_jacobian(
     def jacobian(rows: Tensor) -> Tensor:
         with torch.enable_grad():
             inner = torch.nn.functional.linear(project(rows.to(like)), entry.weight, entry.bias).requires_grad_()
-
-            def replace(_module: nn.Module, _inputs: tuple[Any, ...], _output: Tensor) -> Tensor:
-                return inner.clone()  # an activation in place must leave it as it is
-
-            handle = layer.register_forward_hook(replace)
-            try:
+            with output_replaced(layer, inner):
                 outputs = outputs_of(twin(like.new_zeros((len(rows), *input_shape)))).flatten(1)
-            finally:
-                handle.remove()
             columns = [
                 torch.autograd.grad(outputs[:, number].sum(), inner, retain_graph=True)[0]
                 for number in range(outputs.shape[1])
