@@ -168,6 +168,9 @@ def test_refusals_say_what_is_missing() -> None:
     convolution = nn.Sequential(nn.Conv2d(3, 9, 32), nn.Flatten())
     with pytest.raises(NotApplicable, match="no dense layer"):
         CocktailParty()(FedSGD().observe(convolution, x, y))
+    headed = nn.Sequential(nn.Conv2d(3, 4, 5), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 28 * 28, 9))
+    with pytest.raises(NotApplicable, match="is the head: head-first"):
+        CocktailParty()(FedSGD().observe(headed, x[:4], y[:4]))
     frozen = dense()
     frozen.fc1.requires_grad_(False)
     with pytest.raises(NotApplicable, match="frozen"):

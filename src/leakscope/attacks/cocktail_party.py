@@ -45,6 +45,7 @@ from leakscope.equations.unmixing import Domain, Unmixed, UnmixingRefused, count
 from leakscope.matching import Victim
 from leakscope.matching.held import HeldMatching, Weighting
 from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobian
+from leakscope.network.layers import structure
 
 #: Features alone, as the paper inverts them.
 FEATURES_ALONE = Weighting(name="features alone", features=1.0, ratio=1.0)
@@ -114,6 +115,13 @@ class CocktailParty(Attack):
         update = observation.message.update
         if entry.weight_name not in update:
             raise NotApplicable(f"the update has no gradient of {entry.weight_name}: the layer is frozen")
+        if (
+            not entry.reads_input
+            and structure(observation.model, observation.input_shape).layers[-1].name == entry.name
+        ):
+            raise NotApplicable(
+                f"the first dense layer {entry.name!r} is the head: head-first solves what it reads exactly"
+            )
         return _Party(self, observation, entry, generator, progress).reconstruct()
 
 
