@@ -50,6 +50,7 @@ ATTACKS: Registry[AttackEntry] = Registry(
             CocktailParty,
             "unmix the first dense layer's gradient into the inputs of a batch, then solve for them exactly",
             "Kariyappa et al., Cocktail Party Attack, ICML 2023",
+            standard_for=_ONE_UPDATE,
         ),
         AttackEntry(
             "gauss-newton",
