@@ -151,6 +151,23 @@ def test_the_wrong_model_is_never_certified(seen) -> None:
     assert "mixture" in result.flags
 
 
+def test_a_black_example_spoils_the_scale_and_therefore_the_certificate() -> None:
+    x, y = batch(6)
+    x[2] = 0
+    result = CocktailParty()(FedSGD().observe(dense(), x, y))
+    assert result.info["certificate"] is None
+    assert "mixture" in result.flags
+
+
+def test_examples_that_are_nearly_alike_are_certified_only_where_they_are_exact() -> None:
+    x, y = batch(6)
+    x[1] = (x[0] + 0.02 * torch.rand(x[0].shape, generator=draws())).clamp(0, 1)
+    x[3] = x[2].flip(-1)
+    x[5] = 0.5
+    result = CocktailParty()(FedSGD().observe(dense(), x, y))
+    assert result.info["certificate"] is None or aligned(x, result.inputs)[0].min() > 60
+
+
 def test_one_dense_layer_alone_is_unmixed_and_not_certified() -> None:
     x, y = batch(6)
     model = build_model("logistic", input_shape=(3, 32, 32), num_classes=9, seed=0)

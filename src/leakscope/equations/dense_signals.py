@@ -52,9 +52,9 @@ class Separated:
     """``inputs`` (n, d) and ``signals`` (n, units) of each example with its ``output_gradients`` (n, K).
 
     ``obeyed`` (n,): the share of units whose equation holds, 0 where not more of them do than there are unknowns.
-    ``residual``: what D'X leaves of the gradient, relative, with D_i = J_i'd_i of the inputs found. ``outside``:
-    what any n inputs leave of it, which is rounding or noise. ``spare``: equations of an example beyond its unknowns.
-    ``rounds``: how often inputs and Jacobians were found.
+    ``residual``: what D'X leaves of the gradient, and D'1 of the bias gradient, relative, with D_i = J_i'd_i.
+    ``outside``: what any n inputs leave of the gradient, which is rounding or noise. ``spare``: equations of an example
+    beyond its unknowns. ``rounds``: how often inputs and Jacobians were found.
     """
 
     inputs: Tensor
@@ -236,6 +236,10 @@ class _Problem:
         explained = (own @ back)[:, :, 0]
         gap = self.observed - explained.T @ inputs
         residual = float(gap.norm() / self.observed.norm().clamp_min(1e-300))
+        if self.sums is not None:
+            # An example of zeros is in the bias gradient alone, and would spoil the scale of all others unseen.
+            beside = (self.sums - explained.sum(0)).norm() / explained.norm().clamp_min(1e-300)
+            residual = max(residual, float(beside))
         spare = int(self.live.sum()) - len(rows) - own.shape[2]
         return Separated(inputs, explained, back[:, :, 0], obeyed, residual, self.outside, spare, rounds)
 
