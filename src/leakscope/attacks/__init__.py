@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from leakscope.attacks.cafe import CAFE
+from leakscope.attacks.cocktail_party import CocktailParty
 from leakscope.attacks.dlfa import DLFA
 from leakscope.attacks.dlg import DLG
 from leakscope.attacks.gauss_newton import GaussNewton
@@ -43,6 +44,13 @@ ATTACKS: Registry[AttackEntry] = Registry(
             LinearLayer,
             "closed form for a first linear layer: one input exactly, the span of a batch",
             "Phong et al., 2018; Geiping et al., 2020",
+            standard_for=_ONE_UPDATE,
+        ),
+        AttackEntry(
+            "cocktail-party",
+            CocktailParty,
+            "unmix the first dense layer's gradient into the inputs of a batch, then solve for them exactly",
+            "Kariyappa et al., Cocktail Party Attack, ICML 2023",
             standard_for=_ONE_UPDATE,
         ),
         AttackEntry(

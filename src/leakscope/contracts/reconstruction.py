@@ -48,7 +48,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "ill-conditioned": "Add another attack, such as head-first, or use dtype: float64",
         "not identifiable": "Give the protocol more rounds",
         "rounds disagree": "Lower the protocol's learning rate, or add another attack",
-        "mixture": "Add an attack that tells the examples of a batch apart, such as head-first",
+        "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
     }
 )
 

@@ -72,6 +72,7 @@ class HeldMatching:
 
     ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
     ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls to zero over the search.
+    ``angle``: features are compared by one minus their cosine, for features whose length is not known.
     """
 
     model: nn.Module
@@ -84,6 +85,7 @@ class HeldMatching:
     tv: float = 0.2
     optimiser: Adam = Adam()
     canvas: Pixels = field(default=Pixels())
+    angle: bool = False
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False)
@@ -114,7 +116,7 @@ class HeldMatching:
                 point = rows.detach().requires_grad_()
                 pictures = self.pictures(point)
                 found = inputs_of(self.layer, self.model, self.to_model(pictures)).flatten(1)
-                distance = weighting.features * ((found - self.features).abs().sum(1) / sizes).mean()
+                distance = weighting.features * self._apart(found, sizes)
                 if terms:
                     total = (found * self.adjoints).sum()
                     weights = [term.parameter for term in terms]
@@ -145,6 +147,11 @@ class HeldMatching:
         finally:
             for parameter in parameters:
                 parameter.requires_grad_(False)
+
+    def _apart(self, found: Tensor, sizes: Tensor) -> Tensor:
+        if self.angle:
+            return (1 - torch.nn.functional.cosine_similarity(found, self.features)).mean()
+        return ((found - self.features).abs().sum(1) / sizes).mean()
 
     def pictures(self, row: Tensor) -> Tensor:
         return row.reshape(self.shape)
