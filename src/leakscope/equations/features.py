@@ -9,15 +9,15 @@ of the units then settle them, sign and length included where the layer tells (e
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.observation import Observation
-from leakscope.equations.feature_gates import SpanGradient, fit_gates, signed_lengths
+from leakscope.equations.feature_separation import DenseGradient, Method, no_moments, separated_features
 from leakscope.equations.feature_span import (
     completed_span,
     leading_span,
@@ -26,25 +26,15 @@ from leakscope.equations.feature_span import (
     span_residual,
     visible_zeros,
 )
-from leakscope.equations.simultaneous import diagonalising_vectors
-from leakscope.equations.stein_moments import (
-    ActivationClass,
-    activation_class,
-    head_loadings,
-    moment_matrices,
-    stein_span,
-)
+from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head
 
-Method = Literal["svd", "completion", "stein", "unmixing"]
-METHODS: tuple[Method, ...] = ("svd", "completion", "stein")
+METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing")
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
 PRUNED = 0.01
 #: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
 CLEARLY = 0.9
-#: Slopes of the units settle signs where they explain the gradient's rows but for this share.
-SETTLED = 0.2
 
 
 class FeaturesRefused(ValueError):
@@ -79,22 +69,6 @@ class RecoveredFeatures:
     def features(self) -> Tensor | None:
         """The features themselves, where lengths are told."""
         return None if self.lengths is None else self.directions * self.lengths[:, None]
-
-
-@dataclass(frozen=True, eq=False)
-class DenseGradient:
-    """What the adversary holds of one dense layer, float64: gradients and present weights.
-
-    ``activation`` and ``head``, the weights (classes, units) of the layer behind it, where they are known.
-    """
-
-    name: str
-    gradient: Tensor
-    bias_gradient: Tensor | None
-    weight: Tensor
-    bias: Tensor | None
-    activation: Callable[[Tensor], Tensor] | None = None
-    head: Tensor | None = None
 
 
 def recover_features(
@@ -160,7 +134,20 @@ def features_of(
     kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
     told = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
     notes.append(f"{kept} kept: gap of entries that were left out of the fit: {told}")
-    return _separated(layer, spans[kept], mask, kept, residuals[kept], neurons, draws, notes)
+    rows, used = _rows_inside(layer, spans[kept], mask, kept)
+    apart = separated_features(layer, spans[kept], rows, used, methods, draws)
+    return RecoveredFeatures(
+        layer=layer.name,
+        directions=nn.functional.normalize(apart.directions @ spans[kept], dim=1),
+        span=spans[kept],
+        method="unmixing" if apart.by_unmixing else kept,
+        signed=apart.signed,
+        separated=apart.separated,
+        residual=residuals[kept],
+        quality=apart.quality,
+        lengths=apart.lengths,
+        notes=(*notes, *apart.notes),
+    )
 
 
 def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
@@ -225,7 +212,7 @@ def _spans(
         notes.append(f"{zeros:.0%} of the entries of its gradient are zero and were left out of the completion")
         spans["completion"] = completed_span(layer.gradient, mask, leading, draws)
     if "stein" in methods:
-        reason = _no_moments(layer, count)
+        reason = no_moments(layer)
         if reason is None:
             chosen = neurons or slice(None)
             assert layer.activation is not None
@@ -238,71 +225,6 @@ def _spans(
     if not spans:
         raise FeaturesRefused(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
     return spans
-
-
-def _no_moments(layer: DenseGradient, count: int) -> str | None:
-    """Why the layer's gradient has no Stein moments, or None where it has."""
-    if layer.activation is None or layer.head is None:
-        return "it is not known how the layer's outputs reach the head"
-    if not len(head_loadings(layer.head)):
-        return "the rows of the head are alike, so nothing comes back to the layer"
-    if not {2, 3} & set(activation_class(layer.activation).orders):
-        return activation_class(layer.activation).reason or "the moments of its activation vanish"
-    return None
-
-
-def _separated(
-    layer: DenseGradient,
-    span: Tensor,
-    mask: Tensor,
-    method: Method,
-    residual: float,
-    neurons: slice | None,
-    draws: torch.Generator,
-    notes: list[str],
-) -> RecoveredFeatures:
-    """Single directions inside the span, the best by what can be seen, or the span's own with a note."""
-    rows, used = _rows_inside(layer, span, mask, method)
-    inside, separated, reason = _eye(len(span)), len(span) == 1, _no_moments(layer, len(span))
-    behind: ActivationClass | None = None
-    if reason is None and layer.activation is not None:
-        behind = activation_class(layer.activation)
-        reason = behind.reason
-    loadings = torch.ones((1, int(used.sum())), dtype=torch.float64)
-    if layer.head is not None and len(head_loadings(layer.head)):
-        loadings = head_loadings(layer.head)[:, used]
-    weights = layer.weight[used] @ span.T
-    if len(span) > 1 and reason is None and behind is not None:
-        matrices, back = moment_matrices(rows, weights, loadings, _eye(len(span)), behind)
-        vectors, gap = diagonalising_vectors(matrices, draws)
-        inside, separated = nn.functional.normalize(vectors @ back, dim=1), True
-        notes.append(f"moments inside the span are diagonal but for {gap:.1e}")
-    elif len(span) > 1:
-        notes.append(f"directions are those of the span, mixtures of features: {reason}")
-    quality, signed, lengths = None, False, None
-    bias = None if layer.bias is None else layer.bias[used]
-    sums = None if layer.bias_gradient is None or not bool(layer.bias_gradient.any()) else layer.bias_gradient[used]
-    if separated and layer.activation is not None and layer.head is not None:
-        inner = SpanGradient(rows, weights, loadings, layer.activation, bias, sums)
-        if inner.homogeneous or sums is not None:
-            fit = fit_gates(inner, inside)
-            inside, quality, lengths = fit.directions, max(0.0, 1 - fit.residual**2), fit.lengths
-            signed = fit.residual <= SETTLED
-    elif separated and sums is not None:
-        lengths = signed_lengths(rows, inside, sums)
-        inside, lengths, signed = inside * lengths.sign()[:, None], lengths.abs(), True
-    return RecoveredFeatures(
-        layer=layer.name,
-        directions=nn.functional.normalize(inside @ span, dim=1),
-        span=span,
-        method=method,
-        signed=signed,
-        separated=separated,
-        residual=residual,
-        quality=quality,
-        lengths=lengths,
-        notes=tuple(notes),
-    )
 
 
 def _rows_inside(layer: DenseGradient, span: Tensor, mask: Tensor, method: Method) -> tuple[Tensor, Tensor]:
@@ -326,7 +248,3 @@ def _again(generator: torch.Generator) -> torch.Generator:
 
 def _wide(value: Tensor) -> Tensor:
     return value.detach().to(device="cpu", dtype=torch.float64)
-
-
-def _eye(count: int) -> Tensor:
-    return torch.eye(count, dtype=torch.float64)
