@@ -69,7 +69,7 @@ class ProvableReconstruction(Attack):
         inputs, notes = _pictures(found, observation)
         gap = _unexplained(found)
         flags = ("ill-conditioned",) if gap > TOLD_APART else ()
-        if count > 1 and (not found.separated or gap > TOLD_APART):
+        if count > 1 and (not found.separated or found.quality is None or gap > TOLD_APART):
             flags = (*flags, "mixture")
         if progress is not None:
             progress(1, 1, gap)

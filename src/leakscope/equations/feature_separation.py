@@ -22,6 +22,8 @@ from leakscope.equations.unmixing import UnmixingRefused, unmix
 Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
 SETTLED = 0.2
+#: So many units that are not dead, for each number that the slopes are fitted with, tell right from wrong.
+UNITS_PER_UNKNOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,10 +138,21 @@ def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], gene
     return None
 
 
+def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
+    """Whether the slopes of the units tell features from mixtures of them.
+
+    Those of a quadratic or linear activation fit any mixture as well, and so do those of too few units.
+    """
+    if layer.activation is None or layer.head is None or activation_class(layer.activation).reason is not None:
+        return False
+    live = int((inner.rows.abs().amax(1) > 0).sum())
+    unknowns = inner.rows.shape[1] * (len(inner.loadings) + 1)
+    return live >= UNITS_PER_UNKNOWN * unknowns and (inner.homogeneous or inner.bias_gradient is not None)
+
+
 def _settled(layer: DenseGradient, inner: SpanGradient, start: Tensor) -> Apart:
     """An estimate with what slopes of the units and a bias gradient say of it."""
-    slopes = layer.activation is not None and layer.head is not None
-    if slopes and (inner.homogeneous or inner.bias_gradient is not None):
+    if _slopes_tell(layer, inner):
         fit = fit_gates(inner, start)
         quality, signed = max(0.0, 1 - fit.residual**2), fit.residual <= SETTLED
         return Apart(fit.directions, True, signed, quality=quality, lengths=fit.lengths if signed else None)
