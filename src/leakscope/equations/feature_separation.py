@@ -106,8 +106,8 @@ def separated_features(
 def _inside(layer: DenseGradient, span: Tensor, rows: Tensor, used: Tensor) -> SpanGradient:
     """The layer in coordinates of the span; a bias gradient of zeros is none."""
     loadings = torch.ones((1, len(rows)), dtype=torch.float64)
-    if layer.head is not None and len(head_loadings(layer.head)):
-        loadings = head_loadings(layer.head)[:, used]
+    if layer.head is not None and len(found := head_loadings(layer.head[:, used])):
+        loadings = found
     sums = layer.bias_gradient
     return SpanGradient(
         rows=rows,

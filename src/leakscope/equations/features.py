@@ -147,14 +147,15 @@ def features_of(
     kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
     shares = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
     notes.append(f"{kept} kept: gap of entries that were left out of the fit: {shares}")
-    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, draws)
+    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, neurons, draws)
     found = dataclasses.replace(found, notes=(*notes, *found.notes))
     outside = layer.gradient - layer.gradient @ spans[kept].T @ spans[kept]
-    whole = zeros <= PRUNED and bool(mask.any(0).all())
+    # Entries set to zero break the rank, so what has it is untouched; of one example only whole columns can be missing.
+    whole = count > 1 or bool(mask.any(0).all())
     if "refined" not in methods or (whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED):
         return found
     others = [
-        _with_directions(layer, span, mask, method, residuals[method], methods, draws)
+        _with_directions(layer, span, mask, method, residuals[method], methods, neurons, draws)
         for method, span in spans.items()
         if method != kept
     ]
@@ -168,9 +169,10 @@ def _with_directions(
     method: Method,
     residual: float,
     methods: Sequence[Method],
+    neurons: slice | None,
     draws: torch.Generator,
 ) -> RecoveredFeatures:
-    rows, used = _rows_inside(layer, span, mask, method)
+    rows, used = _rows_inside(layer, span, mask, method, neurons)
     apart = separated_features(layer, span, rows, used, methods, draws)
     return RecoveredFeatures(
         layer=layer.name,
@@ -313,7 +315,7 @@ def _spans(
             chosen = neurons or slice(None)
             assert layer.activation is not None
             assert layer.head is not None
-            loadings, behind = head_loadings(layer.head[:, chosen]), activation_class(layer.activation)
+            loadings, behind = head_loadings(layer.head[:, chosen])[:2], activation_class(layer.activation)
             parts = layer.gradient[chosen], layer.weight[chosen]
             spans["stein"] = stein_span(*parts, loadings, count, behind, draws)
         else:
@@ -323,11 +325,15 @@ def _spans(
     return spans
 
 
-def _rows_inside(layer: DenseGradient, span: Tensor, mask: Tensor, method: Method) -> tuple[Tensor, Tensor]:
-    """The gradient's rows in coordinates of the span, and which were taken: those with entries enough."""
+def _rows_inside(
+    layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient's rows in coordinates of the span, and which were taken: random ones with entries enough."""
+    used = torch.zeros(len(mask), dtype=torch.bool)
+    used[slice(None) if neurons is None else neurons] = True
     if method != "completion":
-        return layer.gradient @ span.T, torch.ones(len(mask), dtype=torch.bool)
-    used = mask.sum(1) > len(span)
+        return layer.gradient[used] @ span.T, used
+    used &= mask.sum(1) > len(span)
     return row_coefficients(layer.gradient[used], mask[used].double(), span), used
 
 

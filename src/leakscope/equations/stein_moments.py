@@ -32,7 +32,7 @@ Elementwise = Callable[[Tensor], Tensor]
 #: Expected derivatives below this share of the largest count as zero.
 VANISHING = 1e-3
 #: Directions of the head's rows that are read, the strongest first.
-MOST_LOADINGS = 4
+MOST_LOADINGS = 12
 #: Slices of an order-four moment are of no use beyond so many features: m would have to be far larger.
 MOST_ORDER_FOUR = 12
 
