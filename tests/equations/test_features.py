@@ -159,6 +159,17 @@ def test_the_count_is_read_from_the_gradient_where_nobody_tells() -> None:
     assert feature_error(truth, found.span) <= 1e-10
 
 
+def test_equal_examples_are_counted_once_and_a_note_says_so() -> None:
+    net = deep_net(nn.ReLU())
+    x, y = batch(3)
+    x, y = torch.cat((x, x[:1])), torch.cat((y, y[:1]))
+    found = recover_features(FedSGD().observe(net, x, y))
+    assert len(found.span) == 3
+    assert any("1 of 4 examples" in note for note in found.notes)
+    with torch.no_grad():
+        assert feature_error(inputs_of(net[5], net, x), found.span) <= 1e-8
+
+
 def test_the_same_generator_gives_the_same_features_and_nothing_is_changed() -> None:
     seen, _ = look(deep_net(nn.ReLU()), 3, defense=GradientNoise(sigma=0.001))
     state = torch.random.get_rng_state()

@@ -1,4 +1,4 @@
-"""Single features inside the span of a dense layer's gradient: by its moments, or as independent components.
+"""Single features inside the span of a dense layer's gradient: by moments, by patterns, or as independent components.
 
 Each estimate is settled by the slopes of the units where those are known (equations/feature_gates.py), and the one that
 explains more of the gradient is kept.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.equations.feature_gates import SpanGradient, fit_gates, signed_lengths
+from leakscope.equations.feature_patterns import frequent_differences
 from leakscope.equations.simultaneous import diagonalising_vectors
 from leakscope.equations.stein_moments import activation_class, head_loadings, moment_matrices
 from leakscope.equations.unmixing import UnmixingRefused, unmix
@@ -89,6 +90,9 @@ def separated_features(
         reason = no_moments(layer) or activation_class(inner.activation).reason
         if reason is None and {"svd", "completion", "stein"} & set(methods):
             starts["moments"] = _by_moments(inner, generator, notes)
+        if reason is None and inner.homogeneous and len(inner.loadings) == 1:
+            patterns = frequent_differences(rows / inner.loadings.T, generator)
+            starts |= {} if patterns is None else {"patterns": patterns}
         if "unmixing" in methods:
             reason = _by_unmixing(rows @ span, span, starts, generator) or reason
         if not starts:

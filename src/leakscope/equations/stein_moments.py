@@ -138,7 +138,10 @@ def second_moment(gradient: Tensor, weight: Tensor, loading: Tensor, whiten: boo
     rows = gradient * loading[:, None]
     if whiten:
         centred = weight - weight.mean(0)
-        product = least_squares(centred, rows - rows.mean(0))
+        system = centred.T @ centred
+        # More inputs than units leave it singular.
+        system.diagonal().add_(1e-9 * system.diagonal().mean())
+        product = torch.linalg.solve(system, centred.T @ (rows - rows.mean(0)))
     else:
         product = weight.T @ rows / len(weight)
     return (product + product.T) / 2
