@@ -21,7 +21,7 @@ from leakscope.network.recorder import inputs_of
 CLASSES = 6
 
 
-def deep_net(activation: nn.Module, bias: bool = True, width: int = 2000, random: bool = True) -> nn.Module:
+def deep_net(activation: nn.Module, bias: bool = True, width: int = 1200, random: bool = True) -> nn.Module:
     """A convolution, 32 features, a wide layer, a head; weights of its own draws."""
     net = nn.Sequential(
         *(nn.Conv2d(1, 8, 3), nn.Tanh(), nn.Flatten(), nn.Linear(128, 32), nn.Tanh()),
@@ -50,7 +50,7 @@ def look(net: nn.Module, examples: int = 3, seed: int = 0, **how) -> tuple[Obser
 
 
 @pytest.mark.parametrize("activation", [nn.ReLU(), nn.LeakyReLU(0.1), nn.Tanh(), nn.GELU()], ids=repr)
-@pytest.mark.parametrize("examples", [1, 2, 5])
+@pytest.mark.parametrize("examples", [1, 4])
 def test_the_span_of_an_untouched_gradient_is_exact(activation, examples) -> None:
     seen, truth = look(deep_net(activation, random=False), examples)
     found = recover_features(seen)
@@ -90,7 +90,7 @@ def test_tanh_is_separated_by_order_three() -> None:
     assert feature_cosines(truth, found.directions).min() > 0.99
 
 
-@pytest.mark.parametrize("fraction", [0.5, 0.7, 0.9])
+@pytest.mark.parametrize("fraction", [0.5, 0.8])
 def test_pruning_is_undone_by_the_heads_gradient(fraction) -> None:
     seen, truth = look(deep_net(nn.ReLU()), 3, defense=GradientPruning(fraction=fraction))
     plain = recover_features(seen, methods=("svd",))
