@@ -159,6 +159,23 @@ def test_the_count_is_read_from_the_gradient_where_nobody_tells() -> None:
     assert feature_error(truth, found.span) <= 1e-10
 
 
+def test_what_nothing_confirms_is_not_called_signed() -> None:
+    few, _ = look(deep_net(nn.Sigmoid(), random=False, width=60), 3)
+    found = recover_features(few, layer="5")
+    assert found.quality is None
+    assert not found.signed
+    coarse, truth = look(deep_net(nn.ReLU(), random=False, width=300), 3, defense=GradientPruning(fraction=0.9))
+    found = recover_features(coarse)
+    assert not found.signed or feature_cosines(truth, found.directions).min() > 0.95
+
+
+def test_an_odd_activation_without_a_bias_has_no_sign() -> None:
+    seen, truth = look(deep_net(nn.Tanh(), bias=False), 2, defense=GradientNoise(sigma=0.001))
+    found = recover_features(seen)
+    assert not found.signed
+    assert feature_error(truth, found.span) < 0.1
+
+
 def test_equal_examples_are_counted_once_and_a_note_says_so() -> None:
     net = deep_net(nn.ReLU())
     x, y = batch(3)

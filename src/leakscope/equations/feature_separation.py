@@ -163,4 +163,5 @@ def _settled(layer: DenseGradient, inner: SpanGradient, start: Tensor) -> Apart:
     if inner.bias_gradient is None:
         return Apart(start, True)
     lengths = signed_lengths(inner.rows, start, inner.bias_gradient)
-    return Apart(start * lengths.sign()[:, None], True, True, lengths=lengths.abs())
+    # Of several, nothing confirms that these are no mixtures; then their signs mean little.
+    return Apart(start * lengths.sign()[:, None], True, len(start) == 1, lengths=lengths.abs())

@@ -50,6 +50,8 @@ UNTOUCHED = 1e-5
 LEAST_RANK = 1e-7
 #: Refined features that leave less than this of both gradients are taken for the right ones.
 EXPLAINED = 0.3
+#: Of entries that carry no noise they leave less than this, or some feature may be wrong.
+CERTAIN = 0.05
 
 
 class FeaturesRefused(ValueError):
@@ -230,13 +232,31 @@ def _refined(
         directions=nn.functional.normalize(fit.features, dim=1),
         span=span,
         method="refined",
-        signed=fit.residual <= EXPLAINED,
+        signed=_tells_signs(layer) and fit.residual <= _certain_residual(problem, first.span, zeros),
         separated=True,
         residual=residual,
         quality=max(0.0, 1 - fit.residual**2),
         lengths=None,
         notes=(*first.notes, words),
     )
+
+
+def _tells_signs(layer: DenseGradient) -> bool:
+    """Whether both gradients differ for a feature and its negative: not behind an odd activation without a bias."""
+    assert layer.activation is not None
+    biased = layer.bias is not None and bool(layer.bias.any())
+    return biased or 2 in activation_class(layer.activation).orders
+
+
+def _certain_residual(problem: TwoGradients, span: Tensor, zeros: float) -> float:
+    """What the right features leave of both gradients: next to nothing, or the noise that lies outside of the span."""
+    if zeros > PRUNED:
+        return CERTAIN
+    units, width = problem.gradient.shape
+    outside = (problem.gradient - problem.gradient @ span.T @ span).norm()
+    level = float(outside) / max((units - len(span)) * (width - len(span)), 1) ** 0.5
+    entries = problem.gradient.numel() + problem.head_gradient.numel()
+    return max(CERTAIN, min(EXPLAINED, 1.1 * level * entries**0.5 / problem.size))
 
 
 def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradients | None:
