@@ -35,6 +35,7 @@ _NAMES = {
     "Observation": "leakscope.contracts.observation",
     "Protocol": "leakscope.contracts.protocol",
     "Reconstruction": "leakscope.contracts.reconstruction",
+    "RecoveredFeatures": "leakscope.equations.features",
     "Task": "leakscope.contracts.task",
     "ValueRange": "leakscope.contracts.inputs",
     "Vertical": "leakscope.federation",
@@ -44,6 +45,7 @@ _NAMES = {
     "inspect_model": "leakscope.network.inspection",
     "load_data": "leakscope.data",
     "recover_embedding": "leakscope.equations.embedding",
+    "recover_features": "leakscope.equations.features",
     "setting": "leakscope.contracts.settings",
 }
 _ROOMS = (
