@@ -49,8 +49,6 @@ UNTOUCHED = 1e-5
 LEAST_RANK = 1e-7
 #: Refined features that leave less than this of both gradients are taken for the right ones.
 EXPLAINED = 0.3
-#: Of gradients whose entries are exact or missing they leave less than this.
-CONFIRMED = 0.01
 #: Of entries that carry no noise they leave less than this, or some feature may be wrong.
 CERTAIN = 0.05
 
@@ -186,7 +184,7 @@ def features_of(
 
 def _confirmed(found: RecoveredFeatures) -> bool:
     """Whether features explain what is left of the gradients of the layer and of the head."""
-    return found.method == "refined" and (found.quality or 0.0) >= 1 - CONFIRMED**2
+    return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
 
 
 def _with_directions(
@@ -236,7 +234,7 @@ def _refined(
     span = torch.linalg.qr(fit.features.T)[0].T
     residual = span_residual(layer.gradient, mask, span, _again(draws))
     words = f"refined on the head's gradient too: both leave {fit.residual:.1e}, from {start.residual:.1e}"
-    explained, slack = (CONFIRMED, 1.0) if zeros > PRUNED else (EXPLAINED, 1.05)
+    explained, slack = (CERTAIN, 1.0) if zeros > PRUNED else (EXPLAINED, 1.05)
     if not bool(torch.isfinite(fit.features).all()) or (fit.residual > explained and residual > slack * first.residual):
         return dataclasses.replace(first, notes=(*first.notes, f"{words}; not kept, as its span explains less"))
     return dataclasses.replace(
