@@ -60,12 +60,13 @@ def test_without_a_bias_lengths_are_open_and_a_note_says_so() -> None:
     assert score(x, found.inputs.float()) > 20
 
 
-def test_weights_that_were_not_sent_do_not_tell_examples_apart() -> None:
-    seen, x = look(ProvableReconstruction(), 4)
+def test_weights_that_were_not_sent_confirm_nothing() -> None:
+    """Activation patterns need no weights and may tell examples apart all the same; only nobody can know it."""
+    seen, _ = look(ProvableReconstruction(), 4)
     other = dataclasses.replace(seen, model=ProvableReconstruction(seed=9).prepare(seen.model, SHAPE))
     found = ProvableReconstruction()(other)
     assert "mixture" in found.flags
-    assert score(x, found.inputs) < 30
+    assert not found.info["signed"]
 
 
 def test_refusals() -> None:

@@ -24,7 +24,7 @@ from leakscope.equations.dense import slope
 
 ROUNDS, CONJUGATE_STEPS = 12, 25
 #: First every so-manieth unit alone, where these have so many equations for each unknown; then all, for fewer rounds.
-COARSE, SPARE, FINE_ROUNDS = 4, 3, 4
+COARSE, SPARE, FINE_ROUNDS = 4, 3, 8
 #: A round that lowers the residual by less than this share is the last.
 AT_REST = 1e-4
 #: Damping of a step, relative to the mean square of what an entry of a feature weighs.

@@ -6,7 +6,7 @@ weights (equations/stein_moments.py). Whichever predicts entries of the gradient
 the notes say why. Inside the span single features follow from higher moments or as independent components, and slopes
 of the units then settle them, sign and length included where the layer tells (equations/feature_gates.py). An altered
 gradient leaves the span itself in doubt; then the features are refined on the gradient of the head behind the layer as
-well (equations/feature_refinement.py), in place of the completion, which knows less.
+well (equations/feature_refinement.py), and the completion is tried where that does not explain both gradients.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.observation import Observation
+from leakscope.equations.feature_layer import FeaturesRefused, read_dense_gradient
 from leakscope.equations.feature_refinement import (
     TwoGradients,
     fitted_output_gradients,
@@ -36,8 +37,6 @@ from leakscope.equations.feature_span import (
     visible_zeros,
 )
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
-from leakscope.network.dense_path import dense_path
-from leakscope.network.layers import find_head
 
 METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refined")
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
@@ -52,10 +51,6 @@ LEAST_RANK = 1e-7
 EXPLAINED = 0.3
 #: Of entries that carry no noise they leave less than this, or some feature may be wrong.
 CERTAIN = 0.05
-
-
-class FeaturesRefused(ValueError):
-    """The update does not give away the features in front of this layer, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,7 +170,21 @@ def features_of(
         for method, span in spans.items()
         if method != kept
     ]
-    return _refined(layer, [found, *others], mask, zeros, draws)
+    best = _refined(layer, [found, *others], mask, zeros, draws)
+    if zeros <= PRUNED or "completion" not in methods or "completion" in spans or _confirmed(best):
+        return best
+    span = completed_span(layer.gradient, mask, leading, draws)
+    residual = span_residual(layer.gradient, mask, span, _again(draws))
+    completed = _with_directions(layer, span, mask, "completion", residual, methods, neurons, draws)
+    completed = _refined(layer, [completed], mask, zeros, draws)
+    chosen = min((best, completed), key=lambda one: (not _confirmed(one), one.residual))
+    words = f"gap of entries left out of the fit: {best.method} {best.residual:.1e}, completed {residual:.1e}"
+    return dataclasses.replace(chosen, notes=(*best.notes, words, *(completed.notes if chosen is completed else ())))
+
+
+def _confirmed(found: RecoveredFeatures) -> bool:
+    """Whether features explain what is left of the gradients of the layer and of the head."""
+    return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
 
 
 def _with_directions(
@@ -225,7 +234,8 @@ def _refined(
     span = torch.linalg.qr(fit.features.T)[0].T
     residual = span_residual(layer.gradient, mask, span, _again(draws))
     words = f"refined on the head's gradient too: both leave {fit.residual:.1e}, from {start.residual:.1e}"
-    if not bool(torch.isfinite(fit.features).all()) or (fit.residual > EXPLAINED and residual > 1.05 * first.residual):
+    explained, slack = (CERTAIN, 1.0) if zeros > PRUNED else (EXPLAINED, 1.05)
+    if not bool(torch.isfinite(fit.features).all()) or (fit.residual > explained and residual > slack * first.residual):
         return dataclasses.replace(first, notes=(*first.notes, f"{words}; not kept, as its span explains less"))
     return dataclasses.replace(
         first,
@@ -274,53 +284,6 @@ def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradi
         head_mask=head_mask if pruned else torch.ones_like(head_mask),
         activation=layer.activation,
         bias=layer.bias,
-    )
-
-
-def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
-    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
-    if observation.has_rounds:
-        raise FeaturesRefused("the update is that of several rounds, or of batches of the examples")
-    try:
-        head = find_head(observation.model, observation.input_shape, observation.num_classes)
-    except ValueError as error:
-        if layer is None:
-            raise FeaturesRefused(str(error)) from error
-        head = None
-    path = None if head is None else dense_path(observation.model, head.module_name)
-    steps = () if path is None else path.steps
-    if layer is None:
-        if not steps:
-            assert path is not None
-            raise FeaturesRefused(
-                f"no dense layer with an activation lies below the head: {path.reason}. Name a layer, or use "
-                "recover_embedding, which reads the features in front of the head itself"
-            )
-        layer = max(steps, key=lambda step: step.module.out_features).name
-    module = dict(observation.model.named_modules()).get(layer)
-    if not isinstance(module, nn.Linear):
-        raise FeaturesRefused(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
-    step = next((step for step in steps if step.name == layer), None)
-    below_head = step is not None and step is steps[0] and head is not None
-    head_weight = head_gradient = None
-    if below_head and head is not None:
-        head_weight = dict(observation.model.named_parameters())[head.weight_name]
-        head_gradient = observation.message.update.get(head.weight_name)
-    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
-    update = observation.message.update
-    gradient = update.get(names.get(id(module.weight), ""))
-    if gradient is None:
-        raise FeaturesRefused(f"{layer!r} is frozen: the update says nothing of it")
-    sums = None if module.bias is None else update.get(names.get(id(module.bias), ""))
-    return DenseGradient(
-        name=layer,
-        gradient=_wide(gradient),
-        bias_gradient=None if sums is None else _wide(sums),
-        weight=_wide(module.weight),
-        bias=None if module.bias is None else _wide(module.bias),
-        activation=None if step is None else step.activation,
-        head=None if head_weight is None else _wide(head_weight),
-        head_gradient=None if head_gradient is None else _wide(head_gradient),
     )
 
 
@@ -379,7 +342,3 @@ def _check_methods(methods: Sequence[Method]) -> None:
 def _again(generator: torch.Generator) -> torch.Generator:
     """The same draws for each, so that residuals are of the same entries."""
     return torch.Generator().manual_seed(generator.initial_seed())
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.detach().to(device="cpu", dtype=torch.float64)
