@@ -174,7 +174,7 @@ class _Problem:
     def rows(self, mixing: Tensor) -> Tensor:
         """R of solutions whose lengths are arbitrary, with the scale that the bias gives, or ``rescale``."""
         if self.sums is not None:
-            scale = torch.linalg.lstsq(self.white @ mixing.T, self.sums[:, None]).solution[:, 0]
+            scale = torch.linalg.lstsq(self.white @ mixing.T, self.sums[:, None], driver="gelsd").solution[:, 0]
             return torch.linalg.pinv(torch.linalg.solve(self.to_white, (mixing * scale[:, None]).T))
         rows = torch.linalg.pinv(torch.linalg.solve(self.to_white, mixing.T))
         return self.rescale(rows @ self.basis) @ self.basis.T
