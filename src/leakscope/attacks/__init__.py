@@ -20,6 +20,7 @@ from leakscope.attacks.linear_layer import LinearLayer
 from leakscope.attacks.rgap import RGAP
 from leakscope.attacks.sapag import SAPAG
 from leakscope.attacks.sme import SME
+from leakscope.attacks.systematic_evaluation import SystematicEvaluation
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
@@ -112,6 +113,12 @@ ATTACKS: Registry[AttackEntry] = Registry(
             DLFA,
             "replay every local step of a weight update, one copy of the examples an epoch",
             "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022",
+        ),
+        AttackEntry(
+            "systematic",
+            SystematicEvaluation,
+            "a network draws the pictures; tensors count by their size, and known features lead the way",
+            "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
         ),
         AttackEntry(
             "cafe",

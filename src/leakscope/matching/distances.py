@@ -175,6 +175,41 @@ class Cosine(Distance):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReweightedCosine(Distance):
+    """Sum over tensors of w_i (1 - cos_i) with w_i the tensor's share of all parameters that are not zero.
+
+    ``counts`` are the parameters of each tensor that are not zero, in the update's order; without them every entry of
+    the update counts. Angles of small tensors, which noise bends most, hardly count.
+
+    >>> update = {"w": torch.ones(3), "b": torch.ones(1)}
+    >>> float(ReweightedCosine()(update, {"w": torch.ones(3), "b": -torch.ones(1)}))
+    0.5
+    """
+
+    scale_free = True
+
+    counts: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.counts is not None and (any(count < 0 for count in self.counts) or not sum(self.counts)):
+            raise ValueError(f"counts: expected numbers of parameters, not all zero, got {self.counts}")
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        counts = [value.numel() for value in observed.values()] if self.counts is None else self.counts
+        if len(counts) != len(observed):
+            raise ValueError(f"counts: expected one for each of {len(observed)} tensors, got {len(counts)}")
+        each = [
+            (count / sum(counts), name, Cosine().against({name: observed[name]}))
+            for count, name in zip(counts, observed, strict=True)
+            if count
+        ]
+        return lambda candidate: _total(share * angle({name: candidate[name]}) for share, name, angle in each)
+
+
+@dataclass(frozen=True, kw_only=True)
 class DirectionL1(Distance):
     """L1 distance between the updates after scaling each to unit length, relative to the observed one.
 
@@ -243,6 +278,7 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType(
         "l1": L1(),
         "cosine": Cosine(),
         "cosine-per-tensor": Cosine(per="tensor"),
+        "reweighted-cosine": ReweightedCosine(),
         "direction-l1": DirectionL1(),
         "gaussian-kernel": GaussianKernel(),
     }

@@ -48,6 +48,8 @@ class Victim:
     task: Task
     channel: Channel
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
+    #: Whether inputs of layers are recorded at all.
+    records: bool
     _tape: dict[str, Tensor] = field(repr=False)
 
     @classmethod
@@ -69,7 +71,8 @@ class Victim:
                 module.train()
                 module.track_running_stats = False
                 module.running_mean = module.running_var = module.num_batches_tracked = None
-        tape = tap(model, (*targets, *record))
+        layers = (*targets, *(name for name in record if name not in targets))
+        tape, records = tap(model, layers), bool(layers)
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
@@ -77,7 +80,7 @@ class Victim:
         movement = dict(message.update) if message.kind == "weight_delta" else {}
         channel = Channel() if observation.channel is None else observation.channel
         tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update))
-        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, tape)
+        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, records, tape)
 
     def loss(
         self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
@@ -113,7 +116,7 @@ class Victim:
             return self.channel.clip_update(self._derivative(tensors, picture[None], target[None], output_gradient)[0])
 
         each = vmap(clipped)(x, targets)
-        recorded = self.loss(tensors, x, targets)[1] if self.batchnorm_targets else {}
+        recorded = self.loss(tensors, x, targets)[1] if self.records else {}
         mean = self.reduction == "mean"
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
 
