@@ -34,6 +34,7 @@ _NAMES = {
     "Observation": "leakscope.contracts.observation",
     "Protocol": "leakscope.contracts.protocol",
     "Reconstruction": "leakscope.contracts.reconstruction",
+    "RecoveredFeatures": "leakscope.equations.features",
     "Task": "leakscope.contracts.task",
     "ValueRange": "leakscope.contracts.inputs",
     "Vertical": "leakscope.federation",
@@ -42,6 +43,7 @@ _NAMES = {
     "diagnose": "leakscope.limits",
     "load_data": "leakscope.data",
     "recover_embedding": "leakscope.equations.embedding",
+    "recover_features": "leakscope.equations.features",
     "setting": "leakscope.contracts.settings",
 }
 _ROOMS = (

@@ -89,7 +89,7 @@ class Malicious(Attack):
 
     requires = ("num_examples", "choose_weights")
 
-    def prepare(self, model: nn.Module) -> nn.Module:
+    def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
@@ -108,7 +108,7 @@ class Vandal(Attack):
     reads_rounds = True
 
     def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
-        Malicious().prepare(observation.model.requires_grad_(False))
+        Malicious().prepare(observation.model.requires_grad_(False), observation.input_shape)
         return Guess().run(observation, generator)
 
 

@@ -18,6 +18,7 @@ from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
 from leakscope.attacks.linear_layer import LinearLayer
 from leakscope.attacks.rgap import RGAP
+from leakscope.attacks.robbing_the_fed import RobbingTheFed
 from leakscope.attacks.sapag import SAPAG
 from leakscope.attacks.sme import SME
 from leakscope.attacks.systematic_evaluation import SystematicEvaluation
@@ -126,6 +127,13 @@ ATTACKS: Registry[AttackEntry] = Registry(
             "vertical: solve each sample's part in the first dense layers from announced batches, then search the data",
             "Jin et al., CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021",
             standard_for=("rounds",),
+        ),
+        AttackEntry(
+            "robbing-the-fed",
+            RobbingTheFed,
+            "malicious server: an imprint block before the model, from whose bins inputs are read off exactly",
+            "Fowl et al., Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models, "
+            "ICLR 2022",
         ),
     ),
     Attack,

@@ -294,7 +294,8 @@ def _prepared(setup: Setup, attack: Attack) -> Setup:
         return setup
     if not all(knowledge.grants(name) for name in attack.requires):
         return setup  # the attack itself will say what it lacks
-    return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model)))
+    shape = tuple(setup.data.x.shape[1:])
+    return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model), shape))
 
 
 def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Evaluation) -> dict[str, Any]:

@@ -55,8 +55,11 @@ class Attack(Described, ABC):
         """The attack with the settings published under ``name``, some of them changed."""
         return cls(**{**cls.published(name), **changes})
 
-    def prepare(self, model: nn.Module) -> nn.Module:
-        """The model a server that may choose it sends out; most attacks leave it as it is."""
+    def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        """The model a server that may choose it sends out for inputs of this shape; most attacks leave it as it is.
+
+        What it draws at random comes from a setting: the same attack sends the same model to every client.
+        """
         return model
 
     @property

@@ -1,6 +1,6 @@
 """What theory says before any attack: counts, published conditions, the rank of the gradient's Jacobian, layer by layer
 too, the least error behind noise, when the update of many local steps is as good as one gradient, and what batches that
-are announced by index give away of a vertical model."""
+are announced by index give away of a vertical model, and how many examples an imprint leaves alone in their bin."""
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.reconstruction import Diagnosis
@@ -22,6 +22,7 @@ from leakscope.limits.counting import (
 from leakscope.limits.cramer_rao import Floor, affordable_floor, cramer_rao
 from leakscope.limits.diagnosis import diagnose
 from leakscope.limits.effort import GRADIENTS_WORK, Effort, effort_of
+from leakscope.limits.imprint import ImprintGuarantee, alone_distribution, imprint_guarantee, published_count
 from leakscope.limits.index_alignment import (
     RoundsNeeded,
     determined_inputs,

@@ -1,0 +1,235 @@
+"""Robbing the Fed: a server that may change the model reads inputs off it, one a bin.
+
+Liam Fowl, Jonas Geiping, Wojtek Czaja, Micah Goldblum, Tom Goldstein, "Robbing the Fed: Directly Obtaining Private Data
+in Federated Learning with Modified Models", ICLR 2022. Before the model comes an imprint block
+(:mod:`leakscope.attacks.imprint`): units that are active for inputs whose measurement h x exceeds thresholds
+c_0 < c_1 < ... With g_n the output gradient of example n, which is the same at every unit that it activates,
+
+    dW_i - dW_(i+1) = sum g_n x_n,   db_i - db_(i+1) = sum g_n   over the examples with c_i < h x_n < c_(i+1),
+
+and for the top bin the same without a difference. An example alone in its bin is the quotient of the two, whatever the
+batch, the model behind the block and the loss. The sparse form has units of which each is active in its bin only, so
+that nothing is subtracted and several local steps add up to the same quotient; its bins drift with each step, and how
+far is for ``gain`` to say: the smaller the gain, the larger the update beside the weights.
+
+Different from the published code: the top bin is read and no sum over all examples is shown as a picture; the intervals
+of the sparse form tile; empty bins are told by a relative tolerance; one number is handed on, on a pattern that is
+added to the input, so that the model behind it trains on and layers that ignore a constant shift pass it on
+("replace" is the published connection). A bias gradient that is hidden by rounding is replaced by what the
+bin says of the measurement.
+
+Which bins hold one example is decided by what the server can see; ``leakscope.limits.imprint_guarantee`` says how many
+to expect. Exactly as many occupied bins as examples: each is alone. Else a picture whose values lie on the grid of
+8-bit pictures is no mixture of two (where some do), or one whose own gradient through the rest of the model, for
+some label, is the bin's. All others count as mixtures.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks.imprint import (
+    NATURAL_BRIGHTNESS,
+    PATTERN,
+    Connection,
+    Imprint,
+    Imprinted,
+    Measurement,
+    Placement,
+    bin_edges,
+    interpolated_quantile,
+    laplace_quantile,
+    measurement_row,
+    normal_quantile,
+)
+from leakscope.attacks.imprint_reading import BinReading, read_bins
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.caps import PARAMETERS
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.models.split import VerticalModel
+
+#: Quantiles that :meth:`RobbingTheFed.fitted_to` takes of public examples.
+FITTED = 17
+
+
+@dataclass(frozen=True, kw_only=True)
+class RobbingTheFed(Attack):
+    """Put an imprint block before the model, and read each bin of it off the update."""
+
+    requires = ("num_examples", "choose_structure")
+
+    bins: int = setting(128, "Bins of the measurement; more leave more examples alone.", ge=2)
+    variant: Literal["relu", "sparse"] = setting(
+        "relu", "Units above a threshold, for one step; or each in its interval, for several local steps."
+    )
+    measurement: Measurement = setting("mean", "What is compared with the thresholds.")
+    frequency: int = setting(32, "Frequency of the cosine, for the measurement dct.", ge=1)
+    placement: Placement = setting(
+        "measured", "Bins of equal mass: by measured quantiles, or for a normal or Laplace distribution."
+    )
+    quantiles: tuple[float, ...] = setting(
+        (),
+        "Measured quantiles at (j + 1/2) / m, of public examples as the model reads them; none: the brightness of "
+        "natural pictures in [0, 1]. RobbingTheFed.fitted_to(examples) takes them.",
+    )
+    center: float = setting(0.0, "Mean of the measurement, for placement normal and laplace.")
+    spread: float = setting(1.0, "Standard deviation of the measurement, for placement normal and laplace.", gt=0)
+    gain: float | None = setting(
+        None, "Scale of the block's first layer; none: 0.001, and 1 for the sparse variant.", gt=0
+    )
+    connection: Connection = setting("add", "Whether the block adds to the input or replaces it.")
+    seed: int = setting(0, "Seed of the pattern, and of the measurement random.", ge=0)
+    tolerance: float = setting(1e-6, "Size of a bin's sums, relative to the largest, below which it is empty.", gt=0)
+
+    def problems(self) -> list[str]:
+        ascending = all(a < b for a, b in zip(self.quantiles, self.quantiles[1:], strict=False))
+        if self.quantiles and (len(self.quantiles) < 2 or not ascending):
+            return [f"quantiles: expected at least two, each above the one before, got {len(self.quantiles)} others"]
+        if self.placement == "measured" and self.measurement != "mean" and not self.quantiles:
+            return [
+                f"quantiles: expected some for the measurement {self.measurement}, got none; take them of public "
+                "examples with RobbingTheFed.fitted_to(examples), or choose placement normal or laplace"
+            ]
+        return []
+
+    @classmethod
+    def fitted_to(cls, examples: Tensor, **settings: Any) -> Self:
+        """The attack with quantiles measured on public examples, (count, *shape) as the model reads them."""
+        if examples.dim() < 2 or len(examples) < FITTED:
+            raise ValueError(f"examples: expected at least {FITTED}, (count, *shape), got {tuple(examples.shape)}")
+        unfitted = cls(**{**settings, "placement": "normal"})
+        measured = examples.flatten(1).double() @ unfitted._row(tuple(examples.shape[1:]))
+        shares = (torch.arange(FITTED, dtype=torch.float64) + 0.5) / FITTED
+        quantiles = tuple(torch.quantile(measured, shares).tolist())
+        return cls(**{**settings, "placement": "measured", "quantiles": quantiles})
+
+    def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        if isinstance(model, VerticalModel):
+            raise NotApplicable("an imprint comes before the whole model, and workers of a vertical one share no input")
+        if isinstance(model, Imprinted):
+            raise NotApplicable("the model has an imprint already")
+        PARAMETERS.check("bins: rows of the imprint", 2 * self.bins * math.prod(input_shape), "Choose fewer bins.")
+        row = self._row(input_shape)
+        draws = torch.Generator().manual_seed(self.seed + 1)
+        pattern = PATTERN * (2 * torch.randint(2, row.shape, generator=draws).double() - 1)
+        imprint = Imprint(
+            row, self._edges(), pattern, gain=self._gain, sparse=self.variant == "sparse", connection=self.connection
+        )
+        like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
+        return Imprinted(imprint.to(like), model).train(model.training)
+
+    @property
+    def _gain(self) -> float:
+        return self.gain if self.gain is not None else 1.0 if self.variant == "sparse" else 1e-3
+
+    def _row(self, input_shape: tuple[int, ...]) -> Tensor:
+        return measurement_row(self.measurement, input_shape, self.frequency, torch.Generator().manual_seed(self.seed))
+
+    def _edges(self) -> Tensor:
+        shares = [place / self.bins for place in range(1, self.bins)]
+        if self.placement == "measured":
+            measured = self.quantiles or NATURAL_BRIGHTNESS
+            return bin_edges([interpolated_quantile(share, measured) for share in shares])
+        standard = normal_quantile if self.placement == "normal" else laplace_quantile
+        return bin_edges([self.center + self.spread * standard(share) for share in shares])
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        if not isinstance(observation.model, Imprinted):
+            raise NotApplicable(
+                "the model has no imprint: its update was made without one. The client must be sent what "
+                "RobbingTheFed.prepare(model, input_shape) returns; an audit does so with --knowledge malicious_server"
+            )
+        layer = f"imprint.{observation.model.imprint.reader}"
+        frozen = [name for name in ("weight", "bias") if f"{layer}.{name}" not in observation.message.update]
+        if frozen:
+            raise NotApplicable(f"the update has no gradient of the imprint's {' and '.join(frozen)}")
+        reading = read_bins(observation, observation.model, self.tolerance)
+        chosen = _Chosen.of(reading, observation)
+        if progress is not None:
+            progress(1, 1, float(chosen.scores.min()))
+        return Reconstruction(
+            inputs=chosen.inputs,
+            labels=chosen.labels,
+            scores=chosen.scores,
+            flags=chosen.flags,
+            notes=chosen.notes,
+            info={
+                **{"steps": 1, "restarts": 1, "compiled": False, "layer": layer},
+                **{"occupied_bins": len(reading.places), "alone": int(reading.alone.sum())},
+            },
+            diagnosis=chosen.diagnosis,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Chosen:
+    """As many inputs as there are examples, and what is to be said of them."""
+
+    inputs: Tensor
+    labels: Tensor | None
+    scores: Tensor
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    diagnosis: Diagnosis | None = field(default=None)
+
+    @classmethod
+    def of(cls, reading: BinReading, observation: Observation) -> _Chosen:
+        examples = observation.num_examples
+        assert examples is not None
+        occupied, alone = len(reading.places), int(reading.alone.sum())
+        grey = observation.inputs.from_unit(torch.full((1, *observation.input_shape), 0.5))
+        pictures = reading.pictures.reshape(-1, *observation.input_shape)
+        order = reading.best_first()[:examples]
+        order = order[reading.places[order].argsort()]
+        rows, scores = [*pictures[order]], [*reading.scores[order].tolist()]
+        shared = [place for place in order.tolist() if not reading.alone[place]]
+        for extra in range(examples - len(rows)):
+            # Of several in one bin the mixture is all there is, so it stands for each of them.
+            rows.append(pictures[shared[extra % len(shared)]] if shared else grey[0].to(pictures))
+            scores.append(torch.inf)
+        every = alone == examples == occupied
+        labels = reading.labels[order] if every and reading.labels is not None else None
+        flags: tuple[str, ...] = () if every else ("mixture",) if examples > 1 else ("ill-conditioned",)
+        if occupied > examples and examples > 1:
+            flags = ("ill-conditioned", "mixture")
+        return cls(
+            inputs=observation.inputs.project(torch.stack(rows)),
+            labels=labels if labels is None or bool((labels >= 0).all()) else None,
+            scores=torch.tensor(scores, dtype=torch.float64),
+            flags=flags,
+            notes=_notes(reading, examples),
+            diagnosis=_diagnosis(reading, examples, every, len(rows) * pictures[0].numel() if occupied else 0),
+        )
+
+
+def _notes(reading: BinReading, examples: int) -> tuple[str, ...]:
+    occupied, alone = len(reading.places), int(reading.alone.sum())
+    if occupied == 0:
+        return ("the imprint's update is zero in every bin: nothing can be read; grey pictures stand for the examples",)
+    lines = [f"{occupied} of {reading.bins} bins are occupied by {examples} examples; {alone} hold one for certain"]
+    if occupied > examples:
+        lines.append(f"{occupied} occupied bins for {examples} examples: the update was altered on its way")
+    return tuple(lines)
+
+
+def _diagnosis(reading: BinReading, examples: int, every: bool, unknowns: int) -> Diagnosis | None:
+    alone, error = int(reading.alone.sum()), reading.expected_error()
+    if every and error <= RECOVERED:
+        reason = f"each of {examples} examples is alone in its bin, and its sums are its own: rounding {error:.1g}"
+        return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, expected_rmse=error)
+    if len(reading.places) > examples or not len(reading.places):
+        return None
+    reason = (
+        f"{alone} of {examples} examples are alone in their bin; of the others the imprint holds one weighted mean a "
+        "bin, and the rest of the update was not used"
+    )
+    return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)

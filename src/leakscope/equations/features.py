@@ -1,0 +1,250 @@
+"""The features in front of a dense layer, from the gradient of that layer: their span, and single ones up to scale.
+
+What the adversary can compute, in the order of what it needs: the span by singular vectors, which is exact for an
+untouched gradient; the same of the gradient completed where entries were set to zero; Stein moments, which need random
+weights (equations/stein_moments.py). Whichever predicts entries of the gradient that it was not fitted to is kept, and
+the notes say why. Inside the span single features follow from higher moments or as independent components, and slopes
+of the units then settle them, sign and length included where the layer tells (equations/feature_gates.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.observation import Observation
+from leakscope.equations.feature_separation import DenseGradient, Method, no_moments, separated_features
+from leakscope.equations.feature_span import (
+    completed_span,
+    leading_span,
+    rank_of,
+    row_coefficients,
+    span_residual,
+    visible_zeros,
+)
+from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
+from leakscope.network.dense_path import dense_path
+from leakscope.network.layers import find_head
+
+METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing")
+#: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
+PRUNED = 0.01
+#: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
+CLEARLY = 0.9
+
+
+class FeaturesRefused(ValueError):
+    """The update does not give away the features in front of this layer, and why."""
+
+
+@dataclass(frozen=True, eq=False)
+class RecoveredFeatures:
+    """Features in front of ``layer``, in an order of their own.
+
+    ``directions`` (n, d): unit rows, one a feature, up to sign unless ``signed``; only directions of the span where
+    ``separated`` is false. ``span`` (n, d): orthonormal rows. ``lengths`` (n,): what the directions have to be
+    multiplied with, where a bias gradient tells. ``method``: how the span was found, or "unmixing" where the directions
+    are independent components. ``residual``: the relative size of entries of the gradient that the span does not
+    predict, fitted on other entries. ``quality``: the share of the gradient's rows inside the span that the directions
+    with the slopes of the units explain, None where slopes are not known. ``notes``: what was compared, and what else
+    to know.
+    """
+
+    layer: str
+    directions: Tensor
+    span: Tensor
+    method: Method
+    signed: bool
+    separated: bool
+    residual: float
+    quality: float | None = None
+    lengths: Tensor | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def features(self) -> Tensor | None:
+        """The features themselves, where lengths are told."""
+        return None if self.lengths is None else self.directions * self.lengths[:, None]
+
+
+def recover_features(
+    observation: Observation,
+    *,
+    layer: str | None = None,
+    methods: Sequence[Method] = METHODS,
+    count: int | None = None,
+    neurons: slice | None = None,
+    generator: torch.Generator | None = None,
+) -> RecoveredFeatures:
+    """The features in front of ``layer``, or FeaturesRefused with what stands in the way.
+
+    ``layer``: by default the widest dense layer with an activation and dense layers behind it. ``methods``: what is
+    tried for the span; the strongest by what can be seen is kept. ``count``: how many features, by default the number
+    of examples, or where that is not known the rank of the gradient. ``neurons``: units whose weights were drawn at
+    random, for Stein moments; by default all. ``generator`` draws starts; without one a fixed seed is used.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 200), nn.ReLU(), nn.Linear(200, 4)).double()
+    >>> x, y = torch.randn((3, 3, 2, 2), generator=draws).double(), torch.tensor([2, 0, 1])
+    >>> names, values = zip(*net.named_parameters())
+    >>> update = dict(zip(names, torch.autograd.grad(nn.functional.cross_entropy(net(x), y), values)))
+    >>> seen = Observation.from_update(net, update, input_shape=(3, 2, 2), num_classes=4, num_examples=3)
+    >>> found = recover_features(seen)
+    >>> flat = x.flatten(1)
+    >>> found.layer, found.method, bool((flat - flat @ found.span.T @ found.span).norm() < 1e-10)
+    ('1', 'svd', True)
+    """
+    _check_methods(methods)
+    observed = read_dense_gradient(observation, layer)
+    return features_of(
+        observed, methods=methods, count=count or observation.num_examples, neurons=neurons, generator=generator
+    )
+
+
+def features_of(
+    layer: DenseGradient,
+    *,
+    methods: Sequence[Method] = METHODS,
+    count: int | None = None,
+    neurons: slice | None = None,
+    generator: torch.Generator | None = None,
+) -> RecoveredFeatures:
+    """:func:`recover_features` of a layer's gradient that was read already."""
+    draws = torch.Generator().manual_seed(0) if generator is None else generator
+    notes: list[str] = []
+    if count is None:
+        width = min(32, *layer.gradient.shape)
+        count = rank_of(leading_span(layer.gradient, width, draws)[1])
+        notes.append(f"the number of examples is not known; the gradient's singular values show {count}")
+    if count > min(layer.gradient.shape):
+        raise FeaturesRefused(
+            f"{layer.name!r} is {tuple(layer.gradient.shape)}: its gradient has no {count} directions"
+        )
+    if not bool(layer.gradient.any()):
+        raise FeaturesRefused(f"the gradient of {layer.name!r} is zero: it holds no features")
+    mask, zeros = visible_zeros(layer.gradient)
+    spans = _spans(layer, mask, zeros, methods, count, neurons, draws, notes)
+    residuals = {method: span_residual(layer.gradient, mask, span, _again(draws)) for method, span in spans.items()}
+    kept = min(residuals, key=lambda method: residuals[method])
+    simplest = next(iter(residuals))
+    kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
+    told = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
+    notes.append(f"{kept} kept: gap of entries that were left out of the fit: {told}")
+    rows, used = _rows_inside(layer, spans[kept], mask, kept)
+    apart = separated_features(layer, spans[kept], rows, used, methods, draws)
+    return RecoveredFeatures(
+        layer=layer.name,
+        directions=nn.functional.normalize(apart.directions @ spans[kept], dim=1),
+        span=spans[kept],
+        method="unmixing" if apart.by_unmixing else kept,
+        signed=apart.signed,
+        separated=apart.separated,
+        residual=residuals[kept],
+        quality=apart.quality,
+        lengths=apart.lengths,
+        notes=(*notes, *apart.notes),
+    )
+
+
+def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
+    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
+    if observation.has_rounds:
+        raise FeaturesRefused("the update is that of several rounds, or of batches of the examples")
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError as error:
+        if layer is None:
+            raise FeaturesRefused(str(error)) from error
+        head = None
+    path = None if head is None else dense_path(observation.model, head.module_name)
+    steps = () if path is None else path.steps
+    if layer is None:
+        if not steps:
+            assert path is not None
+            raise FeaturesRefused(
+                f"no dense layer with an activation lies below the head: {path.reason}. Name a layer, or use "
+                "recover_embedding, which reads the features in front of the head itself"
+            )
+        layer = max(steps, key=lambda step: step.module.out_features).name
+    module = dict(observation.model.named_modules()).get(layer)
+    if not isinstance(module, nn.Linear):
+        raise FeaturesRefused(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
+    step = next((step for step in steps if step.name == layer), None)
+    below_head = step is not None and step is steps[0] and head is not None
+    head_weight = dict(observation.model.named_parameters())[head.weight_name] if below_head and head else None
+    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
+    update = observation.message.update
+    gradient = update.get(names.get(id(module.weight), ""))
+    if gradient is None:
+        raise FeaturesRefused(f"{layer!r} is frozen: the update says nothing of it")
+    sums = None if module.bias is None else update.get(names.get(id(module.bias), ""))
+    return DenseGradient(
+        name=layer,
+        gradient=_wide(gradient),
+        bias_gradient=None if sums is None else _wide(sums),
+        weight=_wide(module.weight),
+        bias=None if module.bias is None else _wide(module.bias),
+        activation=None if step is None else step.activation,
+        head=None if head_weight is None else _wide(head_weight),
+    )
+
+
+def _spans(
+    layer: DenseGradient,
+    mask: Tensor,
+    zeros: float,
+    methods: Sequence[Method],
+    count: int,
+    neurons: slice | None,
+    draws: torch.Generator,
+    notes: list[str],
+) -> dict[Method, Tensor]:
+    """The span by each method that applies, the simplest first."""
+    spans: dict[Method, Tensor] = {}
+    leading, _ = leading_span(layer.gradient, count, draws)
+    if "svd" in methods or "unmixing" in methods:
+        spans["svd"] = leading
+    if "completion" in methods and zeros > PRUNED:
+        notes.append(f"{zeros:.0%} of the entries of its gradient are zero and were left out of the completion")
+        spans["completion"] = completed_span(layer.gradient, mask, leading, draws)
+    if "stein" in methods:
+        reason = no_moments(layer)
+        if reason is None:
+            chosen = neurons or slice(None)
+            assert layer.activation is not None
+            assert layer.head is not None
+            loadings, behind = head_loadings(layer.head[:, chosen]), activation_class(layer.activation)
+            parts = layer.gradient[chosen], layer.weight[chosen]
+            spans["stein"] = stein_span(*parts, loadings, count, behind, draws)
+        else:
+            notes.append(f"no Stein moments: {reason}")
+    if not spans:
+        raise FeaturesRefused(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
+    return spans
+
+
+def _rows_inside(layer: DenseGradient, span: Tensor, mask: Tensor, method: Method) -> tuple[Tensor, Tensor]:
+    """The gradient's rows in coordinates of the span, and which were taken: those with entries enough."""
+    if method != "completion":
+        return layer.gradient @ span.T, torch.ones(len(mask), dtype=torch.bool)
+    used = mask.sum(1) > len(span)
+    return row_coefficients(layer.gradient[used], mask[used].double(), span), used
+
+
+def _check_methods(methods: Sequence[Method]) -> None:
+    unknown = [method for method in methods if method not in get_args(Method)]
+    if unknown or not methods:
+        raise ValueError(f"methods: expected some of {', '.join(get_args(Method))}, got {list(methods)}")
+
+
+def _again(generator: torch.Generator) -> torch.Generator:
+    """The same draws for each, so that residuals are of the same entries."""
+    return torch.Generator().manual_seed(generator.initial_seed())
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(device="cpu", dtype=torch.float64)
