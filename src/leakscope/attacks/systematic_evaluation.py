@@ -13,7 +13,9 @@ enter every block of the drawing network.
 Differences. The printed sum of reweighted cosines lacks the "1 -", and its weights are not normalised; here they add up
 to one. Which feature belongs to which example is decided at each step by a linear assignment to the candidates' own
 features, where published code of the feature estimators compares with the true ones. ``features="head"`` solves them
-from the gradient of the last layers alone (equations/embedding.py), which needs no malice. The paper's network has 36
+from the gradient of the last layers alone (equations/embedding.py), which needs no malice; ``"recovered"`` estimates
+them from the widest dense layer (equations/features.py), which stands more noise; ``"auto"`` takes the first that
+succeeds. The paper's network has 36
 million weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.2 million takes 500 steps
 with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective. A weight update of several steps
 is taken for one gradient. ``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several
@@ -36,6 +38,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_embedding
+from leakscope.equations.features import FeaturesRefused, recover_features
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import (
     Adam,
@@ -49,9 +52,10 @@ from leakscope.matching import (
     ReweightedCosine,
     TotalVariation,
 )
+from leakscope.matching.features import FeatureForm
 from leakscope.matching.optimisers import Schedule
 
-FeatureSource = Literal["auto", "head", "none"]
+FeatureSource = Literal["auto", "head", "recovered", "none"]
 FeatureChoice = Literal["auto", "direction", "span"]
 #: Up to so many examples features are matched one by one; beyond, their order is too uncertain.
 ONE_BY_ONE = 8
@@ -59,10 +63,14 @@ ONE_BY_ONE = 8
 
 @dataclass(frozen=True, eq=False)
 class KnownFeatures:
-    """Directions (n, d) of what ``layer`` received, and how they were recovered."""
+    """Directions (n, d) of what ``layer`` received, and how they were recovered.
+
+    ``separated``: each is that of one example; otherwise only their span means something.
+    """
 
     layer: str
     directions: Tensor
+    separated: bool
     source: str
 
 
@@ -122,24 +130,26 @@ class SystematicEvaluation(GradientMatching):
 
     def _led(self, matcher: Matcher, known: KnownFeatures, examples: int) -> Matcher:
         """The search with these features as a term, and in the blocks of the network that draws."""
-        one_by_one = examples <= ONE_BY_ONE and len(known.directions) == examples
-        form = ("direction" if one_by_one else "span") if self.feature_form == "auto" else self.feature_form
+        one_by_one = known.separated and (examples <= ONE_BY_ONE if self.feature_form == "auto" else True)
+        form: FeatureForm = "direction" if one_by_one and self.feature_form != "span" else "span"
         term = FeatureMatching(weight=self.feature_weight, layer=known.layer, features=known.directions, form=form)
         canvas = matcher.canvas
-        if isinstance(canvas, Drawing) and len(known.directions) == examples:
+        if isinstance(canvas, Drawing) and known.separated and len(known.directions) == examples:
             canvas = dataclasses.replace(canvas, features=known.directions)
         return dataclasses.replace(matcher, priors=(*matcher.priors, term), canvas=canvas, record=(known.layer,))
 
     def _known_features(self, observation: Observation, generator: torch.Generator) -> tuple[KnownFeatures | None, str]:
         """Features, or why there are none; NotApplicable where those that were asked for cannot be had."""
-        if self.features == "none":
-            return None, "none were asked for"
-        try:
-            return head_features(observation, generator), ""
-        except HeadRefused as error:
-            if self.features == "head":
-                raise NotApplicable(f"features='head': {error}; use features='auto' or 'none'") from error
-            return None, str(error)
+        sources = {"head": (head_features,), "recovered": (dense_features,), "auto": (head_features, dense_features)}
+        reasons = []
+        for source in sources.get(self.features, ()):
+            try:
+                return source(observation, generator), ""
+            except (HeadRefused, FeaturesRefused) as error:
+                reasons.append(str(error))
+        if self.features in ("head", "recovered"):
+            raise NotApplicable(f"features={self.features!r}: {reasons[0]}; use features='auto' or 'none'")
+        return None, "; ".join(reasons)
 
 
 def head_features(observation: Observation, generator: torch.Generator) -> KnownFeatures:
@@ -151,7 +161,15 @@ def head_features(observation: Observation, generator: torch.Generator) -> Known
         if observation.labels is not None:
             features = features[torch.argsort(torch.argsort(observation.labels.cpu(), stable=True))]
     like = next(iter(observation.message.update.values()))
-    return KnownFeatures(found.layer, torch.nn.functional.normalize(features, dim=1).to(like), "head")
+    return KnownFeatures(found.layer, torch.nn.functional.normalize(features, dim=1).to(like), True, "the head")
+
+
+def dense_features(observation: Observation, generator: torch.Generator) -> KnownFeatures:
+    """Estimated from the gradient of the widest dense layer, in an order of their own."""
+    found = recover_features(observation, generator=generator)
+    like = next(iter(observation.message.update.values()))
+    rows = found.directions if found.separated else found.span
+    return KnownFeatures(found.layer, rows.to(like), found.separated, found.method)
 
 
 def _parameters(observation: Observation) -> list[Tensor]:
