@@ -83,13 +83,19 @@ CASES = {
         trained=many_rounds,
     ),
     "robbing-the-fed": Case("convnet", (3, 16, 16), 80, {"bins": 64}, {"bins": 64}, examples=3),
+    "provable-reconstruction": Case(
+        *("mlp", (3, 8, 8), 80, {}, {}, "mlp"),
+        net={"hidden": 1024},
+        signal_net={"hidden": 512},
+        examples=3,
+    ),
 }
 
 
 #: These draw nothing at random.
 CLOSED_FORM = ("linear-layer", "rgap", "hybrid", "robbing-the-fed")
 #: These solve from the update alone: the weights of the client's own model do not enter.
-WEIGHTS_DO_NOT_ENTER = ("linear-layer", "robbing-the-fed")
+WEIGHTS_DO_NOT_ENTER = ("linear-layer", "robbing-the-fed", "provable-reconstruction")
 
 
 def picture(shape: tuple[int, ...], examples: int = 1, seed: int = 11) -> Tensor:

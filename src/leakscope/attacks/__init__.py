@@ -17,6 +17,7 @@ from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
 from leakscope.attacks.linear_layer import LinearLayer
+from leakscope.attacks.provable_reconstruction import ProvableReconstruction
 from leakscope.attacks.rgap import RGAP
 from leakscope.attacks.robbing_the_fed import RobbingTheFed
 from leakscope.attacks.sapag import SAPAG
@@ -134,6 +135,12 @@ ATTACKS: Registry[AttackEntry] = Registry(
             "malicious server: an imprint block before the model, from whose bins inputs are read off exactly",
             "Fowl et al., Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models, "
             "ICLR 2022",
+        ),
+        AttackEntry(
+            "provable-reconstruction",
+            ProvableReconstruction,
+            "malicious server: a first layer of random units, whose gradient's moments tell a batch's inputs apart",
+            "Wang, Lee, Lei, Reconstructing Training Data from Model Gradient, Provably, AISTATS 2023",
         ),
     ),
     Attack,

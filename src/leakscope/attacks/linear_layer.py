@@ -60,7 +60,7 @@ class LinearLayer(Attack):
         else:
             basis, strengths = input_span(weight, self.tolerance)
             count = observation.num_examples or len(basis)
-            inputs, scores = _pictures_of(basis[:count], observation), strengths[:count]
+            inputs, scores = stretched(basis[:count], observation, upright=True), strengths[:count]
             flags = ("mixture",)
             notes = (
                 f"the inputs' span has {len(basis)} dimensions; each returned input is one direction of it, "
@@ -103,9 +103,10 @@ def input_span(weight: Tensor, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]
     return basis[keep], values[keep]
 
 
-def _pictures_of(basis: Tensor, observation: Observation) -> Tensor:
-    """Directions shown as inputs: sign so that the mean is positive, stretched to the value range."""
-    flat = basis * torch.where(basis.mean(1, keepdim=True) < 0, -1.0, 1.0)
+def stretched(directions: Tensor, observation: Observation, *, upright: bool = False) -> Tensor:
+    """Directions (n, d) shown as inputs: stretched to the value range, with ``upright`` signed by a positive mean."""
+    sign = torch.where(directions.mean(1, keepdim=True) < 0, -1.0, 1.0) if upright else 1.0
+    flat = directions * sign
     low, high = flat.amin(1, keepdim=True), flat.amax(1, keepdim=True)
     unit = (flat - low) / (high - low).clamp_min(1e-30)
     return observation.inputs.from_unit(unit.reshape(-1, *observation.input_shape))
