@@ -15,8 +15,9 @@ to one. Which feature belongs to which example is decided at each step by a line
 features, where published code of the feature estimators compares with the true ones. ``features="head"`` solves them
 from the gradient of the last layers alone (equations/embedding.py), which needs no malice; ``"recovered"`` estimates
 them from the widest dense layer (equations/features.py), which stands more noise; ``"auto"`` takes the first that
-succeeds. The paper's network has 36
-million weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.2 million takes 500 steps
+succeeds. ``trained`` is the paper's malicious server: the other units of the dense layer are drawn from N(0, 1), with
+constants in the head behind them, so that moments of that layer's gradient hold. The paper's network has 36 million
+weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.26 million takes 500 larger steps
 with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective. A weight update of several steps
 is taken for one gradient. ``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several
 restarts.
@@ -25,13 +26,16 @@ restarts.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from leakscope.attacks.gaussian_neurons import HeadConstants, with_gaussian_neurons
 from leakscope.attacks.gradient_matching import GradientMatching, several_steps, weighted
 from leakscope.contracts.attack import NotApplicable, Progress
 from leakscope.contracts.observation import Observation
@@ -57,6 +61,8 @@ from leakscope.matching.optimisers import Schedule
 
 FeatureSource = Literal["auto", "head", "recovered", "none"]
 FeatureChoice = Literal["auto", "direction", "span"]
+#: How features are recovered from what was seen, with draws.
+Source = Callable[[Observation, torch.Generator], "KnownFeatures"]
 #: Up to so many examples features are matched one by one; beyond, their order is too uncertain.
 ONE_BY_ONE = 8
 
@@ -79,7 +85,12 @@ class SystematicEvaluation(GradientMatching):
     """Search the weights of a network that draws the pictures, led by features of a dense layer."""
 
     presets = MappingProxyType(
-        {"paper": {"canvas": "paper", "iterations": 10_000, "lr": 1e-5, "schedule": "step"}},
+        {
+            "paper": {
+                **{"canvas": "paper", "iterations": 10_000, "lr": 1e-5, "schedule": "step"},
+                **{"features": "recovered", "trained": 2048, "head": "published"},
+            }
+        }
     )
 
     iterations: int = setting(500, "Steps of the search.", ge=1)
@@ -97,6 +108,27 @@ class SystematicEvaluation(GradientMatching):
         "auto", f"Features compared one by one, or by their span; 'auto': one by one up to {ONE_BY_ONE} examples."
     )
     consistency: float = setting(0.0, "Weight that pulls restarts towards their mean.", ge=0)
+    trained: int | None = setting(
+        None,
+        "Units of the dense layer that keep their weights where the server draws the others; None draws none.",
+        ge=0,
+    )
+    head: HeadConstants = setting("signs", "The head's weights behind random units: signs, or the published k / v.")
+    seed: int = setting(0, "Seed of the random units.", ge=0)
+
+    @property
+    def chooses_model(self) -> bool:
+        return self.trained is not None
+
+    def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        """The model with random units in the dense layer in front of its head, where ``trained`` asks for them."""
+        if self.trained is None:
+            return model
+        return with_gaussian_neurons(model, input_shape, trained=self.trained, head=self.head, seed=self.seed)
+
+    def missing(self, observation: Observation) -> list[str]:
+        lacking = self.trained is not None and not observation.knowledge.grants("choose_weights")
+        return [*super().missing(observation), *(["choose_weights"] if lacking else [])]
 
     def matcher(self, observation: Observation) -> Matcher:
         """The search without known features."""
@@ -140,7 +172,10 @@ class SystematicEvaluation(GradientMatching):
 
     def _known_features(self, observation: Observation, generator: torch.Generator) -> tuple[KnownFeatures | None, str]:
         """Features, or why there are none; NotApplicable where those that were asked for cannot be had."""
-        sources = {"head": (head_features,), "recovered": (dense_features,), "auto": (head_features, dense_features)}
+        neurons = None if self.trained is None else slice(self.trained, None)
+        head: Source = head_features
+        dense: Source = partial(dense_features, neurons=neurons)
+        sources = {"head": (head,), "recovered": (dense,), "auto": (head, dense)}
         reasons = []
         for source in sources.get(self.features, ()):
             try:
@@ -164,9 +199,11 @@ def head_features(observation: Observation, generator: torch.Generator) -> Known
     return KnownFeatures(found.layer, torch.nn.functional.normalize(features, dim=1).to(like), True, "the head")
 
 
-def dense_features(observation: Observation, generator: torch.Generator) -> KnownFeatures:
-    """Estimated from the gradient of the widest dense layer, in an order of their own."""
-    found = recover_features(observation, generator=generator)
+def dense_features(
+    observation: Observation, generator: torch.Generator, *, neurons: slice | None = None
+) -> KnownFeatures:
+    """Estimated from the gradient of the widest dense layer, whose ``neurons`` are random; in an order of their own."""
+    found = recover_features(observation, neurons=neurons, generator=generator)
     like = next(iter(observation.message.update.values()))
     rows = found.directions if found.separated else found.span
     return KnownFeatures(found.layer, rows.to(like), found.separated, found.method)

@@ -239,4 +239,5 @@ def _plane(inputs: InputSpace) -> tuple[int, int, int]:
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(math.gcd(channels, 32), channels)
+    """Up to 32 groups, of four channels at least: a norm of single channels would take away what features add."""
+    return nn.GroupNorm(math.gcd(channels // 4, 32), channels)

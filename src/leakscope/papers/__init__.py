@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from leakscope.contracts.registry import Registry
-from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme
+from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme, systematic_attack
 from leakscope.papers.base import (
     Curves,
     Findings,
@@ -22,7 +22,16 @@ from leakscope.papers.base import (
 )
 
 PAPERS: Registry[PaperTable] = Registry(
-    "table", (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, cafe_training.TABLE, *sme.TABLES)
+    "table",
+    (
+        idlg.TABLE,
+        *gradients.TABLES,
+        hybrid.TABLE,
+        *cafe.TABLES,
+        cafe_training.TABLE,
+        *sme.TABLES,
+        *systematic_attack.TABLES,
+    ),
 )
 
 
