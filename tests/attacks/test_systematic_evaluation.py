@@ -17,6 +17,7 @@ from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import Cosine, Drawing, FeatureMatching, Pixels, ReweightedCosine
 from leakscope.matching.features import misdirection
+from leakscope.metrics import psnr
 from leakscope.models import build_model
 from leakscope.network.recorder import record_layers
 
@@ -144,3 +145,20 @@ def test_known_features_are_approached() -> None:
     alone = make_attack("systematic", features="none", **options)(seen)
     off = [float(misdirection(features_of(seen.model, result.inputs), truth)) for result in (led, alone)]
     assert off[0] < 0.5 * off[1]
+
+
+def test_a_network_draws_nothing_from_noise() -> None:
+    """The negative control of the drawn canvas: pictures come out, and explain nothing."""
+    model = build_model("convnet", input_shape=(1, 8, 8), num_classes=4)
+    ramp = torch.linspace(0, 1, 8)
+    x = ramp[None, None, None].expand(1, 1, 8, 8).contiguous()
+    seen = FedSGD().observe(model, x, torch.tensor([1]))
+    draws = torch.Generator().manual_seed(1)
+    noise = {name: torch.randn(value.shape, generator=draws) for name, value in seen.message.update.items()}
+    fake = dataclasses.replace(seen, messages=(dataclasses.replace(seen.message, update=noise),))
+    attack = SystematicEvaluation(iterations=60, lr=6e-3, tv=1e-3)
+    real, control = attack(seen), attack(fake)
+    assert real.info["distance"] < 0.05
+    assert control.info["distance"] > 0.8
+    gap = [float(psnr(x, result.inputs).mean()) for result in (real, control)]
+    assert gap[0] > gap[1] + 8
