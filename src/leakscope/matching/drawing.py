@@ -176,10 +176,12 @@ class Drawing:
         return math.prod(self._noise_shape(count, inputs)) + sum(math.prod(s) for s in self._weights(inputs).values())
 
     def initial(self, count: int, inputs: InputSpace, generator: torch.Generator, like: Tensor) -> Tensor:
-        """Noise N(0, 1), convolutions N(0, 1 / inputs of a unit), norms one, biases zero."""
+        """Noise N(0, 1), convolutions N(0, 1 / inputs of a unit), norms one, biases and the way of features zero."""
         parts = [torch.randn(math.prod(self._noise_shape(count, inputs)), generator=generator)]
         for name, shape in self._weights(inputs).items():
-            if len(shape) > 1:
+            if name.endswith(".feature.weight"):  # the net begins as one that knows nothing
+                parts.append(torch.zeros(math.prod(shape)))
+            elif len(shape) > 1:
                 scale = (FAINT if name.startswith("last.") else 1.0) / math.sqrt(math.prod(shape[1:]))
                 parts.append(scale * torch.randn(math.prod(shape), generator=generator))
             else:
