@@ -3,9 +3,10 @@
 The layer's rows become [trained; random N(0, 1)], and the head's weights behind the random units constants, by which
 all of them hear the same of an example. Liu et al. (the systematic evaluation) take k / v for class k of v random
 units: an example whose label lies near the mean class is then heard least, and rows that are all alike are heard not at
-all, as output gradients of cross-entropy sum to zero. ``"signs"`` takes the same size for all, with the sign of a class
-times that of a unit: half of the classes have either, so that every example is heard alike, and half of the units, so
-that the logits hardly move and the softmax stays open whatever the length of the features.
+all, as output gradients of cross-entropy sum to zero. ``"signs"`` takes one size for all, with the sign of a class
+times that of a unit. Half of the classes have either sign, so that every example is heard. Units come in pairs of equal
+rows and opposite signs, so that the logits are those of the trained units alone: the softmax stays open, nobody sees a
+difference, and the constants may be as large as the server likes, which is why noise of a fixed size hides nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def with_gaussian_neurons(
 ) -> nn.Module:
     """A copy of ``model`` with random units in the dense layer in front of its head; ``trained`` units stay.
 
-    ``size``: the constants' size; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random.
+    ``size``: the constants' size; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random. A
+    client that trains for several steps moves the pairs apart, so that large constants spoil its training.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> sent = with_gaussian_neurons(net, (4,), trained=2, head="published")
@@ -55,6 +57,8 @@ def with_gaussian_neurons(
         raise ValueError(f"trained: expected 0..{dense.out_features - 1} of the units of {name!r}, got {trained}")
     draws = torch.Generator().manual_seed(seed)
     rows = torch.randn((count, dense.in_features), generator=draws)
+    if head == "signs":
+        rows[1::2] = rows[: 2 * (count // 2) : 2]
     constants = head_constants(last.out_features, count, head, draws, size)
     with torch.no_grad():
         dense.weight[trained:] = rows.to(dense.weight)
@@ -76,8 +80,9 @@ def head_constants(
     if head == "published":
         steps = torch.arange(1, classes + 1, dtype=torch.float64) * (1 / units if size is None else size)
         return steps[:, None].expand(classes, units).clone()
-    sides = [1.0 - 2.0 * (torch.randperm(count, generator=generator) % 2).double() for count in (classes, units)]
-    return torch.outer(*sides) * (1 / math.sqrt(units) if size is None else size)
+    classwise = 1.0 - 2.0 * (torch.randperm(classes, generator=generator) % 2).double()
+    unitwise = 1.0 - 2.0 * (torch.arange(units) % 2).double()
+    return torch.outer(classwise, unitwise) * (1 / math.sqrt(units) if size is None else size)
 
 
 def dense_and_head(model: nn.Module, input_shape: tuple[int, ...], layer: str | None = None) -> tuple[str, str]:

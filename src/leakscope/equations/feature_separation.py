@@ -19,7 +19,7 @@ from leakscope.equations.simultaneous import diagonalising_vectors
 from leakscope.equations.stein_moments import activation_class, head_loadings, moment_matrices
 from leakscope.equations.unmixing import UnmixingRefused, unmix
 
-Method = Literal["svd", "completion", "stein", "unmixing"]
+Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
 SETTLED = 0.2
 
@@ -28,7 +28,8 @@ SETTLED = 0.2
 class DenseGradient:
     """What the adversary holds of one dense layer, float64: gradients and present weights.
 
-    ``activation`` and ``head``, the weights (classes, units) of the layer behind it, where they are known.
+    ``activation`` and ``head``, the weights (classes, units) of the layer behind it, where they are known;
+    ``head_gradient`` where the update holds it.
     """
 
     name: str
@@ -38,6 +39,7 @@ class DenseGradient:
     bias: Tensor | None
     activation: Callable[[Tensor], Tensor] | None = None
     head: Tensor | None = None
+    head_gradient: Tensor | None = None
 
 
 def no_moments(layer: DenseGradient) -> str | None:

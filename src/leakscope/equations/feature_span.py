@@ -139,12 +139,13 @@ def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch
     >>> span_residual(rows, everything, inputs, draws) < 1e-10
     True
     """
-    gradient, mask = _rich_rows(gradient, mask, FIT_ENTRIES * len(span), generator)
+    narrow = gradient.shape[1] < FIT_ENTRIES * len(span)  # too few columns to leave some out
+    gradient, mask = _rich_rows(gradient, mask, len(span) if narrow else FIT_ENTRIES * len(span) - 1, generator)
     if not len(gradient):
         return 1.0
     half = torch.rand(gradient.shape, generator=generator) < 0.5
-    fitted = row_coefficients(gradient, (mask & half).double(), span) @ span
-    tested = mask & ~half
+    fitted = row_coefficients(gradient, (mask & (half | narrow)).double(), span) @ span
+    tested = mask & (~half | narrow)
     sizes = (gradient * tested).norm(dim=1)
     gaps = ((fitted - gradient) * tested).norm(dim=1) / sizes
     return min(float(gaps[sizes > 0].median()), 1.0) if bool((sizes > 0).any()) else 1.0

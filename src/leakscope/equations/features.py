@@ -4,11 +4,14 @@ What the adversary can compute, in the order of what it needs: the span by singu
 untouched gradient; the same of the gradient completed where entries were set to zero; Stein moments, which need random
 weights (equations/stein_moments.py). Whichever predicts entries of the gradient that it was not fitted to is kept, and
 the notes say why. Inside the span single features follow from higher moments or as independent components, and slopes
-of the units then settle them, sign and length included where the layer tells (equations/feature_gates.py).
+of the units then settle them, sign and length included where the layer tells (equations/feature_gates.py). An altered
+gradient leaves the span itself in doubt; then the features are refined on the gradient of the head behind the layer as
+well (equations/feature_refinement.py), in place of the completion, which knows less.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
@@ -17,6 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.observation import Observation
+from leakscope.equations.feature_refinement import (
+    TwoGradients,
+    fitted_output_gradients,
+    refine_features,
+    with_best_signs,
+)
 from leakscope.equations.feature_separation import DenseGradient, Method, no_moments, separated_features
 from leakscope.equations.feature_span import (
     completed_span,
@@ -30,11 +39,15 @@ from leakscope.equations.stein_moments import activation_class, head_loadings, s
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head
 
-METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing")
+METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refined")
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
 PRUNED = 0.01
 #: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
 CLEARLY = 0.9
+#: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
+UNTOUCHED = 1e-5
+#: Refined features that leave less than this of both gradients are taken for the right ones.
+EXPLAINED = 0.3
 
 
 class FeaturesRefused(ValueError):
@@ -132,21 +145,99 @@ def features_of(
     kept = min(residuals, key=lambda method: residuals[method])
     simplest = next(iter(residuals))
     kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
-    told = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
-    notes.append(f"{kept} kept: gap of entries that were left out of the fit: {told}")
-    rows, used = _rows_inside(layer, spans[kept], mask, kept)
-    apart = separated_features(layer, spans[kept], rows, used, methods, draws)
+    shares = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
+    notes.append(f"{kept} kept: gap of entries that were left out of the fit: {shares}")
+    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, draws)
+    found = dataclasses.replace(found, notes=(*notes, *found.notes))
+    outside = layer.gradient - layer.gradient @ spans[kept].T @ spans[kept]
+    whole = zeros <= PRUNED and bool(mask.any(0).all())
+    if "refined" not in methods or (whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED):
+        return found
+    others = [
+        _with_directions(layer, span, mask, method, residuals[method], methods, draws)
+        for method, span in spans.items()
+        if method != kept
+    ]
+    return _refined(layer, [found, *others], mask, zeros, draws)
+
+
+def _with_directions(
+    layer: DenseGradient,
+    span: Tensor,
+    mask: Tensor,
+    method: Method,
+    residual: float,
+    methods: Sequence[Method],
+    draws: torch.Generator,
+) -> RecoveredFeatures:
+    rows, used = _rows_inside(layer, span, mask, method)
+    apart = separated_features(layer, span, rows, used, methods, draws)
     return RecoveredFeatures(
         layer=layer.name,
-        directions=nn.functional.normalize(apart.directions @ spans[kept], dim=1),
-        span=spans[kept],
-        method="unmixing" if apart.by_unmixing else kept,
+        directions=nn.functional.normalize(apart.directions @ span, dim=1),
+        span=span,
+        method="unmixing" if apart.by_unmixing else method,
         signed=apart.signed,
         separated=apart.separated,
-        residual=residuals[kept],
+        residual=residual,
         quality=apart.quality,
         lengths=apart.lengths,
-        notes=(*notes, *apart.notes),
+        notes=apart.notes,
+    )
+
+
+def _refined(
+    layer: DenseGradient, estimates: Sequence[RecoveredFeatures], mask: Tensor, zeros: float, draws: torch.Generator
+) -> RecoveredFeatures:
+    """The first estimate, or one refined on the gradients of the layer and the head where these confirm it."""
+    first = estimates[0]
+    problem = _two_gradients(layer, mask, zeros)
+    usable = [one for one in estimates if one.separated] if problem is not None else []
+    if problem is None or not usable:
+        return first
+    homogeneous = problem.bias is None or not bool(problem.bias.any())
+    starts = []
+    for one in usable:
+        known = one.features if one.features is not None and not homogeneous else one.directions
+        starts.append(fitted_output_gradients(problem, with_best_signs(problem, known)))
+    start = min(starts, key=lambda fit: fit.residual)
+    if starts[0].residual <= UNTOUCHED and usable[0] is first:
+        return dataclasses.replace(first, notes=(*first.notes, "the head's gradient confirms it"))
+    fit = refine_features(problem, start.features)
+    span = torch.linalg.qr(fit.features.T)[0].T
+    residual = span_residual(layer.gradient, mask, span, _again(draws))
+    words = f"refined on the head's gradient too: both leave {fit.residual:.1e}, from {start.residual:.1e}"
+    if not bool(torch.isfinite(fit.features).all()) or (fit.residual > EXPLAINED and residual > 1.05 * first.residual):
+        return dataclasses.replace(first, notes=(*first.notes, f"{words}; not kept, as its span explains less"))
+    return dataclasses.replace(
+        first,
+        directions=nn.functional.normalize(fit.features, dim=1),
+        span=span,
+        method="refined",
+        signed=fit.residual <= EXPLAINED,
+        separated=True,
+        residual=residual,
+        quality=max(0.0, 1 - fit.residual**2),
+        lengths=None,
+        notes=(*first.notes, words),
+    )
+
+
+def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradients | None:
+    """The layer and the head behind it, with the entries that count; None where the head's gradient is not known."""
+    if layer.head is None or layer.head_gradient is None or layer.activation is None:
+        return None
+    head_mask, _ = visible_zeros(layer.head_gradient)
+    pruned = zeros > PRUNED or visible_zeros(layer.head_gradient)[1] > PRUNED
+    return TwoGradients(
+        weight=layer.weight,
+        gradient=layer.gradient,
+        mask=mask if pruned else torch.ones_like(mask),
+        head=layer.head,
+        head_gradient=layer.head_gradient,
+        head_mask=head_mask if pruned else torch.ones_like(head_mask),
+        activation=layer.activation,
+        bias=layer.bias,
     )
 
 
@@ -175,7 +266,10 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
         raise FeaturesRefused(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
     step = next((step for step in steps if step.name == layer), None)
     below_head = step is not None and step is steps[0] and head is not None
-    head_weight = dict(observation.model.named_parameters())[head.weight_name] if below_head and head else None
+    head_weight = head_gradient = None
+    if below_head and head is not None:
+        head_weight = dict(observation.model.named_parameters())[head.weight_name]
+        head_gradient = observation.message.update.get(head.weight_name)
     names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
     update = observation.message.update
     gradient = update.get(names.get(id(module.weight), ""))
@@ -190,6 +284,7 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
         bias=None if module.bias is None else _wide(module.bias),
         activation=None if step is None else step.activation,
         head=None if head_weight is None else _wide(head_weight),
+        head_gradient=None if head_gradient is None else _wide(head_gradient),
     )
 
 
@@ -208,7 +303,8 @@ def _spans(
     leading, _ = leading_span(layer.gradient, count, draws)
     if "svd" in methods or "unmixing" in methods:
         spans["svd"] = leading
-    if "completion" in methods and zeros > PRUNED:
+    refinable = "refined" in methods and layer.head_gradient is not None and no_moments(layer) is None
+    if "completion" in methods and zeros > PRUNED and not refinable:
         notes.append(f"{zeros:.0%} of the entries of its gradient are zero and were left out of the completion")
         spans["completion"] = completed_span(layer.gradient, mask, leading, draws)
     if "stein" in methods:
