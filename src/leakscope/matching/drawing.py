@@ -192,12 +192,11 @@ class Drawing:
         return rows
 
     def draw(self, row: Tensor, count: int, inputs: InputSpace) -> Tensor:
-        shape = self._noise_shape(count, inputs)
-        place = math.prod(shape)
-        noise, weights = row[:place].detach().reshape(shape), {}
-        for name, size in self._weights(inputs).items():
-            weights[name] = row[place : place + math.prod(size)].reshape(size)
-            place += math.prod(size)
+        shapes = {"noise": self._noise_shape(count, inputs), **self._weights(inputs)}
+        # Split at once: the derivative of each single slice would be a row of zeros to fill and to add.
+        parts = zip(shapes.items(), row.split([math.prod(shape) for shape in shapes.values()]), strict=True)
+        weights = {name: part.reshape(shape) for (name, shape), part in parts}
+        noise = weights.pop("noise").detach()
         drawn: Tensor = functional_call(self._net(inputs), weights, (noise, self._known(count, row)))
         _, height, width = _plane(inputs)
         drawn = drawn[:, :, :height, :width].reshape(count, *inputs.shape)
@@ -221,8 +220,8 @@ class Drawing:
     def _net(self, inputs: InputSpace) -> UNet:
         return _net(PLANS[self.size], _plane(inputs)[0], 0 if self.features is None else self.features.shape[1])
 
-    def _weights(self, inputs: InputSpace) -> dict[str, torch.Size]:
-        return {name: value.shape for name, value in self._net(inputs).named_parameters()}
+    def _weights(self, inputs: InputSpace) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self._net(inputs).named_parameters()}
 
 
 @functools.lru_cache(maxsize=16)
