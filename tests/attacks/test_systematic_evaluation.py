@@ -15,7 +15,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg, FedSGD
-from leakscope.matching import Cosine, Drawing, FeatureMatching, Pixels, ReweightedCosine
+from leakscope.matching import Cosine, DirectionL1, Drawing, FeatureMatching, Pixels, Reweighted
 from leakscope.matching.features import misdirection
 from leakscope.metrics import psnr
 from leakscope.models import build_model
@@ -70,10 +70,12 @@ def test_what_is_chosen_is_what_is_searched() -> None:
     attack = SystematicEvaluation()
     plain = attack.matcher(seen)
     counts = tuple(int(p.count_nonzero()) for p in seen.model.parameters())
-    assert plain.distance == ReweightedCosine(counts=counts)
+    assert plain.distance == Reweighted(distance=DirectionL1(), counts=counts, power=0.5)
+    published = SystematicEvaluation(distance="cosine")
+    assert published.matcher(seen).distance == Reweighted(distance=Cosine(), counts=counts)
     assert isinstance(plain.canvas, Drawing)
     assert [prior.weight for prior in plain.priors] == [0.01, 0.001]
-    assert SystematicEvaluation(reweight=False).matcher(seen).distance == Cosine()
+    assert dataclasses.replace(published, reweight=False).matcher(seen).distance == Cosine()
     assert isinstance(SystematicEvaluation(canvas="pixels").matcher(seen).canvas, Pixels)
     led = attack._led(plain, head_features(seen, torch.Generator().manual_seed(0)), 2)
     term = led.priors[-1]
@@ -83,6 +85,7 @@ def test_what_is_chosen_is_what_is_searched() -> None:
     span = dataclasses.replace(attack, feature_form="span")
     assert span._led(plain, head_features(seen, torch.Generator().manual_seed(0)), 2).priors[-1].form == "span"
     paper = SystematicEvaluation.preset("paper")
+    assert (paper.distance, paper.reweight) == ("cosine", True)
     assert (paper.canvas, paper.iterations, paper.lr, paper.schedule) == ("paper", 10_000, 1e-5, "step")
 
 
@@ -94,7 +97,7 @@ def test_the_result_says_where_features_came_from() -> None:
     assert without.info["features"] == "none"
     assert "features are not used" in without.notes
     noisy, _ = look(defense=GradientNoise(sigma=0.05))
-    assert make_attack("systematic", **QUICK)(noisy).info["features"] in ("svd", "stein", "unmixing", "none")
+    assert make_attack("systematic", **QUICK)(noisy).info["features"] != "the head"
 
 
 def test_features_that_cannot_be_had_are_refused_only_where_they_were_asked_for() -> None:
@@ -140,7 +143,7 @@ def test_restarts_can_be_pulled_together() -> None:
 def test_known_features_are_approached() -> None:
     seen, x = look()
     truth = features_of(seen.model, x)
-    options = {"canvas": "pixels", "lr": 0.1, "iterations": 40, "reweight": False}
+    options = {"canvas": "pixels", "lr": 0.1, "iterations": 40, "reweight": False, "distance": "cosine"}
     led = make_attack("systematic", features="head", feature_weight=10.0, **options)(seen)
     alone = make_attack("systematic", features="none", **options)(seen)
     off = [float(misdirection(features_of(seen.model, result.inputs), truth)) for result in (led, alone)]
@@ -158,7 +161,7 @@ def test_a_network_draws_nothing_from_noise() -> None:
     fake = dataclasses.replace(seen, messages=(dataclasses.replace(seen.message, update=noise),))
     attack = SystematicEvaluation(iterations=60, lr=6e-3, tv=1e-3)
     real, control = attack(seen), attack(fake)
-    assert real.info["distance"] < 0.05
+    assert real.info["distance"] < 0.3
     assert control.info["distance"] > 0.8
     gap = [float(psnr(x, result.inputs).mean()) for result in (real, control)]
     assert gap[0] > gap[1] + 8

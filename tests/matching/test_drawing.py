@@ -17,7 +17,8 @@ from leakscope.matching import (
     FeatureMatching,
     Matcher,
     Pixels,
-    ReweightedCosine,
+    Reweighted,
+    SquaredL2,
     TotalVariation,
     Victim,
 )
@@ -176,13 +177,19 @@ def test_wrong_features_are_refused() -> None:
 def test_tensors_count_by_their_parameters_that_are_not_zero(generator) -> None:
     observed = {"a": torch.randn(6, generator=generator), "b": torch.randn(2, generator=generator)}
     flipped = {"a": observed["a"], "b": -observed["b"]}
-    assert float(ReweightedCosine()(observed, flipped)) == pytest.approx(2 * 2 / 8)
-    assert float(ReweightedCosine(counts=(1, 3))(observed, flipped)) == pytest.approx(2 * 3 / 4)
-    assert float(ReweightedCosine(counts=(5, 0))(observed, flipped)) == pytest.approx(0, abs=1e-6)
+    assert float(Reweighted()(observed, flipped)) == pytest.approx(2 * 2 / 8)
+    assert float(Reweighted(counts=(1, 3))(observed, flipped)) == pytest.approx(2 * 3 / 4)
+    assert float(Reweighted(counts=(5, 0))(observed, flipped)) == pytest.approx(0, abs=1e-6)
     with pytest.raises(ValueError, match="one for each of 2 tensors, got 1"):
-        ReweightedCosine(counts=(1,))(observed, flipped)
+        Reweighted(counts=(1,))(observed, flipped)
+    root = Reweighted(power=0.5, counts=(9, 1))
+    assert float(root(observed, flipped)) == pytest.approx(2 * 1 / 4)
+    assert Reweighted().scale_free
+    assert not Reweighted(distance=SquaredL2()).scale_free
+    with pytest.raises(ValueError, match="power: expected a positive number, got 0"):
+        Reweighted(power=0)
     with pytest.raises(ValueError, match="not all zero"):
-        ReweightedCosine(counts=(0, 0))
+        Reweighted(counts=(0, 0))
 
 
 # -- group consistency --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from leakscope.matching.distances import (
     Distance,
     GaussianKernel,
     RelativeSquaredL2,
-    ReweightedCosine,
+    Reweighted,
     SquaredL2,
     as_distance,
 )

@@ -88,12 +88,20 @@ class Scale:
     words: str
 
 
-_CUT = {"iterations": 3, "compile": "never"}
+_CUT: dict[str, Any] = {"iterations": 3, "compile": "never"}
 SCALES: Mapping[str, Scale] = MappingProxyType(
     {
-        "smoke": Scale(4, 32, 128, {4: 1, 16: 1}, _CUT, _CUT, "one batch of 4 or 16, a very narrow net, 3 steps"),
+        "smoke": Scale(
+            4,
+            32,
+            128,
+            {4: 1, 16: 1},
+            {"distance": "cosine", **_CUT},
+            _CUT,
+            "one batch of 4 or 16, a very narrow net, 3 steps",
+        ),
         "small": Scale(
-            *(16, 1024, None, {4: 2, 8: 1, 16: 1}, {}, {"iterations": 1000}),
+            *(16, 1024, None, {4: 2, 8: 1, 16: 1}, {"distance": "cosine"}, {"iterations": 1000}),
             "one or two batches up to 16, a net of quarter width, a tiny network draws",
         ),
         "paper": Scale(
