@@ -99,7 +99,7 @@ class SystematicEvaluation(GradientMatching):
                 **{"distance": "cosine", "canvas": "paper", "iterations": 10_000, "lr": 1e-5, "schedule": "step"},
                 **{"features": "recovered", "trained": 2048, "head": "published"},
             },
-            "quick": {"canvas": "pixels", "iterations": 200, "tv": 0.2},
+            "quick": {"canvas": "pixels", "iterations": 200, "tv": 0.1},
         }
     )
 
