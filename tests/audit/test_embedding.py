@@ -52,3 +52,14 @@ def test_a_refusal_is_a_reason() -> None:
     assert "at most 2 examples" in told(FedSGD(), doubles.net(), x, y)["reason"]
     assert set(told(FedAvg(epochs=5, batch_size=1, lr=1.0), doubles.net(), x[:2], y[:2])) == {"reason"}
     assert set(told(FedSGD(), doubles.net(), x[:2], y[:2], GradientPruning(fraction=0.9))) == {"reason"}
+
+
+def test_where_single_features_do_not_follow_their_span_may() -> None:
+    model = build_model("mlp", input_shape=(3, 8, 8), num_classes=4, hidden=256)
+    draws = torch.Generator().manual_seed(0)
+    x, y = torch.rand((6, 3, 8, 8), generator=draws), torch.arange(6) % 4
+    content = told(FedSGD(), model, x, y)
+    assert content["reason"]
+    assert (content["layer"], content["examples"], content["numbers"]) == ("fc1", 6, 192)
+    assert content["span_error"] < 1e-4
+    assert content["span_baseline"] == pytest.approx((1 - 6 / 192) ** 0.5)

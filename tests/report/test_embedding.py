@@ -40,6 +40,16 @@ def test_a_refusal_and_content_of_any_kind() -> None:
     assert embedding_section([finding("floor", {}, (SGD, "none"))], SETTINGS) == []
 
 
+def test_a_span_in_place_of_single_features() -> None:
+    content = {"reason": "12 examples", "layer": "fc1", "examples": 12, "numbers": 512}
+    entry = told({**content, "span_error": 0.123, "span_baseline": 0.99})
+    assert entry["sentence"] == (
+        "Single features do not follow: 12 examples. The span of the 512 features in front of fc1 of 12 examples "
+        "follows to 0.12 (a random span: 0.99)."
+    )
+    assert told({**content, "span_error": "x", "span_baseline": None})["sentence"] == "Nothing follows: 12 examples."
+
+
 def test_the_page_shows_it_escaped(tmp_path: Path) -> None:
     built = fabricate(examples=1, seeds=1)
     built.find("embedding", (SGD, "none"), {**CONTENT, "layer": "<b>fc"})

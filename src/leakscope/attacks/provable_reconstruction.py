@@ -67,9 +67,12 @@ class ProvableReconstruction(Attack):
         except FeaturesRefused as refusal:
             return _nothing(observation, str(refusal))
         inputs, notes = _pictures(found, observation)
+        if len(inputs) < count:
+            inputs = torch.cat((inputs, _grey(observation, count - len(inputs))))
+            notes = (*notes, "grey pictures stand for examples that left nothing in the gradient")
         gap = _unexplained(found)
         flags = ("ill-conditioned",) if gap > TOLD_APART else ()
-        if count > 1 and (not found.separated or gap > TOLD_APART):
+        if count > 1 and (not found.separated or len(found.span) < count or found.quality is None or gap > TOLD_APART):
             flags = (*flags, "mixture")
         if progress is not None:
             progress(1, 1, gap)
@@ -105,13 +108,16 @@ def _pictures(found: RecoveredFeatures, observation: Observation) -> tuple[Tenso
     return stretched(directions, observation, upright=True), (f"{words}, and the sign is that of a positive mean",)
 
 
+def _grey(observation: Observation, count: int) -> Tensor:
+    like = next(iter(observation.message.update.values()))
+    return observation.inputs.from_unit(torch.full((count, *observation.input_shape), 0.5).to(like))
+
+
 def _nothing(observation: Observation, reason: str) -> Reconstruction:
     """Grey pictures, where the layer's gradient holds nothing."""
     count = observation.num_examples or 1
-    like = next(iter(observation.message.update.values()))
-    grey = observation.inputs.from_unit(torch.full((count, *observation.input_shape), 0.5).to(like))
     return Reconstruction(
-        inputs=grey,
+        inputs=_grey(observation, count),
         labels=None,
         scores=torch.full((count,), torch.inf, dtype=torch.float64),
         flags=("ill-conditioned",),

@@ -11,23 +11,27 @@ from torch import Tensor
 from leakscope.audit.findings import Subject
 from leakscope.contracts.protocol import client_copy
 from leakscope.equations.embedding import Embedding, recover_embedding
+from leakscope.equations.features import FeaturesRefused, features_of, read_dense_gradient
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.metrics.assignment import assign
+from leakscope.metrics.features import feature_error, random_span_error
 from leakscope.network.recorder import inputs_of
 
 #: Errors and losses of so many examples are kept.
 MOST_EXAMPLES = 64
+#: Spans of larger gradients are not looked for.
+MOST_ENTRIES = 2**22
 
 
 def describe_embedding(subject: Subject) -> dict[str, Any]:
-    """How near the features that follow from the update are to the true ones; or only a ``reason`` why none follow.
+    """How near the features that follow from the update are to the true ones; or a ``reason`` why none follow.
 
     The features are solved for from the observation alone; the truth enters the comparison.
     """
     try:
         found = recover_embedding(subject.observation)
     except HeadRefused as refusal:
-        return {"reason": str(refusal)}
+        return {"reason": str(refusal), **_span(subject)}
     truth = _true_features(subject, found.layer)
     order = assign(truth, found.features)
     errors = (found.features[order] - truth).norm(dim=1) / truth.norm(dim=1).clamp_min(1e-300)
@@ -46,6 +50,31 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
         "losses": [] if found.losses is None else [_finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
         "scale": _finite(found.scale),
         "note": "; ".join(found.notes),
+    }
+
+
+def _span(subject: Subject) -> dict[str, Any]:
+    """Where single features do not follow: how near their span in front of the widest dense layer is, if there is one.
+
+    ``span_baseline`` is the error of a random span.
+    """
+    observation = subject.observation
+    try:
+        layer = read_dense_gradient(observation)
+        count = observation.num_examples or len(subject.x)
+        if layer.gradient.numel() > MOST_ENTRIES or count > MOST_EXAMPLES:
+            return {}
+        found = features_of(layer, count=count, methods=("svd", "stein", "refined"))
+    except FeaturesRefused:
+        return {}
+    truth = _true_features(subject, found.layer)
+    return {
+        "layer": found.layer,
+        "examples": len(truth),
+        "numbers": truth.shape[1],
+        "span_error": feature_error(truth, found.span),
+        "span_baseline": random_span_error(count, truth.shape[1]),
+        "span_method": found.method,
     }
 
 

@@ -58,6 +58,19 @@ class GateFit:
     lengths: Tensor | None = None
 
 
+def least_squares(design: Tensor, rows: Tensor) -> Tensor:
+    """What ``design`` (m, k) has to be multiplied with to be nearest to ``rows`` (m, n); least norm where it is open.
+
+    By normal equations, for thousands of rows and a few unknowns; the driver gives the same bits each time, which the
+    default one of a tall system does not.
+
+    >>> least_squares(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])).round(decimals=5).tolist()
+    [[3.0]]
+    """
+    solution: Tensor = torch.linalg.lstsq(design.T @ design, design.T @ rows, driver="gelsd").solution
+    return solution
+
+
 def signed_lengths(rows: Tensor, directions: Tensor, bias_gradient: Tensor) -> Tensor:
     """What each unit direction has to be multiplied with to be the feature, sign included.
 
@@ -68,8 +81,8 @@ def signed_lengths(rows: Tensor, directions: Tensor, bias_gradient: Tensor) -> T
     >>> signed_lengths(signals @ features, torch.eye(2).double(), signals.sum(1)).round(decimals=6).tolist()
     [3.0, -2.0]
     """
-    signals = torch.linalg.lstsq(directions.T, rows.T).solution.T
-    inverse = torch.linalg.lstsq(signals, bias_gradient[:, None]).solution.flatten()
+    signals = rows @ torch.linalg.pinv(directions)
+    inverse = least_squares(signals, bias_gradient[:, None]).flatten()
     return 1 / torch.where(inverse.abs() > 1e-300, inverse, 1e-300)
 
 
@@ -117,7 +130,7 @@ def _signed(layer: SpanGradient, fit: GateFit) -> GateFit:
     """The fit with signs from its constant part, and lengths where a bias gradient tells them."""
     products, constant = _products(layer, fit)
     both = slope(layer.activation, torch.tensor([[1.0, -1.0]], dtype=torch.float64)).sum()
-    wrong = torch.linalg.lstsq(products.flatten(1).T, -constant.flatten()[:, None] / both).solution.flatten() > 0.5
+    wrong = least_squares(products.flatten(1).T, -constant.flatten()[:, None] / both).flatten() > 0.5
     fit = dataclasses.replace(fit, directions=torch.where(wrong[:, None], -fit.directions, fit.directions))
     design = _design(layer, fit)[:, : -len(layer.loadings)]
     fit = dataclasses.replace(fit, residual=_residual(layer, design))
@@ -135,24 +148,18 @@ def _design(layer: SpanGradient, fit: GateFit) -> Tensor:
     return torch.cat((design, layer.loadings.T), dim=1) if layer.homogeneous else design
 
 
-def _solved(design: Tensor, rows: Tensor) -> Tensor:
-    """Least squares by normal equations: thousands of rows, a few unknowns."""
-    solution: Tensor = torch.linalg.lstsq(design.T @ design, design.T @ rows, driver="gelsd").solution
-    return solution
-
-
 def _products(layer: SpanGradient, fit: GateFit) -> tuple[Tensor, Tensor]:
     """The products r_iq y_i (n, q, n), and the constants (q, n), zero where there are none."""
     design, rows = _design(layer, fit), layer.rows
     weights = torch.ones_like(rows[:, :1])
     floor = 1e-9 * rows.norm(dim=1).mean()
     for _ in range(ROBUST_PASSES):
-        solved = _solved(design * weights.sqrt(), rows * weights.sqrt())
+        solved = least_squares(design * weights.sqrt(), rows * weights.sqrt())
         weights = 1 / ((rows - design @ solved).norm(dim=1, keepdim=True) + floor)
     count, loadings = len(fit.directions), len(layer.loadings)
     return solved[: count * loadings].reshape(count, loadings, -1), solved[count * loadings :]
 
 
 def _residual(layer: SpanGradient, design: Tensor) -> float:
-    gap = layer.rows - design @ _solved(design, layer.rows)
+    gap = layer.rows - design @ least_squares(design, layer.rows)
     return float(gap.norm() / layer.rows.norm().clamp_min(1e-300))

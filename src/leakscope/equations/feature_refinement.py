@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -61,7 +62,7 @@ class TwoGradients:
             bias=None if self.bias is None else self.bias[units],
         )
 
-    @property
+    @cached_property
     def size(self) -> float:
         """The norm of all entries that count."""
         squares = (self.gradient * self.mask).square().sum() + (self.head_gradient * self.head_mask).square().sum()

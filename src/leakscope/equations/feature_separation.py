@@ -1,4 +1,4 @@
-"""Single features inside the span of a dense layer's gradient: by its moments, or as independent components.
+"""Single features inside the span of a dense layer's gradient: by moments, by patterns, or as independent components.
 
 Each estimate is settled by the slopes of the units where those are known (equations/feature_gates.py), and the one that
 explains more of the gradient is kept.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.equations.feature_gates import SpanGradient, fit_gates, signed_lengths
+from leakscope.equations.feature_patterns import frequent_differences
 from leakscope.equations.simultaneous import diagonalising_vectors
 from leakscope.equations.stein_moments import activation_class, head_loadings, moment_matrices
 from leakscope.equations.unmixing import UnmixingRefused, unmix
@@ -22,6 +23,8 @@ from leakscope.equations.unmixing import UnmixingRefused, unmix
 Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
 SETTLED = 0.2
+#: So many units that are not dead, for each number that the slopes are fitted with, tell right from wrong.
+UNITS_PER_UNKNOWN = 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +90,9 @@ def separated_features(
         reason = no_moments(layer) or activation_class(inner.activation).reason
         if reason is None and {"svd", "completion", "stein"} & set(methods):
             starts["moments"] = _by_moments(inner, generator, notes)
+        if reason is None and inner.homogeneous and len(inner.loadings) == 1:
+            patterns = frequent_differences(rows / inner.loadings.T, generator)
+            starts |= {} if patterns is None else {"patterns": patterns}
         if "unmixing" in methods:
             reason = _by_unmixing(rows @ span, span, starts, generator) or reason
         if not starts:
@@ -104,8 +110,8 @@ def separated_features(
 def _inside(layer: DenseGradient, span: Tensor, rows: Tensor, used: Tensor) -> SpanGradient:
     """The layer in coordinates of the span; a bias gradient of zeros is none."""
     loadings = torch.ones((1, len(rows)), dtype=torch.float64)
-    if layer.head is not None and len(head_loadings(layer.head)):
-        loadings = head_loadings(layer.head)[:, used]
+    if layer.head is not None and len(found := head_loadings(layer.head[:, used])):
+        loadings = found
     sums = layer.bias_gradient
     return SpanGradient(
         rows=rows,
@@ -136,10 +142,21 @@ def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], gene
     return None
 
 
+def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
+    """Whether the slopes of the units tell features from mixtures of them.
+
+    Those of a quadratic or linear activation fit any mixture as well, and so do those of too few units.
+    """
+    if layer.activation is None or layer.head is None or activation_class(layer.activation).reason is not None:
+        return False
+    live = int((inner.rows.abs().amax(1) > 0).sum())
+    unknowns = inner.rows.shape[1] * (len(inner.loadings) + 1)
+    return live >= UNITS_PER_UNKNOWN * unknowns and (inner.homogeneous or inner.bias_gradient is not None)
+
+
 def _settled(layer: DenseGradient, inner: SpanGradient, start: Tensor) -> Apart:
     """An estimate with what slopes of the units and a bias gradient say of it."""
-    slopes = layer.activation is not None and layer.head is not None
-    if slopes and (inner.homogeneous or inner.bias_gradient is not None):
+    if _slopes_tell(layer, inner):
         fit = fit_gates(inner, start)
         quality, signed = max(0.0, 1 - fit.residual**2), fit.residual <= SETTLED
         return Apart(fit.directions, True, signed, quality=quality, lengths=fit.lengths if signed else None)

@@ -46,6 +46,8 @@ PRUNED = 0.01
 CLEARLY = 0.9
 #: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
 UNTOUCHED = 1e-5
+#: Singular values below this share of the largest are rounding.
+LEAST_RANK = 1e-7
 #: Refined features that leave less than this of both gradients are taken for the right ones.
 EXPLAINED = 0.3
 
@@ -58,13 +60,14 @@ class FeaturesRefused(ValueError):
 class RecoveredFeatures:
     """Features in front of ``layer``, in an order of their own.
 
-    ``directions`` (n, d): unit rows, one a feature, up to sign unless ``signed``; only directions of the span where
-    ``separated`` is false. ``span`` (n, d): orthonormal rows. ``lengths`` (n,): what the directions have to be
-    multiplied with, where a bias gradient tells. ``method``: how the span was found, or "unmixing" where the directions
-    are independent components. ``residual``: the relative size of entries of the gradient that the span does not
-    predict, fitted on other entries. ``quality``: the share of the gradient's rows inside the span that the directions
-    with the slopes of the units explain, None where slopes are not known. ``notes``: what was compared, and what else
-    to know.
+    ``directions`` (n, d), fewer than examples where the gradient's rank is smaller: unit rows, one a feature, up to
+    sign unless ``signed``; only directions of the span where ``separated`` is false. ``span`` (n, d): orthonormal rows.
+    ``lengths`` (n,): what the directions have to be multiplied with, where a bias gradient tells. ``method``: how the
+    span was found, or "unmixing" where the directions are independent components. ``residual``: the relative size of
+    entries of the gradient that the span does not predict, fitted on other entries. ``quality``: the share of the
+    gradient that single features explain with the slopes of the units (where ``method`` is "refined", of that and of
+    the head's), None where slopes do not tell features from mixtures. ``notes``: what was compared, and what else to
+    know.
     """
 
     layer: str
@@ -140,21 +143,33 @@ def features_of(
     if not bool(layer.gradient.any()):
         raise FeaturesRefused(f"the gradient of {layer.name!r} is zero: it holds no features")
     mask, zeros = visible_zeros(layer.gradient)
-    spans = _spans(layer, mask, zeros, methods, count, neurons, draws, notes)
+    leading, sizes = leading_span(layer.gradient, count, draws)
+    rank = int((sizes > LEAST_RANK * sizes[0]).sum())
+    if rank < count:
+        notes.append(
+            f"the gradient has rank {rank}: {count - rank} of {count} examples are alike, or left nothing in it"
+        )
+        leading, count = leading[:rank], rank
+    # Entries set to zero break the rank, so what has it is untouched; of one example only whole columns can be missing.
+    outside = layer.gradient - layer.gradient @ leading.T @ leading
+    whole = count > 1 or bool(mask.any(0).all())
+    untouched = whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED
+    if untouched and "svd" in methods:
+        spans: dict[Method, Tensor] = {"svd": leading}
+    else:
+        spans = _spans(layer, leading, mask, zeros, methods, neurons, draws, notes)
     residuals = {method: span_residual(layer.gradient, mask, span, _again(draws)) for method, span in spans.items()}
     kept = min(residuals, key=lambda method: residuals[method])
     simplest = next(iter(residuals))
     kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
     shares = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
     notes.append(f"{kept} kept: gap of entries that were left out of the fit: {shares}")
-    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, draws)
+    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, neurons, draws)
     found = dataclasses.replace(found, notes=(*notes, *found.notes))
-    outside = layer.gradient - layer.gradient @ spans[kept].T @ spans[kept]
-    whole = zeros <= PRUNED and bool(mask.any(0).all())
-    if "refined" not in methods or (whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED):
+    if "refined" not in methods or untouched:
         return found
     others = [
-        _with_directions(layer, span, mask, method, residuals[method], methods, draws)
+        _with_directions(layer, span, mask, method, residuals[method], methods, neurons, draws)
         for method, span in spans.items()
         if method != kept
     ]
@@ -168,9 +183,10 @@ def _with_directions(
     method: Method,
     residual: float,
     methods: Sequence[Method],
+    neurons: slice | None,
     draws: torch.Generator,
 ) -> RecoveredFeatures:
-    rows, used = _rows_inside(layer, span, mask, method)
+    rows, used = _rows_inside(layer, span, mask, method, neurons)
     apart = separated_features(layer, span, rows, used, methods, draws)
     return RecoveredFeatures(
         layer=layer.name,
@@ -290,17 +306,16 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
 
 def _spans(
     layer: DenseGradient,
+    leading: Tensor,
     mask: Tensor,
     zeros: float,
     methods: Sequence[Method],
-    count: int,
     neurons: slice | None,
     draws: torch.Generator,
     notes: list[str],
 ) -> dict[Method, Tensor]:
-    """The span by each method that applies, the simplest first."""
+    """The span by each method that applies, the simplest first: that of the ``leading`` singular vectors."""
     spans: dict[Method, Tensor] = {}
-    leading, _ = leading_span(layer.gradient, count, draws)
     if "svd" in methods or "unmixing" in methods:
         spans["svd"] = leading
     refinable = "refined" in methods and layer.head_gradient is not None and no_moments(layer) is None
@@ -313,9 +328,9 @@ def _spans(
             chosen = neurons or slice(None)
             assert layer.activation is not None
             assert layer.head is not None
-            loadings, behind = head_loadings(layer.head[:, chosen]), activation_class(layer.activation)
+            loadings, behind = head_loadings(layer.head[:, chosen])[:2], activation_class(layer.activation)
             parts = layer.gradient[chosen], layer.weight[chosen]
-            spans["stein"] = stein_span(*parts, loadings, count, behind, draws)
+            spans["stein"] = stein_span(*parts, loadings, len(leading), behind, draws)
         else:
             notes.append(f"no Stein moments: {reason}")
     if not spans:
@@ -323,11 +338,15 @@ def _spans(
     return spans
 
 
-def _rows_inside(layer: DenseGradient, span: Tensor, mask: Tensor, method: Method) -> tuple[Tensor, Tensor]:
-    """The gradient's rows in coordinates of the span, and which were taken: those with entries enough."""
+def _rows_inside(
+    layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
+) -> tuple[Tensor, Tensor]:
+    """The gradient's rows in coordinates of the span, and which were taken: random ones with entries enough."""
+    used = torch.zeros(len(mask), dtype=torch.bool)
+    used[slice(None) if neurons is None else neurons] = True
     if method != "completion":
-        return layer.gradient @ span.T, torch.ones(len(mask), dtype=torch.bool)
-    used = mask.sum(1) > len(span)
+        return layer.gradient[used] @ span.T, used
+    used &= mask.sum(1) > len(span)
     return row_coefficients(layer.gradient[used], mask[used].double(), span), used
 
 

@@ -26,11 +26,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.equations.feature_gates import least_squares
+
 Elementwise = Callable[[Tensor], Tensor]
 #: Expected derivatives below this share of the largest count as zero.
 VANISHING = 1e-3
 #: Directions of the head's rows that are read, the strongest first.
-MOST_LOADINGS = 4
+MOST_LOADINGS = 12
 #: Slices of an order-four moment are of no use beyond so many features: m would have to be far larger.
 MOST_ORDER_FOUR = 12
 
@@ -86,7 +88,9 @@ def head_loadings(head: Tensor) -> Tensor:
     """
     centred = head - head.mean(0)
     _, sizes, rows = torch.linalg.svd(centred, full_matrices=False)
-    kept = int((sizes > 1e-6 * sizes[0]).sum()) if len(sizes) and float(sizes[0]) > 0 else 0
+    # What centring leaves of equal rows is rounding, and no direction.
+    floor = max(1e-6 * float(sizes[0]), 1e-12 * float(head.norm()))
+    kept = int((sizes > floor).sum())
     return rows[: min(kept, MOST_LOADINGS)] * math.sqrt(head.shape[1])
 
 
@@ -115,7 +119,7 @@ def stein_span(
     True
     """
     if 2 in activation.orders:
-        moments = [_second_moment(gradient, weight, loading, whiten) for loading in loadings]
+        moments = [second_moment(gradient, weight, loading, whiten) for loading in loadings]
     elif 3 in activation.orders:
         # The gradient's own leading directions are the slices that carry signal.
         slices = torch.randn((1, gradient.shape[1]), generator=generator, dtype=torch.float64)
@@ -129,11 +133,15 @@ def stein_span(
     return torch.linalg.eigh(squares)[1].flip(1)[:, :count].T
 
 
-def _second_moment(gradient: Tensor, weight: Tensor, loading: Tensor, whiten: bool) -> Tensor:
+def second_moment(gradient: Tensor, weight: Tensor, loading: Tensor, whiten: bool = True) -> Tensor:
+    """The symmetric moment (d, d) of the gradient's rows, each times its ``loading`` (m,), with the weights."""
     rows = gradient * loading[:, None]
     if whiten:
         centred = weight - weight.mean(0)
-        product = torch.linalg.lstsq(centred.T @ centred, centred.T @ (rows - rows.mean(0))).solution
+        system = centred.T @ centred
+        # More inputs than units leave it singular.
+        system.diagonal().add_(1e-9 * system.diagonal().mean())
+        product = torch.linalg.solve(system, centred.T @ (rows - rows.mean(0)))
     else:
         product = weight.T @ rows / len(weight)
     return (product + product.T) / 2
@@ -168,7 +176,7 @@ def moment_matrices(
     for loading in loadings:
         carried = rows * loading[:, None]
         known = torch.cat((torch.ones_like(unit[:, :1]), unit), dim=1)
-        product = torch.linalg.lstsq(known, carried).solution
+        product = least_squares(known, carried)
         if 2 in activation.orders:
             stacks.append(product[None, 1:])
         rest = carried - known @ product
@@ -177,7 +185,7 @@ def moment_matrices(
             stacks.append(_symmetric((rest.T @ pairs / len(unit)).reshape((count,) * 3)) / math.sqrt(2))
         if 4 in activation.orders and count <= MOST_ORDER_FOUR:
             upper = torch.triu(torch.ones(count, count)).flatten().bool()
-            rest = rest - pairs[:, upper] @ torch.linalg.lstsq(pairs[:, upper], rest).solution
+            rest = rest - pairs[:, upper] @ least_squares(pairs[:, upper], rest)
             triples = torch.einsum("ja,jb,jc->jabc", unit, unit, unit)
             fourth = (rest.T @ triples.flatten(1) / len(unit)).reshape((count,) * 4)
             fourth = fourth - _singles(rest.T @ unit / len(unit))
