@@ -96,6 +96,8 @@ def test_the_result_says_where_features_came_from() -> None:
     without = make_attack("systematic", features="none", **QUICK)(seen)
     assert without.info["features"] == "none"
     assert "features are not used" in without.notes
+    weightless = make_attack("systematic", feature_weight=0.0, **QUICK)(seen)
+    assert (weightless.info["features"], weightless.notes[-1]) == ("none", "features are not used")
     noisy, _ = look(defense=GradientNoise(sigma=0.05))
     assert make_attack("systematic", **QUICK)(noisy).info["features"] != "the head"
 

@@ -165,10 +165,10 @@ class SystematicEvaluation(GradientMatching):
     ) -> Reconstruction:
         matcher, note = self.matcher(observation), "features are not used"
         known, why = self._known_features(observation, generator)
-        if known is not None and self.feature_weight:
+        if known is not None:
             matcher = self._led(matcher, known, observation.num_examples or 1)
             note = f"features of {known.layer!r} by {known.source}"
-        elif self.features != "none":
+        elif why:
             note = f"no features: {why}"
         result = self.search(observation, matcher, generator, progress)
         facts = {"features": known.source if known else "none", "feature_layer": known.layer if known else None}
@@ -194,12 +194,12 @@ class SystematicEvaluation(GradientMatching):
         dense: Source = partial(dense_features, neurons=neurons)
         sources = {"head": (head,), "recovered": (dense,), "auto": (head, dense)}
         reasons = []
-        for source in sources.get(self.features, ()):
+        for source in sources.get(self.features, ()) if self.feature_weight else ():
             try:
                 return source(observation, generator), ""
             except (HeadRefused, FeaturesRefused) as error:
                 reasons.append(str(error))
-        if self.features in ("head", "recovered"):
+        if reasons and self.features != "auto":
             raise NotApplicable(f"features={self.features!r}: {reasons[0]}; use features='auto' or 'none'")
         return None, "; ".join(reasons)
 
@@ -210,7 +210,7 @@ def head_features(observation: Observation, generator: torch.Generator) -> Known
     features, labels = found.features, found.labels
     if labels is not None:
         features = features[torch.argsort(labels, stable=True)]
-        if observation.labels is not None:
+        if observation.labels is not None and observation.labels.dim() == 1:
             features = features[torch.argsort(torch.argsort(observation.labels.cpu(), stable=True))]
     like = next(iter(observation.message.update.values()))
     return KnownFeatures(found.layer, torch.nn.functional.normalize(features, dim=1).to(like), True, "the head")
