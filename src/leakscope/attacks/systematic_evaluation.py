@@ -11,7 +11,7 @@ of each, or for larger batches |P f(x_i)|^2 / |f(x_i)|^2 with P the projection o
 enter every block of the drawing network.
 
 Differences. The default compares directions of tensors by their L1 distance instead of the cosine and weighs them by
-the square root of their size, which leaves more to the layers near the input: chosen on tuning images, where the
+the square root of their size, which leaves more to the layers near the input: chosen on a tuning image, where the
 drawing network finds edges in as many steps as the cosine needs for blobs. ``distance="cosine"`` is the published one.
 The printed sum of reweighted cosines lacks the "1 -", and its weights are not normalised; here they add up to one.
 Which feature belongs to which example is decided at each step by a linear assignment to the candidates' own
@@ -21,9 +21,8 @@ them from the widest dense layer (equations/features.py), which stands more nois
 succeeds. ``trained`` is the paper's malicious server: the other units of the dense layer are drawn from N(0, 1), with
 constants in the head behind them, so that moments of that layer's gradient hold. The paper's network has 36 million
 weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.26 million takes 500 larger steps
-with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective, and
-``preset("quick")`` does so in a minute of a processor for four images. A weight update of several steps
-is taken for one gradient. ``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several
+with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective, as ``preset("quick")`` does, which
+is the better choice for hundreds of steps. A weight update of several steps is taken for one gradient. ``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several
 restarts.
 """
 
