@@ -21,9 +21,9 @@ them from the widest dense layer (equations/features.py), which stands more nois
 succeeds. ``trained`` is the paper's malicious server: the other units of the dense layer are drawn from N(0, 1), with
 constants in the head behind them, so that moments of that layer's gradient hold. The paper's network has 36 million
 weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.26 million takes 500 larger steps
-with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective, as ``preset("quick")`` does, which
-is the better choice for hundreds of steps. A weight update of several steps is taken for one gradient. ``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several
-restarts.
+with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective, as ``preset("quick")`` does,
+which is the better choice for hundreds of steps. A weight update of several steps is taken for one gradient.
+``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several restarts.
 """
 
 from __future__ import annotations
