@@ -18,7 +18,9 @@ from leakscope.matching import (
     BatchNormStatistics,
     Cosine,
     DirectionL1,
+    Drawing,
     EpochAgreement,
+    FeatureMatching,
     GaussianKernel,
     L2Norm,
     Matcher,
@@ -94,11 +96,11 @@ def problem(
         y = torch.rand(BATCH, CLASSES, generator=generator, dtype=dtype)
     task = {"task": settings.pop("task")} if "task" in settings else {}
     seen = (protocol or FedSGD()).observe(model, x, y, knowledge=Knowledge.full, generator=generator, **task)
-    victim = Victim.of(seen)
+    matcher = Matcher(**{"distance": Cosine(), **settings})
+    victim = Victim.of(seen, matcher.record)
     if channel is not None:
         tensors = victim.tensors._replace(survivors=channel.survivors(seen.message.update))
         victim = dataclasses.replace(victim, channel=channel, tensors=tensors)
-    matcher = Matcher(**{"distance": Cosine(), **settings})
     update = dict(seen.message.update)
     return Problem(matcher, victim, update, seen.inputs, BATCH, y if labels else None, (CLASSES,))
 
@@ -106,10 +108,14 @@ def problem(
 def rows_of(task: Problem, rows: int = 2) -> Tensor:
     generator = torch.Generator().manual_seed(7)
     like = next(iter(task.observed.values()))
+    if isinstance(task.matcher.canvas, Drawing):  # weights that are all positive cancel in its norms
+        return torch.stack([task.start(generator, like) for _ in range(rows)])
     width = task.size + task.logits + len(task.unknowns)
     return torch.rand(rows, width, generator=generator, dtype=torch.float64).to(like)
 
 
+#: What somebody knows of the inputs of the linear layer of :func:`batchnorm_net`.
+FEATURES = torch.rand(BATCH, 144, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
 WEIGHT_UPDATE = FedAvg(epochs=2, batch_size=2, lr=0.1)
 BATCH_STATISTICS = {"priors": (BatchNormStatistics(weight=0.1),), "net": batchnorm_net}
 SITUATIONS: dict[str, dict[str, Any]] = {
@@ -128,6 +134,18 @@ SITUATIONS: dict[str, dict[str, Any]] = {
         ),
         "canvas": Pixels(space="model"),
     },
+    "features": {
+        "priors": (FeatureMatching(weight=0.3, layer="4", features=FEATURES), BatchNormStatistics(weight=0.1)),
+        "record": ("4",),
+        "net": batchnorm_net,
+    },
+    "span of features, clipped by example": {
+        "priors": (FeatureMatching(weight=0.3, layer="4", features=FEATURES, form="span"),),
+        "record": ("4",),
+        "net": batchnorm_net,
+        "channel": Channel(clip=1e-3, clip_per="example"),
+    },
+    "a network draws": {"canvas": Drawing(features=FEATURES[:, :5])},
     "labels searched": {"labels": False},
     "regression": {"task": Regression(), "labels": False},
     "BatchNorm in eval mode": {**BATCH_STATISTICS, "protocol": FedSGD(batchnorm="eval")},

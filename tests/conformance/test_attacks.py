@@ -68,6 +68,9 @@ CASES = {
     "learn-from-gradients": Case("dlg-lenet", (1, 8, 8), 30, {"iterations": 800}, {"iterations": 3}),
     "sme": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
     "dlfa": Case("convnet", (3, 16, 16), 30, {"iterations": 200}, {"iterations": 3}),
+    "systematic": Case(
+        "convnet", (3, 16, 16), 28, {"canvas": "pixels", "lr": 0.1, "iterations": 200, "tv": 0.001}, {"iterations": 3}
+    ),
     "linear-layer": Case("mlp", (3, 8, 8), 80, {}, {}, signal_model="mlp"),
     "cocktail-party": Case(
         "mlp", (3, 12, 12), 80, {}, {"solve": False, "iterations": 3}, signal_model="mlp", examples=4

@@ -198,6 +198,15 @@ def test_s3_vit_patches_hold_neighbouring_pixels() -> None:
     assert torch.equal(patches[0, 1], expected)
 
 
+def test_resnet18_is_narrow_or_has_one_more_dense_layer_where_asked() -> None:
+    wide = build_model("resnet18", width=16, hidden=64)
+    assert [type(layer).__name__ for layer in wide.head] == ["Linear", "ReLU", "Linear"]
+    assert (wide.head.fc1.in_features, wide.head.fc1.out_features, wide.head.fc2.in_features) == (128, 64, 64)
+    assert list(build_model("resnet18").head._modules) == ["fc1"]
+    with pytest.raises(ValueError, match="resnet18: hidden"):
+        build_model("resnet18", hidden=-1)
+
+
 def test_resnet18_keeps_the_resolution_of_small_images() -> None:
     model = build_model("resnet18")
     stem = model.get_submodule("conv")

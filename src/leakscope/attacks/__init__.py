@@ -23,6 +23,7 @@ from leakscope.attacks.rgap import RGAP
 from leakscope.attacks.robbing_the_fed import RobbingTheFed
 from leakscope.attacks.sapag import SAPAG
 from leakscope.attacks.sme import SME
+from leakscope.attacks.systematic_evaluation import SystematicEvaluation
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
@@ -122,6 +123,12 @@ ATTACKS: Registry[AttackEntry] = Registry(
             DLFA,
             "replay every local step of a weight update, one copy of the examples an epoch",
             "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022",
+        ),
+        AttackEntry(
+            "systematic",
+            SystematicEvaluation,
+            "a network draws the pictures; tensors count by their size, and known features lead the way",
+            "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
         ),
         AttackEntry(
             "cafe",

@@ -305,8 +305,7 @@ class RoundSearch:
             misfits = torch.stack([terms.misfit(recorded[layer.name], target) for layer, target in pairs])
             total = total + settings.representation * (misfits.mean() if settings.relative else misfits.sum())
         if settings.batchnorm:
-            inputs = {name: value for name, value in recorded.items() if name in visit.statistics}
-            scene = Scene(torch.zeros(()), inputs, visit.statistics)
+            scene = Scene(torch.zeros(()), recorded, visit.statistics)
             total = total + BatchNormStatistics(weight=settings.batchnorm)(pictures, scene)
         if visit.centre is not None:
             total = total + settings.consistency * (pictures - visit.centre).square().flatten(1).sum(1).mean()

@@ -52,14 +52,20 @@ class GradientMatching(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
+        return self.search(observation, self.matcher(observation), generator, progress)
+
+    def search(
+        self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        """What the search with ``matcher`` makes of the observation, labels included."""
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
-        matcher, copies = self.matcher(observation), self.copies(observation)
+        copies = self.copies(observation)
 
         def match_with(matcher: Matcher, targets: Tensor | None, before: int = 0) -> Match:
             return run_matcher(
                 matcher,
-                Victim.of(observation),
+                Victim.of(observation, matcher.record),
                 self._observed(observation, matcher),
                 inputs=observation.inputs,
                 count=copies * examples,

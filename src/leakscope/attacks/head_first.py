@@ -183,7 +183,7 @@ class _Below:
         self.tries += 1
         result = matching.run(start, weighting, steps, self._watch(steps))
         found = self._candidate(matching.to_model(matching.pictures(result.points[0])), weighting.name)
-        falling = result.still_falling(0, result.points.shape[1], steps)
+        falling = result.still_falling(0, steps)
         curve = tuple(float(value[0]) for value in result.curves)
         return dataclasses.replace(found, curve=curve, flags=("did not converge",) if falling else ())
 

@@ -2,10 +2,11 @@
 
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
+from leakscope.federation.central import CentralTraining
 from leakscope.federation.checkpoints import cached_training
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
-from leakscope.federation.training import FederatedTraining, TrainingRun
+from leakscope.federation.training import FederatedTraining, Training, TrainingRun
 from leakscope.federation.vertical import Vertical
 
 PROTOCOLS: Registry[Entry] = Registry(

@@ -26,7 +26,7 @@ from leakscope import __version__
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.disk import atomic_write, cache_home, private_folder
 from leakscope.contracts.task import outputs_of
-from leakscope.federation.training import Client, FederatedTraining, Progress, TrainingRun, check_clients, initial_copy
+from leakscope.federation.training import Client, Progress, Training, TrainingRun, check_clients, initial_copy
 
 CHECKPOINT_FORMAT = 1
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
@@ -42,7 +42,7 @@ class _Checkpoint:
 
 
 def cached_training(
-    training: FederatedTraining,
+    training: Training,
     model: nn.Module,
     clients: Sequence[Client],
     *,
@@ -92,7 +92,7 @@ def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def training_key(
-    training: FederatedTraining,
+    training: Training,
     model: nn.Module,
     clients: Sequence[Client],
     *,
@@ -111,7 +111,7 @@ def training_key(
         "format": CHECKPOINT_FORMAT,
         "leakscope": __version__,
         "torch": torch.__version__,
-        "training": repr(dataclasses.replace(training, rounds=1)),
+        "training": repr(dataclasses.replace(training, rounds=1)),  # type: ignore[type-var]  # a dataclass
         "defense": repr(defense),
         "seed": seed,
         "clients": len(clients),

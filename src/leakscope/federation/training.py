@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -47,20 +48,20 @@ class TrainingRun:
         return self.models[max(self.models)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class FederatedTraining(Described):
-    """In each round some clients train from the global weights; the server subtracts the weighted mean of updates.
+class Training(Described, ABC):
+    """Training in rounds, each of which depends on its number, the seed and the model before it alone.
 
-    A client's update is the one that ``protocol.observe`` makes, defence included, and counts by its number of
-    examples. As in the protocol only trainable parameters are sent: buffers, such as the running statistics of
-    BatchNorm, stay those of the initial model. All randomness comes from the seed, the number of the round and
-    the number of the client, so a training that goes on from round r is the training in one go.
+    So a training that goes on from round r is the training in one go.
     """
 
-    rounds: int = setting(10, "Rounds of training.", ge=1)
-    clients_per_round: int = setting(10, "Clients that the server draws each round.", ge=1)
-    protocol: FedAvg = field(default_factory=FedAvg)
-    task: Task = field(default_factory=Classification)
+    rounds: int
+    task: Task
+
+    @abstractmethod
+    def play_round(
+        self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
+    ) -> tuple[nn.Module, float]:
+        """Round ``number`` from the global ``model``: the model after it, as a new object, and the training loss."""
 
     def run(
         self,
@@ -90,6 +91,38 @@ class FederatedTraining(Described):
                 if progress is not None:
                     progress(number, wanted[-1] - 1, loss)
         return TrainingRun(MappingProxyType(kept), tuple(losses))
+
+    def wanted_rounds(self, at: Sequence[int] | None) -> tuple[int, ...]:
+        """``at`` checked, ascending and each once; the model after the last round if it is None.
+
+        >>> FederatedTraining(rounds=20).wanted_rounds([5, 1, 5]), FederatedTraining(rounds=20).wanted_rounds(None)
+        ((1, 5), (21,))
+        """
+        if at is None:
+            return (self.rounds + 1,)
+        wrong = [r for r in at if not is_whole(r) or r > self.rounds + 1]
+        if wrong or not len(at):
+            raise ValueError(
+                f"at: expected at least one round from 1, the initial model, to {self.rounds + 1}, the model after "
+                f"the last round, got {', '.join(map(repr, wrong)) or 'none'}. Raise rounds for later ones."
+            )
+        return tuple(sorted(set(at)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederatedTraining(Training):
+    """In each round some clients train from the global weights; the server subtracts the weighted mean of updates.
+
+    A client's update is the one that ``protocol.observe`` makes, defence included, and counts by its number of
+    examples. As in the protocol only trainable parameters are sent: buffers, such as the running statistics of
+    BatchNorm, stay those of the initial model. All randomness comes from the seed, the number of the round and
+    the number of the client, so a training that goes on from round r is the training in one go.
+    """
+
+    rounds: int = setting(10, "Rounds of training.", ge=1)
+    clients_per_round: int = setting(10, "Clients that the server draws each round.", ge=1)
+    protocol: FedAvg = field(default_factory=FedAvg)
+    task: Task = field(default_factory=Classification)
 
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
@@ -128,22 +161,6 @@ class FederatedTraining(Described):
         """
         drawn = torch.randperm(count, generator=_generator("server", seed, number))[: self.clients_per_round]
         return tuple(sorted(drawn.tolist()))
-
-    def wanted_rounds(self, at: Sequence[int] | None) -> tuple[int, ...]:
-        """``at`` checked, ascending and each once; the model after the last round if it is None.
-
-        >>> FederatedTraining(rounds=20).wanted_rounds([5, 1, 5]), FederatedTraining(rounds=20).wanted_rounds(None)
-        ((1, 5), (21,))
-        """
-        if at is None:
-            return (self.rounds + 1,)
-        wrong = [r for r in at if not is_whole(r) or r > self.rounds + 1]
-        if wrong or not len(at):
-            raise ValueError(
-                f"at: expected at least one round from 1, the initial model, to {self.rounds + 1}, the model after "
-                f"the last round, got {', '.join(map(repr, wrong)) or 'none'}. Raise rounds for later ones."
-            )
-        return tuple(sorted(set(at)))
 
 
 def round_generator(seed: int, number: int, client: int) -> torch.Generator:

@@ -1,6 +1,6 @@
 """The gradient-matching engine that optimisation attacks share: distances, priors, canvas, optimisers, one loop."""
 
-from leakscope.matching.canvas import Pixels
+from leakscope.matching.canvas import Canvas, Pixels
 from leakscope.matching.distances import (
     DISTANCES,
     L1,
@@ -9,9 +9,12 @@ from leakscope.matching.distances import (
     Distance,
     GaussianKernel,
     RelativeSquaredL2,
+    Reweighted,
     SquaredL2,
     as_distance,
 )
+from leakscope.matching.drawing import Drawing
+from leakscope.matching.features import FeatureMatching
 from leakscope.matching.gradient_map import GradientMap, Linearisation
 from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness
 from leakscope.matching.loop import Match, Matcher, Progress, Ramp

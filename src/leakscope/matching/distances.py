@@ -208,6 +208,48 @@ class DirectionL1(Distance):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Reweighted(Distance):
+    """Sum over tensors of w_i times their ``distance``, w_i growing with the number of parameters that are not zero.
+
+    ``counts`` are those numbers in the update's order; without them every entry of the update counts. w_i is their
+    ``power``, normalised to add up to one: 1 is that of Liu et al., 0.5 leaves more to small tensors near the input.
+
+    >>> update = {"w": torch.ones(3), "b": torch.ones(1)}
+    >>> float(Reweighted()(update, {"w": torch.ones(3), "b": -torch.ones(1)}))
+    0.5
+    """
+
+    distance: Distance = Cosine()
+    counts: tuple[int, ...] | None = None
+    power: float = 1.0
+
+    @property
+    def scale_free(self) -> bool:  # type: ignore[override]
+        return self.distance.scale_free
+
+    def __post_init__(self) -> None:
+        if self.counts is not None and (any(count < 0 for count in self.counts) or not sum(self.counts)):
+            raise ValueError(f"counts: expected numbers of parameters, not all zero, got {self.counts}")
+        if not self.power > 0:
+            raise ValueError(f"power: expected a positive number, got {self.power}")
+
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        return self.against(observed)(candidate)
+
+    def against(self, observed: Update) -> Callable[[Update], Tensor]:
+        counts = [value.numel() for value in observed.values()] if self.counts is None else self.counts
+        if len(counts) != len(observed):
+            raise ValueError(f"counts: expected one for each of {len(observed)} tensors, got {len(counts)}")
+        total = sum(count**self.power for count in counts)
+        each = [
+            (count**self.power / total, name, self.distance.against({name: observed[name]}))
+            for count, name in zip(counts, observed, strict=True)
+            if count
+        ]
+        return lambda candidate: _total(share * apart({name: candidate[name]}) for share, name, apart in each)
+
+
+@dataclass(frozen=True, kw_only=True)
 class GaussianKernel(Distance):
     """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG).
 
@@ -243,7 +285,9 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType(
         "l1": L1(),
         "cosine": Cosine(),
         "cosine-per-tensor": Cosine(per="tensor"),
+        "reweighted-cosine": Reweighted(),
         "direction-l1": DirectionL1(),
+        "reweighted-direction-l1": Reweighted(distance=DirectionL1(), power=0.5),
         "gaussian-kernel": GaussianKernel(),
     }
 )

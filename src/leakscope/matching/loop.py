@@ -13,8 +13,9 @@ from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.inputs import InputSpace
-from leakscope.matching.canvas import Pixels
+from leakscope.matching.canvas import Canvas, Pixels
 from leakscope.matching.compilation import CannotCompile
+from leakscope.matching.consistency import GroupConsistency
 from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
 from leakscope.matching.priors import Prior
@@ -74,9 +75,11 @@ class Matcher:
 
     distance: Distance
     priors: tuple[Prior, ...] = ()
+    #: Layers whose inputs a prior looks at, besides those of BatchNorm.
+    record: tuple[str, ...] = ()
     #: Judges iterates and restarts instead of ``distance``, for distances whose value says little of progress.
     judge: Distance | None = None
-    canvas: Pixels = Pixels()
+    canvas: Canvas = Pixels()
     optimiser: Optimiser = Adam()
     simulation: Simulation = SingleGradient()
     #: What the distance is multiplied by.
@@ -84,6 +87,8 @@ class Matcher:
     iterations: int = 300
     restarts: int = 1
     tolerance: float = 0.0
+    #: Weight of group consistency: restarts are pulled towards their mean; see :class:`GroupConsistency`.
+    consistency: float = 0.0
     #: A restart whose best fell by less than a twentieth over this many steps has come to rest; 0 never stops it.
     patience: int = 0
     compile: Literal["auto", "never", "always"] = "auto"
@@ -114,8 +119,8 @@ class Matcher:
         are searched along with the inputs.
         """
         like = next(iter(observed.values()))
-        BYTES.check("restarts: all starts together", FLOAT * self.restarts * count * inputs.size)
         problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
+        BYTES.check("restarts: all starts together", FLOAT * self.restarts * problem.size)
         start = torch.stack([problem.start(generator, like) for _ in range(self.restarts)])
         evaluate, why = self._evaluator(problem, like)
 
@@ -124,7 +129,7 @@ class Matcher:
                 progress(done, self.iterations, float(best.min()))
 
         result = search(
-            evaluate,
+            GroupConsistency(problem, evaluate, self.consistency) if self.consistency else evaluate,
             start,
             self.optimiser,
             project=problem.project,
@@ -171,7 +176,7 @@ class Matcher:
         """Whether to compile; a rule of counts, not of clocks, so that a run is the same each time."""
         if self.compile != "auto":
             return self.compile == "always"
-        if not self.simulation.compiles:
+        if not self.simulation.compiles or not self.canvas.compiles:
             return False
         if like.device.type == "cpu" and not any(map(shutil.which, ("c++", "g++", "clang++"))):
             return False
@@ -185,7 +190,7 @@ def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int)
         return ("non-finite objective",)
     if not bool(result.alive.all()):
         flags.append("non-finite restart")
-    if result.still_falling(winner, problem.size, iterations):
+    if result.still_falling(winner, iterations, lambda row: problem.unpack(row)[0]):
         flags.append("did not converge")
     if _restarts_disagree(problem, result, winner):
         flags.append("restarts disagree")

@@ -24,13 +24,13 @@ TVVariant = Literal["l1mean_sum", "l1mean_avg", "conv", "sq_roll", "l1sum", "joi
 class Scene:
     """What priors may look at besides the picture.
 
-    ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``batchnorm_inputs`` are the
-    candidate's inputs of each BatchNorm layer, ``batchnorm_targets`` the known mean and variance of each. ``inputs`` is
-    the space of a picture as the model reads it; None where the picture is in [0, 1] already.
+    ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``layer_inputs`` are the
+    candidate's inputs of each recorded layer, ``batchnorm_targets`` the known mean and variance of BatchNorm layers.
+    ``inputs`` is the space of a picture as the model reads it; None where the picture is in [0, 1] already.
     """
 
     iteration: Tensor
-    batchnorm_inputs: Mapping[str, Tensor]
+    layer_inputs: Mapping[str, Tensor]
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]]
     inputs: InputSpace | None = None
 
@@ -155,9 +155,10 @@ class BatchNormStatistics:
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
         total = picture.new_zeros(())
-        for number, (name, inputs) in enumerate(scene.batchnorm_inputs.items()):
+        known = [name for name in scene.layer_inputs if name in scene.batchnorm_targets]
+        for number, name in enumerate(known):
+            inputs, (mean, variance) = scene.layer_inputs[name], scene.batchnorm_targets[name]
             axes = [0, *range(2, inputs.dim())]
-            mean, variance = scene.batchnorm_targets[name]
             gap = _length(inputs.mean(axes) - mean) + _length(inputs.var(axes, unbiased=False) - variance)
             total = total + (self.first if number == 0 else 1.0) * gap
         return self.weight * total

@@ -31,7 +31,8 @@ JOINED_ENTRIES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A row holds the pictures, then label logits where labels are searched, then the simulation's unknown numbers.
+    """A row holds the canvas's variables, then label logits where labels are searched, then the simulation's unknown
+    numbers; ``size`` is how many of them are the canvas's.
 
     An unknown number is stored in units of its own learning rate over the optimiser's, so that one optimiser with one
     learning rate moves each at its own pace.
@@ -48,7 +49,7 @@ class Problem:
     unknowns: tuple[Unknown, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "size", math.prod(self.shape))
+        object.__setattr__(self, "size", self.matcher.canvas.variables(self.count, self.inputs))
         object.__setattr__(self, "unknowns", self.matcher.simulation.unknowns)
 
     @property
@@ -57,7 +58,8 @@ class Problem:
 
     def start(self, generator: torch.Generator, like: Tensor) -> Tensor:
         canvas = self.matcher.canvas
-        parts = [canvas.project(canvas.initial(self.count, self.inputs, generator, like), self.inputs).flatten()]
+        first = canvas.initial(self.count, self.inputs, generator, like).reshape(1, -1)
+        parts = [canvas.project_rows(first, self.inputs)[0]]
         if self.targets is None:
             draw = torch.rand if canvas.start == "uniform" else torch.randn
             parts.append(draw((self.count, *self.output_shape), generator=generator).to(like).flatten())
@@ -70,7 +72,7 @@ class Problem:
         return *self._example(row[:place]), self._numbers(row[place:])
 
     def _example(self, main: Tensor) -> tuple[Tensor, Tensor | None]:
-        picture = main[: self.size].reshape(self.shape)
+        picture = self.matcher.canvas.draw(main[: self.size], self.count, self.inputs)
         if self.targets is not None:
             return picture, None
         return picture, main[self.size :].reshape(self.count, *self.output_shape)
@@ -82,11 +84,8 @@ class Problem:
         return self.matcher.canvas.to_model(picture, self.inputs)
 
     def project(self, rows: Tensor) -> Tensor:
-        canvas, place = self.matcher.canvas, rows.shape[1] - len(self.unknowns)
-        parts = [rows[:, : self.size], rows[:, self.size : place]]
-        if self.inputs.bounded and canvas.clamp:
-            pictures = parts[0].reshape(-1, *self.shape[1:])
-            parts[0] = canvas.project(pictures, self.inputs).reshape(len(rows), self.size)
+        place = rows.shape[1] - len(self.unknowns)
+        parts = [self.matcher.canvas.project_rows(rows[:, : self.size], self.inputs), rows[:, self.size : place]]
         for number, unknown in enumerate(self.unknowns, start=place):
             unit = self._unit(unknown)
             parts.append(rows[:, number : number + 1].clamp(unknown.low / unit, unknown.high / unit))

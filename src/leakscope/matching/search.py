@@ -36,8 +36,8 @@ class SearchResult:
     settled: Tensor
     curves: list[Tensor]
 
-    def still_falling(self, row: int, pixels: int, iterations: int) -> bool:
-        """Whether more steps would have shown something else; the first ``pixels`` numbers of a row are its picture.
+    def still_falling(self, row: int, iterations: int, picture: Callable[[Tensor], Tensor] = lambda row: row) -> bool:
+        """Whether more steps would have shown something else; ``picture`` is what a row stands for.
 
         The objective fell by a twentieth over the second half, and the picture moved by a grey level in the last
         quarter. (The last steps alone tell nothing where a schedule ends in zero.)
@@ -46,7 +46,7 @@ class SearchResult:
             return False  # came to rest, or reached the tolerance
         if iterations < 10:
             return True
-        moved = float((self.points - self.settled)[row, :pixels].abs().mean())
+        moved = float((picture(self.points[row]) - picture(self.settled[row])).abs().mean())
         curve = torch.stack(self.curves)[:, row].cpu()
         lowest = torch.cummin(torch.nan_to_num(curve, nan=math.inf), 0).values
         middle = float(lowest[len(curve) // 2])

@@ -118,7 +118,7 @@ class UnrolledSteps:
 
     def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         recorded: Tensors = {}
-        if victim.batchnorm_targets:
+        if victim.records:
             # Of all examples at the first weights, as the statistics that they are compared with.
             recorded = victim.loss(tensors, x, targets)[1]
         steps = self._steps_of(victim)

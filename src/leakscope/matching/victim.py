@@ -53,6 +53,8 @@ class Victim:
     batchnorm_targets: Mapping[str, tuple[Tensor, Tensor]] = field(repr=False)
     #: Whether a parameter or buffer has several names; looking for them at each call takes a hundredth of a step.
     tied: bool
+    #: Whether inputs of layers are recorded at all.
+    records: bool
     _tape: dict[str, Tensor] = field(repr=False)
 
     @classmethod
@@ -74,7 +76,8 @@ class Victim:
                 module.train()
                 module.track_running_stats = False
                 module.running_mean = module.running_var = module.num_batches_tracked = None
-        tape = tap(model, (*targets, *record))
+        layers = (*targets, *(name for name in record if name not in targets))
+        tape, records = tap(model, layers), bool(layers)
         everything = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         weights = {name: everything[name].detach() for name in message.update}
         fixed = {name: value.detach() for name, value in everything.items() if name not in weights}
@@ -83,7 +86,8 @@ class Victim:
         channel = Channel() if observation.channel is None else observation.channel
         tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update))
         tied = _names(model, remove_duplicate=False) > _names(model, remove_duplicate=True)
-        return cls(model, tensors, buffers, observation.reduction, observation.task, channel, targets, tied, tape)
+        facts = (observation.reduction, observation.task, channel, targets, tied, records)
+        return cls(model, tensors, buffers, *facts, tape)
 
     def loss(
         self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
@@ -120,7 +124,7 @@ class Victim:
             return self.channel.clip_update(self._derivative(tensors, picture[None], target[None], output_gradient)[0])
 
         each = vmap(clipped)(x, targets)
-        recorded = self.loss(tensors, x, targets)[1] if self.batchnorm_targets else {}
+        recorded = self.loss(tensors, x, targets)[1] if self.records else {}
         mean = self.reduction == "mean"
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.contracts.task import Shape
-from leakscope.models.common import image_shape, sequence, sides_after
+from leakscope.models.common import image_shape, positive_int, sequence, sides_after
 
 
 class ResidualBlock(nn.Module):
@@ -31,7 +31,7 @@ class ResidualBlock(nn.Module):
 
 
 class ResidualNet(nn.Module):
-    """A 3x3 stem, stages of residual blocks, pooling, and a head of linear layers without activation."""
+    """A 3x3 stem, stages of residual blocks, pooling, and a head of linear layers, with or without ReLU between."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class ResidualNet(nn.Module):
         pool: nn.Module,
         features: int,
         head: tuple[int, ...],
+        activation: bool = False,
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(channels, widths[0], 3, padding=1, bias=False)
@@ -50,14 +51,19 @@ class ResidualNet(nn.Module):
         stages: dict[str, nn.Module] = {}
         inputs = widths[0]
         for number, (outputs, stride) in enumerate(zip(widths, strides, strict=True), start=1):
-            layers = [ResidualBlock(inputs, outputs, stride)]
-            layers += [ResidualBlock(outputs, outputs, 1) for _ in range(blocks - 1)]
-            stages[f"stage{number}"] = nn.Sequential(*layers)
+            row = [ResidualBlock(inputs, outputs, stride)]
+            row += [ResidualBlock(outputs, outputs, 1) for _ in range(blocks - 1)]
+            stages[f"stage{number}"] = nn.Sequential(*row)
             inputs = outputs
         self.stages = sequence(**stages)
         self.pool = pool
         self.flatten = nn.Flatten()
-        self.head = sequence(**{f"fc{i}": nn.Linear(*pair) for i, pair in enumerate(pairwise((features, *head)), 1)})
+        layers: dict[str, nn.Module] = {}
+        for number, pair in enumerate(pairwise((features, *head)), 1):
+            if activation and number > 1:
+                layers[f"relu{number - 1}"] = nn.ReLU()
+            layers[f"fc{number}"] = nn.Linear(*pair)
+        self.head = sequence(**layers)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stages(F.relu(self.norm(self.conv(x))))
@@ -84,17 +90,26 @@ def resnet8(*, input_shape: Shape, num_classes: int) -> nn.Module:
     )
 
 
-def resnet18(*, input_shape: Shape, num_classes: int) -> nn.Module:
-    """ResNet18 for small images: 3x3 stem with stride 1, no max-pooling, BatchNorm, global average pool."""
-    channels, height, width = image_shape("resnet18", input_shape)
+def resnet18(*, input_shape: Shape, num_classes: int, width: int = 64, hidden: int = 0) -> nn.Module:
+    """ResNet18 for small images: 3x3 stem with stride 1, no max-pooling, BatchNorm, global average pool.
+
+    ``width``: filters of the first stage, 64 in ResNet18 and doubled with each of the others. ``hidden``: neurons of
+    one more linear layer with ReLU in front of the last, none with 0; the systematic evaluation of data reconstruction
+    (Liu et al.) has 16384.
+    """
+    channels, height, columns = image_shape("resnet18", input_shape)
+    width = positive_int(width, "resnet18: width")
+    if hidden != 0:
+        hidden = positive_int(hidden, "resnet18: hidden")
     strides = (1, 2, 2, 2)
-    height, width = sides_after((height, width), kernel=3, strides=strides, padding=1)
+    height, columns = sides_after((height, columns), kernel=3, strides=strides, padding=1)
     return ResidualNet(
         channels=channels,
-        widths=(64, 128, 256, 512),
+        widths=(width, 2 * width, 4 * width, 8 * width),
         strides=strides,
         blocks=2,
-        pool=nn.AvgPool2d((height, width)),
-        features=512,
-        head=(num_classes,),
+        pool=nn.AvgPool2d((height, columns)),
+        features=8 * width,
+        head=(hidden, num_classes) if hidden else (num_classes,),
+        activation=True,
     )

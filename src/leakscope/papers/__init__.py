@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 
 from leakscope.contracts.registry import Registry
-from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme, systematic_features
+from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme, systematic_attack, systematic_features
 from leakscope.papers.base import (
     Curves,
     Findings,
@@ -31,6 +31,7 @@ PAPERS: Registry[PaperTable] = Registry(
         cafe_training.TABLE,
         *sme.TABLES,
         systematic_features.TABLE,
+        *systematic_attack.TABLES,
     ),
 )
 
