@@ -318,7 +318,7 @@ class _Party:
         found = matching.run(matching.start(self.generator), FEATURES_ALONE, steps, watch)
         pictures = matching.to_model(matching.pictures(found.points[0])).detach()
         distance = float(found.judged[0, 0])
-        if found.still_falling(0, found.points.shape[1], steps):
+        if found.still_falling(0, steps):
             self.flags.append("did not converge")
         info = {**info, "way": f"{info['way']}, features inverted", "steps": steps, "feature_distance": distance}
         result = self._result(pictures.flatten(1), labels, distance, info)
