@@ -87,7 +87,6 @@ ATTACKS: Registry[AttackEntry] = Registry(
             IDLG,
             "read the label off the last layer, then search the input by L-BFGS",
             "Zhao, Mopuri, Bilen, iDLG, 2020",
-            standard_for=_ONE_UPDATE,
         ),
         AttackEntry(
             "sapag", SAPAG, "match tensor by tensor under an adaptive Gaussian kernel", "Wang et al., SAPAG, 2020"
