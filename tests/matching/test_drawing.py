@@ -128,7 +128,7 @@ def test_a_drawn_search_ends_near_the_truth_of_a_smooth_net() -> None:
         generator=torch.Generator().manual_seed(0),
     )
     assert float((match.inputs - x).square().mean()) < 0.01  # of grey: 0.03
-    assert match.info["way"] == "plain"
+    assert match.info["evaluation"] == "plain"
 
 
 # -- terms --------------------------------------------------------------------------------------------------------

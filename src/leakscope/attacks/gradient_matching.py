@@ -72,7 +72,7 @@ class GradientMatching(Attack):
                 targets=None if targets is None else torch.cat([targets] * copies),
                 output_shape=observation.output_shape,
                 generator=generator,
-                progress=None if progress is None else later_progress(progress, before, steps),
+                progress=None if progress is None else _later(progress, before, steps),
             )
 
         shuffled = matcher.simulation.imitates == "weight_delta"
@@ -175,7 +175,7 @@ def _shuffled(reading: RecoveredLabels, generator: torch.Generator) -> Recovered
     return replace(reading, labels=reading.labels[order])
 
 
-def later_progress(progress: Progress, before: int, steps: int) -> Progress:
+def _later(progress: Progress, before: int, steps: int) -> Progress:
     """Tells of a search that begins after ``before`` of ``steps`` steps in all."""
     return lambda done, _, value: progress(before + done, steps, value)
 

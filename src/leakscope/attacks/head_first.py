@@ -104,7 +104,7 @@ class HeadFirst(Attack):
             if several_steps(observation) and not embedding.exact:
                 raise HeadRefused("the update is that of several local steps, and not nearly one gradient")
         except HeadRefused as error:
-            note = f"the head tells nothing, so the whole update is matched instead: {error}"
+            note = f"the head tells nothing, so the whole update is matched, as inverting-gradients does: {error}"
             rivals = rivals_for(observation, self.iterations)
             result = best_match(match_whole_update(rivals, observation, untouched, progress), observation)
             return dataclasses.replace(

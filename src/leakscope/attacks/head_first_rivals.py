@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import GradientMatching, later_progress, several_steps
+from leakscope.attacks.gradient_matching import GradientMatching, several_steps
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Progress
@@ -45,11 +45,18 @@ def match_whole_update(
     progress: Progress | None = None,
 ) -> list[Reconstruction]:
     """What each of them finds; each begins where it would begin by itself with this seed."""
-    steps, before, results = sum(rival.iterations for rival in rivals), 0, []
-    for rival in rivals:
-        told = None if progress is None else later_progress(progress, before, steps)
-        results.append(rival.run(observation, generator.clone_state(), told))
-        before += rival.iterations
+    results: list[Reconstruction] = []
+    reached = 0
+    for place, rival in enumerate(rivals):
+        later, before = sum(other.iterations for other in rivals[place + 1 :]), reached
+
+        def tell(done: int, total: int, value: float, before: int = before, later: int = later) -> None:
+            nonlocal reached
+            reached = before + total
+            assert progress is not None
+            progress(before + done, reached + later, value)
+
+        results.append(rival.run(observation, generator.clone_state(), None if progress is None else tell))
     return results
 
 
