@@ -87,8 +87,8 @@ ATTACKS: Registry[AttackEntry] = Registry(
             IDLG,
             "read the label off the last layer, then search the input by L-BFGS",
             "Zhao, Mopuri, Bilen, iDLG, 2020",
-            # Behind head-first in dB on every net with kinks, and yet: under strong noise on a ConvNet people could
-            # recognise 5 of 6 pictures by it where head-first and inverting-gradients gave away 1.
+            # Behind head-first in dB on nets with kinks, and yet: under strong noise on a ConvNet 5 of 6 pictures were
+            # identified by it, where head-first and inverting-gradients had 1.
             standard_for=_ONE_UPDATE,
         ),
         AttackEntry(
