@@ -113,12 +113,12 @@ class Victim:
     ) -> Answer:
         """The gradient a client steps along for this batch, and the recorded layers' inputs.
 
-        Where the adversary knows that each example's gradient is clipped, it is here too.
+        Where the adversary knows that each example's gradient is clipped, or that of each step, it is here too.
         """
 
         if not self.channel.clips_examples or len(x) < 2:
             gradient, recorded = self._derivative(tensors, x, targets, output_gradient)
-            return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
+            return (gradient if self.channel.clip_per == "batch" else self.channel.clip_update(gradient)), recorded
 
         def clipped(picture: Tensor, target: Tensor) -> Tensors:
             return self.channel.clip_update(self._derivative(tensors, picture[None], target[None], output_gradient)[0])
