@@ -78,7 +78,8 @@ class Chain(Defense):
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
         """That of the parts one after another; None where it is none of the orders that a Channel can express."""
-        stages = [(part, [HOOKS.index(hook) for hook in part.hooks]) for part in self.parts if part.hooks]
+        # The model and the client's copy of it are one stage: what happens to the network before it is used.
+        stages = [(part, [max(1, HOOKS.index(hook)) for hook in part.hooks]) for part in self.parts if part.hooks]
         stages.sort(key=lambda stage: max(stage[1]))
         if any(min(after) < max(before) for (_, before), (_, after) in pairwise(stages)):
             return None  # one acts in between two actions of another
