@@ -22,10 +22,8 @@ from leakscope.contracts.settings import Described, setting
 
 PruneScope = Literal["tensor", "global"]
 NoiseLaw = Literal["gaussian", "laplace"]
-Rounding = Literal["none", "sign", "uniform", "float16", "bfloat16"]
+Rounding = Literal["none", "sign", "uniform", "stochastic", "float16", "bfloat16"]
 Tensors = dict[str, Tensor]
-#: Where the smooth stand-in of a sign bends, in units of the tensor's root mean square.
-SIGN_WIDTH = 0.3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,8 @@ class Channel(Described):
     dropout: float = setting(0.0, "Probability with which an entry is set to zero.", ge=0, lt=1)
     dropout_scaled: bool = setting(False, "Whether the entries that dropout leaves are divided by their share.")
     zeros_last: bool = setting(False, "Whether entries are set to zero after the noise, so that the zeros show.")
-    rounding: Rounding = setting("none", "How the values are rounded in the end.")
-    bits: int = setting(8, "Bits of a value where rounding is uniform.", ge=2, le=32)
+    rounding: Rounding = setting("none", "How values are rounded in the end; stochastic is uniform, up or down.")
+    bits: int = setting(8, "Bits of a value where rounding is uniform or stochastic.", ge=2, le=32)
     unreliable: tuple[str, ...] = setting((), "Tensors that say nothing of the examples, or something false.")
     inexact: bool = setting(False, "Whether the client's network was random, and the one observed is its mean.")
 
@@ -78,6 +76,11 @@ class Channel(Described):
     def shows_zeros(self) -> bool:
         """Whether an entry that was set to zero can be told from the others."""
         return self.masked and (self.zeros_last or not self.noisy)
+
+    @property
+    def rounds_evenly(self) -> bool:
+        """Whether values are rounded to evenly spaced ones, so that each says within which bounds it was."""
+        return self.rounding in ("uniform", "stochastic")
 
     @property
     def clips_examples(self) -> bool:
@@ -129,9 +132,25 @@ class Channel(Described):
         masked = {name: value * survivors[name] if name in survivors else value for name, value in clipped.items()}
         if self.dropout_scaled:
             masked = {name: value / (1 - self.dropout) for name, value in masked.items()}
-        if self.rounding == "sign":
-            return {name: value.abs().mean() * soft_sign(value) for name, value in masked.items()}
-        return masked  # rounding to a grid moves a value by half a step at most, up and down alike
+        if self.rounding != "sign":
+            return masked
+        # As the client does it; the derivative is that of the value itself, for a sign has none. Measured against
+        # smooth stand-ins, which leave an attack worse off.
+        return {name: v + (v.sign() * v.abs().mean() - v).detach() for name, v in masked.items()}
+
+    def settled(self, update: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Tensors:
+        """What was simulated, moved towards what was ``seen`` as far as rounding explains it; differentiable.
+
+        >>> simulated, seen = {"w": torch.tensor([0.9, 0.6])}, {"w": torch.tensor([1.0, 0.0])}
+        >>> Channel(rounding="uniform", bits=2).settled(simulated, seen)
+        {'w': tensor([1.0000, 0.1000])}
+        """
+        share = (0.5 if self.rounding == "uniform" else 1.0) / (2 ** (self.bits - 1) - 1)
+        reach = {name: share * seen[name].abs().max() for name in update if name in seen}
+        return {
+            name: value - (value - seen[name]).clamp(-reach[name], reach[name]) if name in reach else value
+            for name, value in update.items()
+        }
 
     # -- what theory uses --
 
@@ -211,7 +230,8 @@ class Channel(Described):
             noise = f"{law}noise by tensor" if isinstance(self.noise, Mapping) else f"{law}noise {self.noise:g}"
             words.insert(len(words) - self.masked if self.zeros_last else len(words), noise)
         if self.rounding != "none":
-            words.append(f"rounded to {self.bits} bits" if self.rounding == "uniform" else f"sent as {self.rounding}")
+            few = f"rounded to {self.bits} bits" + (" up or down" if self.rounding == "stochastic" else "")
+            words.append(few if self.rounds_evenly else f"sent as {self.rounding}")
         if self.unreliable:
             words.append(f"without {', '.join(self.unreliable)}")
         if self.inexact:
@@ -226,13 +246,3 @@ class Channel(Described):
             )
         noise = dict(self.noise) if isinstance(self.noise, Mapping) else self.noise
         return {**dataclasses.asdict(dataclasses.replace(self, noise=0.0)), "noise": noise}
-
-
-def soft_sign(value: Tensor) -> Tensor:
-    """A smooth stand-in for the sign, whose bend is as wide as a part of the tensor's root mean square.
-
-    >>> [round(v, 2) for v in soft_sign(torch.tensor([3.0, -3.0, 0.0])).tolist()]
-    [1.0, -1.0, 0.0]
-    """
-    size = torch.sqrt(value.square().mean() + 1e-24)
-    return torch.tanh(value / (SIGN_WIDTH * size))

@@ -9,8 +9,8 @@ al., "Error Feedback Fixes SignSGD", ICML 2019, here without the memory of the e
 values travel; the tensors keep the model's own type, and what half precision cannot hold is cut to its largest number.
 
 Promise: fewer bytes. Half precision and 8 bits hide next to nothing, for an update has far more entries than the
-examples have unknowns. Signs stop attacks that solve equations; ``inverting-gradients`` with a smooth stand-in for the
-sign tells what is left.
+examples have unknowns. Signs stop attacks that solve equations. ``inverting-gradients`` tells what is left:
+knowing the defence it takes the sign of what it simulates, and the bounds within which a rounded value was.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class GradientQuantisation(Defense):
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
         if self.values == "uniform":
-            return Channel() if self.bits == 32 else Channel(rounding="uniform", bits=self.bits)
+            if self.bits == 32:
+                return Channel()
+            return Channel(rounding="stochastic" if self.stochastic else "uniform", bits=self.bits)
         return Channel(rounding=self.values)
 
     def _rounded(self, value: Tensor, generator: torch.Generator) -> Tensor:
