@@ -32,6 +32,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
         "gradients were altered.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
+        "unlike the simulations": "The update is unlike those that the attack learned from: the protocol or defence is "
+        "not what it was told, or the examples are of another kind.",
     }
 )
 
@@ -48,6 +50,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "ill-conditioned": "Add another attack, such as head-first, or use dtype: float64",
         "not identifiable": "Give the protocol more rounds",
         "rounds disagree": "Lower the protocol's learning rate, or add another attack",
+        "unlike the simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
         "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
     }
 )
