@@ -87,7 +87,7 @@ class LearningToInvert(Attack):
 
     clients: int = setting(4000, "Played clients at most.", ge=8)
     features: int = setting(2048, "Numbers that an update is hashed to where it has more.", ge=1)
-    held_out: float = setting(0.1, "Share of the adversary's examples that choices are made on.", gt=0, lt=1)
+    held_out: float = setting(0.1, "Share of the adversary's examples that choices are made on.", gt=0, le=0.5)
     kernel: bool = setting(True, "Whether a ridge regression with a Gaussian kernel is fitted too.")
     hidden: int = setting(512, "Units in each hidden layer of the network; 0 leaves it out.", ge=0)
     epochs: int = setting(40, "Epochs of the network at most.", ge=1)

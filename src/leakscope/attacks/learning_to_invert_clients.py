@@ -44,8 +44,9 @@ class PlayedClient:
                 "the observation does not carry the defence's code, only at most its channel (files do not hold it). "
                 "Give it with dataclasses.replace(observation, defense=...), Defense() where there is none"
             )
-        if observation.message.partial:
-            raise NotApplicable("the update has some of the tensors only")
+        trained = {name for name, parameter in observation.model.named_parameters() if parameter.requires_grad}
+        if trained != set(observation.message.update):
+            raise NotApplicable("the update is not of all tensors that the model trains, and of no others")
         unknown = [name for name in _RECIPE if getattr(observation.training, name) is None]
         if observation.message.kind == "weight_delta" and unknown:
             raise NotApplicable(
