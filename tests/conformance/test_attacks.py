@@ -71,6 +71,9 @@ CASES = {
     "systematic": Case(
         "convnet", (3, 16, 16), 28, {"canvas": "pixels", "lr": 0.1, "iterations": 200, "tv": 0.001}, {"iterations": 3}
     ),
+    "learning-to-invert": Case(
+        "dlg-lenet", (1, 8, 8), 28, {"clients": 500, "hidden": 0}, {"clients": 60}, net={"init": "default"}
+    ),
     "linear-layer": Case("mlp", (3, 8, 8), 80, {}, {}, signal_model="mlp"),
     "cocktail-party": Case(
         "mlp", (3, 12, 12), 80, {}, {"solve": False, "iterations": 3}, signal_model="mlp", examples=4
@@ -98,8 +101,8 @@ CASES = {
 }
 
 
-#: These draw nothing at random.
-CLOSED_FORM = ("linear-layer", "rgap", "hybrid", "robbing-the-fed")
+#: These draw nothing at random, or from a setting.
+CLOSED_FORM = ("linear-layer", "rgap", "hybrid", "robbing-the-fed", "learning-to-invert")
 #: These solve from the update alone: the weights of the client's own model do not enter.
 WEIGHTS_DO_NOT_ENTER = ("linear-layer", "robbing-the-fed", "provable-reconstruction")
 
@@ -129,8 +132,15 @@ def attack_of(case: Case) -> Attack:
 
 
 def server_of(case: Case) -> Knowledge | None:
-    """Who looks: the protocol's usual adversary, unless the attack chooses the model."""
+    """Who looks: the protocol's usual adversary, unless the attack chooses the model or has examples of its own."""
+    if "auxiliary_data" in attack_of(case).requires:
+        return Knowledge.informed_server
     return Knowledge.malicious_server if attack_of(case).chooses_model else None
+
+
+def others_of(shape: tuple[int, ...], count: int = 64) -> tuple[Tensor, Tensor]:
+    """Examples of the same kind for an adversary who has some; others are not told of them."""
+    return picture(shape, count, seed=77), torch.arange(count) % 4
 
 
 def labels_for(examples: int) -> Tensor:
@@ -143,6 +153,7 @@ def look(
     examples = case.examples if examples is None else examples
     x = picture(shape or case.shape, examples, seed)
     how.setdefault("knowledge", server_of(case))
+    how.setdefault("auxiliary", others_of(shape or case.shape, 64 if shape else 560))
     return case.protocol(examples).observe(net_for(case, shape), x, labels_for(examples), **how), x
 
 
@@ -263,7 +274,8 @@ def test_works_for_any_channels_sizes_signals_and_batches(name, shape, examples)
 def test_takes_weight_updates_double_precision_and_restarts(name) -> None:
     case = CASES[name]
     x = picture(case.shape, 2)
-    seen = case.trained(2).observe(net_for(case), x, torch.tensor([0, 3]), knowledge=server_of(case))
+    others = others_of(case.shape)
+    seen = case.trained(2).observe(net_for(case), x, torch.tensor([0, 3]), None, server_of(case), auxiliary=others)
     options = dict(case.quick)
     if "restarts" in {f.name for f in dataclasses.fields(ATTACKS[name].target)}:
         options["restarts"] = 2

@@ -45,6 +45,7 @@ def test_presets_grow_from_nothing_to_everything() -> None:
     server = {"num_examples", "local_epochs", "batch_size", "learning_rate", "normalisation"}
     assert granted["honest_server"] == server
     assert granted["adaptive_server"] == server | {"defense"}
+    assert granted["informed_server"] == server | {"defense", "auxiliary_data"}
     assert granted["vertical_server"] == server | {"batch_indices"}
     assert granted["malicious_server"] == server | {"choose_weights", "choose_structure"}
     assert granted["full"] == set(FACTS)

@@ -238,6 +238,7 @@ def test_a_defence_that_no_attack_knew_was_not_tested(knows: bool, text: str, re
 
 def test_one_attack_that_knows_the_defence_is_enough() -> None:
     rows = [make(0, 9, defense=NOISE), make(1, 9, defense=NOISE, attack="B()", adaptive=True), control(2), planted(3)]
+    rows.append(planted(4, attack="B()"))
     assert judge(rows).outcome == "within policy"
 
 

@@ -17,6 +17,7 @@ from leakscope.attacks.hybrid import Hybrid
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.attacks.learn_from_gradients import LearnFromGradients
+from leakscope.attacks.learning_to_invert import LearningToInvert
 from leakscope.attacks.linear_layer import LinearLayer
 from leakscope.attacks.provable_reconstruction import ProvableReconstruction
 from leakscope.attacks.rgap import RGAP
@@ -131,6 +132,13 @@ ATTACKS: Registry[AttackEntry] = Registry(
             SystematicEvaluation,
             "a network draws the pictures; tensors count by their size, and known features lead the way",
             "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
+        ),
+        AttackEntry(
+            "learning-to-invert",
+            LearningToInvert,
+            "learn the way back from protected updates to inputs with examples of one's own; any defence, no channel",
+            "Wu et al., Learning To Invert: Simple Adaptive Attacks for Gradient Inversion in Federated Learning, "
+            "UAI 2023",
         ),
         AttackEntry(
             "cafe",

@@ -1,4 +1,4 @@
-"""Work that several attacks have in common, done once: searches, and readings of labels.
+"""Work that several attacks have in common, done once: searches, readings of labels, and what is learned of a setting.
 
 ``head-first`` matches the whole update just as ``inverting-gradients`` does where the head tells nothing, and as its
 rival; a planted example is often the undefended update once more; and attacks read labels by the same rules. What comes
@@ -26,8 +26,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.labels import RecoveredLabels, label_candidates
 from leakscope.matching import Match, Matcher, Victim
 
-#: Numbers in the inputs of all results that are kept (32 MB in float32); the oldest go first.
-MOST_NUMBERS = 2**23
+#: Numbers in all results that are kept (256 MB in float32); the oldest go first.
+MOST_NUMBERS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,17 +76,36 @@ class SharedWork:
 _IN_USE: ContextVar[SharedWork | None] = ContextVar("shared_work", default=None)
 
 
+def shared(
+    kind: str,
+    parts: Hashable,
+    model: nn.Module,
+    tables: list[Mapping[str, Tensor]],
+    generator: torch.Generator,
+    numbers: int,
+    work: Callable[[], Any],
+) -> Any:
+    """What ``work`` finds, or what equal work has found where work is shared.
+
+    It must depend on nothing but ``parts``, the model, the tensors in ``tables`` and draws from ``generator``; what is
+    found has so many ``numbers``.
+    """
+    together = _IN_USE.get()
+    key = None if together is None else _key(kind, parts, model, tables, generator)
+    return work() if together is None or key is None else together.recall(key, generator, numbers, work)
+
+
 def run_matcher(matcher: Matcher, victim: Victim, observed: dict[str, Tensor], **problem: Any) -> Match:
     """``matcher.run``, or what an equal search has found where work is shared."""
 
     def work() -> Match:
         return matcher.run(victim, observed, **problem)
 
-    shared = _IN_USE.get()
-    key = None if shared is None else _search_key(matcher, victim, observed, **problem)
-    if shared is None or key is None:
+    together = _IN_USE.get()
+    key = None if together is None else _search_key(matcher, victim, observed, **problem)
+    if together is None or key is None:
         return work()
-    found: Match = shared.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
+    found: Match = together.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
     return found
 
 
@@ -96,11 +115,11 @@ def read_labels(observation: Observation, generator: torch.Generator) -> list[Re
     def work() -> list[RecoveredLabels]:
         return label_candidates(observation, generator)
 
-    shared = _IN_USE.get()
-    key = None if shared is None else _labels_key(observation, generator)
-    if shared is None or key is None:
+    together = _IN_USE.get()
+    key = None if together is None else _labels_key(observation, generator)
+    if together is None or key is None:
         return work()
-    found: list[RecoveredLabels] = shared.recall(key, generator, observation.num_examples or 1, work)
+    found: list[RecoveredLabels] = together.recall(key, generator, observation.num_examples or 1, work)
     return found
 
 

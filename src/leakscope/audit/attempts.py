@@ -140,7 +140,7 @@ class Bench:
         measured = self._compare(job, reconstruction, observation.num_examples)
         result = {
             **_result(setup, job, reconstruction, measured),
-            "adaptive": attack.reads_channel and observation.channel is not None,
+            "adaptive": attack.knows_defense(observation),
             "chose_model": attack.chooses_model,
             "peak_memory_mb": peak,
         }

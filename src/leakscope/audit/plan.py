@@ -138,6 +138,7 @@ class _Keys:
 
     def __init__(self, setup: Setup) -> None:
         spec = self._spec = setup.spec
+        self._auxiliary = _auxiliary_fingerprint(setup)
         self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
         self._common = {
             "leakscope": __version__,
@@ -155,7 +156,10 @@ class _Keys:
 
     def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
         if job.get("attack") is not None:
-            job["attack"] = self._spec.attacks[job["attack"]].identity()
+            attack = self._spec.attacks[job["attack"]]
+            job["attack"] = attack.identity()
+            if "auxiliary_data" in attack.instance.requires:
+                job["auxiliary"] = self._auxiliary
         return content_hash(
             {
                 **self._common,
@@ -233,6 +237,14 @@ def label_chance(setup: Setup) -> float | None:
     if labels.is_floating_point() or labels.dim() != 1:
         return None
     return float(torch.unique(labels, return_counts=True)[1].max()) / len(labels)
+
+
+def _auxiliary_fingerprint(setup: Setup) -> str:
+    """Of the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
+    digest = hashlib.sha256(setup.salt.encode())
+    for part in setup.auxiliary or ():
+        digest.update(tensor_bytes(part))
+    return digest.hexdigest()
 
 
 def _batch_fingerprint(setup: Setup, number: int) -> str:

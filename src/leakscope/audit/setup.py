@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.audit.controls import SAME_RECORD
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
@@ -35,6 +36,8 @@ from leakscope.models.weights import load_weights
 Rounds = Callable[[int, int, float], None]
 
 DEFAULT_EXAMPLES = 8
+#: Examples of the data that an adversary with data of the same kind has at most.
+MAX_AUXILIARY = 10_000
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +56,8 @@ class Setup:
     candidates_fingerprint: str
     lpips_fingerprint: str | None
     training_losses: tuple[float, ...] = ()
+    #: What an adversary with data of the same kind has: examples that no attacked batch holds; None where it has none.
+    auxiliary: tuple[Tensor, Tensor] | None = None
     #: What hashes of private examples begin with; empty for public ones, whose hashes are the same anywhere.
     salt: str = ""
 
@@ -143,7 +148,23 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
         salt=salt,
     )
+    if setup.knowledge.auxiliary_data and len(rows := auxiliary_rows(data, batches)):
+        setup = dataclasses.replace(setup, auxiliary=setup.inputs(rows))
     return setup if asked is None or clients is None else _trained(setup, asked, clients, progress)
+
+
+def auxiliary_rows(data: Examples, batches: tuple[tuple[int, ...], ...]) -> Tensor:
+    """The first rows of the data that are in none of the batches, nor copies of an example that is.
+
+    A copy would hand the truth to the attack: whatever is as near as the controls' "same record" is left out.
+    """
+    attacked = torch.tensor(sorted({index for batch in batches for index in batch}))
+    free = torch.ones(len(data), dtype=torch.bool)
+    free[attacked] = False
+    rows = torch.nonzero(free).flatten()[:MAX_AUXILIARY]
+    private, others = (data.inputs.to_unit(data.x[part]).double().flatten(1) for part in (attacked, rows))
+    nearest = torch.cdist(others, private).square().amin(1) / private.shape[1]
+    return rows[nearest >= SAME_RECORD]
 
 
 def _clients(asked: TrainingSpec, data: Examples) -> list[Tensor]:
@@ -234,6 +255,7 @@ def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, g
         inputs=setup.data.public_inputs,
         task=setup.spec.task.instance,
         model_name=setup.spec.model.name,
+        auxiliary=setup.auxiliary,
     )
 
 

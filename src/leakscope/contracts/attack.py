@@ -39,6 +39,8 @@ class Attack(Described, ABC):
     reads_rounds: ClassVar[bool] = False
     #: Whether it makes use of the defence's channel, where the adversary knows it.
     reads_channel: ClassVar[bool] = False
+    #: Whether it runs the defence's own code, where the adversary knows it; that needs no channel.
+    runs_defense: ClassVar[bool] = False
     #: Published settings by name, for ``preset``.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
@@ -72,6 +74,11 @@ class Attack(Described, ABC):
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
         """Recover inputs from what the adversary sees, drawing all randomness from ``generator``."""
+
+    def knows_defense(self, observation: Observation) -> bool:
+        """Whether it makes use of what the adversary knows of the defence."""
+        by_channel = self.reads_channel and observation.channel is not None
+        return by_channel or (self.runs_defense and observation.defense is not None)
 
     def missing(self, observation: Observation) -> list[str]:
         """What this attack needs and the observation lacks; one phrase each."""

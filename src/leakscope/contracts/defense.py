@@ -58,8 +58,8 @@ class Defense(Described):
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
         """What an adversary who knows this defence can compute with; None where nobody has worked that out.
 
-        Of one gradient on so many ``examples``. Without a channel no attack can be said to know the defence, and an
-        audit does not call it safe.
+        Of one gradient on so many ``examples``. Without a channel only an attack that runs the defence's own
+        code can be said to know it; where none did, an audit does not call it safe.
         """
         return Channel() if type(self) is Defense else None
 

@@ -1,4 +1,9 @@
-"""An observation on disk: one safetensors file with the tensors, one JSON file beside it with the facts."""
+"""An observation on disk: one safetensors file with the tensors, one JSON file beside it with the facts.
+
+Two things are not written. Of the defence its channel is, but no code, and an object is code; auxiliary examples are
+somebody's data and no part of what was captured. Whoever reads the file gives both again:
+``dataclasses.replace(observation, defense=..., auxiliary=(x, y))``.
+"""
 
 from __future__ import annotations
 

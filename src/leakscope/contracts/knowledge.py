@@ -35,12 +35,14 @@ class Knowledge(Described):
     batchnorm_statistics: bool = setting(False, "the BatchNorm statistics of the private batch itself")
     normalisation: bool = setting(False, "the input normalisation and value range")
     defense: bool = setting(False, "which defence was used, and its settings")
+    auxiliary_data: bool = setting(False, "examples of the same kind as the client's, which are not the client's own")
     choose_weights: bool = setting(False, "a server that may choose the weights it sends out")
     choose_structure: bool = setting(False, "a server that may choose the structure of the model")
 
     eavesdropper: ClassVar[Knowledge]
     honest_server: ClassVar[Knowledge]
     adaptive_server: ClassVar[Knowledge]
+    informed_server: ClassVar[Knowledge]
     vertical_server: ClassVar[Knowledge]
     malicious_server: ClassVar[Knowledge]
     full: ClassVar[Knowledge]
@@ -87,6 +89,8 @@ Knowledge.eavesdropper = Knowledge()
 Knowledge.honest_server = Knowledge(local_epochs=True, batch_size=True, learning_rate=True, normalisation=True)
 # Kerckhoffs's principle: a defence that protects only while nobody knows of it does not protect.
 Knowledge.adaptive_server = dataclasses.replace(Knowledge.honest_server, defense=True)
+# Who trains a model usually has some examples of its kind, and the code of the clients.
+Knowledge.informed_server = dataclasses.replace(Knowledge.adaptive_server, auxiliary_data=True)
 # In vertical learning the server itself announces the batches, unless indices are shuffled securely.
 Knowledge.vertical_server = dataclasses.replace(Knowledge.honest_server, batch_indices=True)
 Knowledge.malicious_server = dataclasses.replace(Knowledge.honest_server, choose_weights=True, choose_structure=True)

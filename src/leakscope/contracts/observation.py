@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from leakscope.contracts.caps import BYTES, COUNT, FLOAT
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, is_whole, refuse, whole
+from leakscope.contracts.defense import Defense
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.randomness import Randomness
@@ -127,7 +128,9 @@ class Observation:
 
     Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
-    ``randomness`` is where the client's draws came from, None where nobody knows.
+    ``randomness`` is where the client's draws came from, None where nobody knows. ``defense`` is the defence itself,
+    whose code an adversary who knows it can run; ``auxiliary`` are inputs and targets of examples of the same kind,
+    none of them the client's.
     """
 
     model: nn.Module = field(repr=False)
@@ -141,6 +144,8 @@ class Observation:
     label_counts: Tensor | None = field(default=None, repr=False)
     training: LocalTraining = LocalTraining()
     channel: Channel | None = None
+    defense: Defense | None = None
+    auxiliary: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     reduction: Reduction = "mean"
     batchnorm: BatchNormMode = "eval"
     output_shape: tuple[int, ...] = ()
@@ -167,6 +172,8 @@ class Observation:
         examples = self.num_examples
         if examples is not None:
             problems += whole(num_examples=examples) or self._sizes_and_labels(examples)
+        if self.auxiliary is not None:
+            problems += [f"auxiliary: {line}" for line in self._problems_of_auxiliary(self.auxiliary)]
         parameters = dict(self.model.named_parameters())
         for message in self.messages:
             problems += _update_problems(message, parameters)
@@ -192,6 +199,16 @@ class Observation:
             problems.append(f"label_counts: expected {examples} in all, got {int(counts.sum())}")
         return problems
 
+    def _problems_of_auxiliary(self, pair: Any) -> list[str]:
+        """What is wrong with the examples of somebody else."""
+        if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
+            return [f"expected a pair of tensors (inputs, targets), got {type(pair).__name__}"]
+        x, y = pair
+        if not x.is_floating_point() or tuple(x.shape[1:]) != self.inputs.shape or len(x) < 1:
+            return [f"expected floats of shape (examples, *{self.inputs.shape}), got {x.dtype} {tuple(x.shape)}"]
+        finite = [] if bool(torch.isfinite(x).all()) else ["the inputs have NaN or infinite values"]
+        return finite + self.task.problems_of(y, len(x), self.output_shape)
+
     def _denied_facts(self) -> list[str]:
         """Facts that are given and that the knowledge does not grant."""
         statistics = any(message.batchnorm_statistics is not None for message in self.messages)
@@ -203,6 +220,8 @@ class Observation:
             "the value range of inputs is given": ("normalisation", self.inputs.bounded),
             "BatchNorm statistics of the batch are given": ("batchnorm_statistics", statistics),
             "the defence's channel is given": ("defense", self.channel is not None),
+            "the defence is given": ("defense", self.defense is not None),
+            "auxiliary examples are given": ("auxiliary_data", self.auxiliary is not None),
         }
         for name, granted_by in LocalTraining.GRANTED_BY.items():
             facts[f"training.{name} is given"] = (granted_by, getattr(self.training, name) is not None)
@@ -253,7 +272,8 @@ class Observation:
 
     def without_channel(self) -> Observation:
         """The same observation for somebody who does not know the defence."""
-        return dataclasses.replace(self, channel=None, knowledge=dataclasses.replace(self.knowledge, defense=False))
+        knowledge = dataclasses.replace(self.knowledge, defense=False)
+        return dataclasses.replace(self, channel=None, defense=None, knowledge=knowledge)
 
     @property
     def message(self) -> Message:
@@ -276,12 +296,17 @@ class Observation:
         def move(value: Tensor | None) -> Tensor | None:
             return None if value is None else value.to(device=device)
 
+        auxiliary = None
+        if self.auxiliary is not None:
+            x, y = self.auxiliary
+            auxiliary = x.to(device=device, dtype=dtype), y.to(device=device)
         return dataclasses.replace(
             self,
             model=copy.deepcopy(self.model).to(device=device, dtype=dtype),
             messages=tuple(m.to(device, dtype) for m in self.messages),
             labels=move(self.labels),
             label_counts=move(self.label_counts),
+            auxiliary=auxiliary,
         )
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:

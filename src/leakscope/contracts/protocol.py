@@ -88,6 +88,7 @@ class Protocol(Described, ABC):
         task: Task | None = None,
         num_classes: int | None = None,
         model_name: str | None = None,
+        auxiliary: tuple[Tensor, Tensor] | None = None,
     ) -> Observation:
         """What an adversary with this ``knowledge`` sees after a client trained ``model`` on (x, y).
 
@@ -95,6 +96,8 @@ class Protocol(Described, ABC):
         follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or ``value_range`` the bounds of a
         box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
         what the client minimises, classification unless told. A list of defences is a chain, one after another.
+        ``auxiliary`` are inputs and targets of examples of the same kind that are not the client's, for an adversary
+        who has some.
 
         Noise, masks and the order of batches are drawn from ``generator``, to be repeated by whoever has its seed; from
         the system's randomness without one, as a real client's are. The observation says which.
@@ -117,6 +120,8 @@ class Protocol(Described, ABC):
             label_counts=task.counts(y, outputs) if knowledge.labels != "no" else None,
             training=recipe.granted(knowledge),
             channel=self.channel(client.defense, len(x)) if knowledge.defense else None,
+            defense=client.defense if knowledge.defense else None,
+            auxiliary=auxiliary if knowledge.auxiliary_data else None,
             reduction=self._reduction(),
             batchnorm=self.batchnorm,
             model_name=model_name,

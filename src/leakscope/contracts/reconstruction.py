@@ -34,6 +34,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "defence approximated": "The defence makes the client's network a random one, and the attack simulated its "
         "mean; one that searches the random numbers too may recover more.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
+        "unlike the simulations": "The update is unlike those that the attack learned from: the protocol or defence is "
+        "not what it was told, or the examples are of another kind.",
     }
 )
 
@@ -51,6 +53,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "not identifiable": "Give the protocol more rounds",
         "rounds disagree": "Lower the protocol's learning rate, or add another attack",
         "defence approximated": "Add an attack that is trained on protected updates",
+        "unlike the simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
         "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
     }
 )

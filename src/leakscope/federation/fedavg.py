@@ -6,7 +6,7 @@ McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentra
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -20,12 +20,10 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
 from leakscope.contracts.protocol import ClientSide
 from leakscope.contracts.settings import setting
+from leakscope.contracts.step import Record, own_randomness, train_locally, visits
 from leakscope.contracts.task import Task
-from leakscope.federation.client import OneMessage, batch_gradient, own_randomness
+from leakscope.federation.client import OneMessage
 from leakscope.federation.trajectory import Trajectory, chosen_steps
-
-#: Told before each local step: its number, and the gradient it will follow.
-Record = Callable[[int, Gradient], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,24 +110,9 @@ class FedAvg(OneMessage):
         return Trajectory(kept=kept, weights=tuple(weights), after=client.weights(), norms=tuple(norms))
 
     def _train(self, client: ClientSide, record: Record | None = None) -> tuple[Gradient, LocalTraining]:
-        trained, before, count = client.trained, client.weights(), len(client.x)
+        count = len(client.x)
         COUNT.check("epochs: local steps", self.steps(count))
-        optimizer: torch.optim.Optimizer
-        if self.optimizer == "adam":
-            optimizer = torch.optim.Adam(trained.values(), lr=self.lr)
-        else:
-            optimizer = torch.optim.SGD(trained.values(), lr=self.lr, momentum=self.momentum)
-        order: list[tuple[int, ...]] = []
-        for _ in range(self.epochs):
-            visits = torch.randperm(count, generator=client.generator) if self.shuffle else torch.arange(count)
-            for batch in visits.split(self.batch_size):
-                gradient = batch_gradient(client.at(batch))
-                if record is not None:
-                    record(len(order), gradient)
-                for name, p in trained.items():
-                    p.grad = gradient[name]
-                optimizer.step()
-                order.append(tuple(batch.tolist()))
-        delta = {name: before[name] - p.detach() for name, p in trained.items()}
+        batches = visits(count, self.batch_size, self.epochs, client.generator if self.shuffle else None)
+        delta, order = train_locally(client, batches, self.lr, self.optimizer, self.momentum, record)
         same = {name: getattr(self, name) for name in ("epochs", "batch_size", "optimizer", "momentum")}
-        return delta, LocalTraining(**same, learning_rate=self.lr, batch_order=tuple(order))
+        return delta, LocalTraining(**same, learning_rate=self.lr, batch_order=order)

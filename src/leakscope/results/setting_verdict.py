@@ -275,12 +275,18 @@ class Setting:
         return doubts
 
     def _doubts_of_knowledge(self) -> list[Reason]:
-        """A defence that no attack knew was not tested."""
-        if self.defense == "none" or not self.done or any(row.result and row.result.adaptive for row in self.done):
+        """A defence that no attack knew was not tested, nor by one that finds nothing without it either."""
+        if self.defense == "none" or not self.done:
             return []
+        knowing = {row.job.attack for row in self.done if row.result and row.result.adaptive}
+        if knowing:
+            weak = None if len(knowing) == len({row.job.attack for row in self.done}) else self.strength.doubt(knowing)
+            return [] if weak is None else [Reason(f"of the attacks that know this defence: {weak.text}", weak.remedy)]
         text = "no attack that knows this defence was run"
         if any(row.job.knowledge.get("defense") for row in self.done):
-            return [Reason(f"{text}: the defence has no channel, or no attack here reads it", OTHER_ATTACKS)]
+            why = "the defence has no channel, or no attack here reads it"
+            learned = "learning-to-invert, which needs no channel, is for --knowledge informed_server"
+            return [Reason(f"{text}: {why}", f"{OTHER_ATTACKS}; {learned}")]
         return [Reason(text, "Let attacks know it with --knowledge adaptive_server")]
 
     def _doubts_of_powers(self) -> list[Reason]:

@@ -1,0 +1,205 @@
+"""Learning to Invert: learn the way back from protected updates to inputs, with examples of one's own.
+
+Ruihan Wu, Xiangyu Chen, Chuan Guo, Kilian Weinberger, "Learning To Invert: Simple Adaptive Attacks for Gradient
+Inversion in Federated Learning", UAI 2023. The adversary has examples x of the same kind, and the client's code. It
+plays clients, defence and all, and fits a regression from what they send to what they hold,
+
+    min over f of the sum over played clients |f(defence(update(x))) - x|^2,
+
+whose answer to the observed update is the reconstruction. No objective is matched, so it does not matter whether the
+defence can be differentiated or has a channel: signs, rounding, pruning, noise, clipping are all learned alike.
+
+Differences from the paper and its published code. The defence acts where the client applies it; that code compresses
+each example's gradient before they are averaged, which overstates what a batch leaks. In place of one network of 3000
+hidden units trained for 200 epochs on all of a data set, regressions are fitted to a few thousand played clients:
+linear ridge on updates as they are, ridge with a Gaussian kernel on scaled tensors, and a small network with early
+stopping that corrects the better of the two. What has the least error on held-out examples of the adversary's own is
+used, and the mean of all examples if nothing beats it. Batches are learned in an order (by class, within a class by
+mean) instead of up to one. FedAvg is played where its recipe is known.
+
+Equal settings share one regression: it depends on the model, protocol, defence, batch size and the adversary's
+examples, and on nothing of the client. So its draws come from the setting ``seed``, and no attack's seed enters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from leakscope.attacks.learning_to_invert_clients import PlayedClient, drawn_batches, in_order
+from leakscope.attacks.learning_to_invert_regression import (
+    WIDTHS,
+    Featuriser,
+    KernelRidge,
+    NetworkSize,
+    Pairs,
+    Regressor,
+    fit_network,
+    fit_ridge,
+)
+from leakscope.attacks.shared_work import shared
+from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
+
+#: Examples of its own below which an adversary learns nothing worth the name, and as many for each in a batch.
+LEAST_EXAMPLES, LEAST_PER_EXAMPLE = 32, 8
+#: A tensor this many times larger or smaller than any that a played client sent was not sent by such a client.
+UNLIKE = 2.0
+
+
+@dataclass(frozen=True, eq=False)
+class Inversion:
+    """What was learned: the regression, what it reads, and how well it does on examples it was not fitted to."""
+
+    featuriser: Featuriser
+    regressor: Regressor
+    scaled: bool
+    error: float
+    prior_error: float
+    clients: int
+    scale_range: tuple[Tensor, Tensor]
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Inversion:
+        return self  # it does not change, and is large
+
+    def __call__(self, update: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
+        """The flat inputs behind an update, and whether played clients send such updates."""
+        features, scales = self.featuriser(update)
+        row = features[None] if self.scaled else self.featuriser.unscaled(features[None], scales[None])
+        low, high = self.scale_range
+        alike = bool(((scales >= low / UNLIKE) & (scales <= high * UNLIKE)).all())
+        return self.regressor(row)[0], alike
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningToInvert(Attack):
+    """Regress inputs from protected updates of played clients; the defence needs no channel."""
+
+    requires: ClassVar[tuple[str, ...]] = ("num_examples", "defense", "auxiliary_data")
+    runs_defense: ClassVar[bool] = True
+
+    clients: int = setting(4000, "Played clients at most.", ge=8)
+    features: int = setting(2048, "Numbers that an update is hashed to where it has more.", ge=1)
+    held_out: float = setting(0.1, "Share of the adversary's examples that choices are made on.", gt=0, le=0.5)
+    kernel: bool = setting(True, "Whether a ridge regression with a Gaussian kernel is fitted too.")
+    hidden: int = setting(512, "Units in each hidden layer of the network; 0 leaves it out.", ge=0)
+    epochs: int = setting(40, "Epochs of the network at most.", ge=1)
+    lr: float = setting(1e-3, "The network's learning rate.", gt=0)
+    seed: int = setting(0, "What played clients and the fits draw from; the same for all updates of a setting.", ge=0)
+
+    def run(
+        self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
+    ) -> Reconstruction:
+        count = observation.num_examples
+        assert count is not None
+        x, y = self._examples(observation, count)
+        client = PlayedClient.of(observation)
+        draws = torch.Generator().manual_seed(self.seed)
+
+        def work() -> Inversion:
+            return self._learn(client, x, y, draws, progress)
+
+        seen, message = observation, observation.message
+        parts = (self, seen.defense, seen.task, seen.training, seen.reduction, seen.batchnorm, message.kind, count)
+        tables: list[Mapping[str, Tensor]] = [seen.model.state_dict(), {"auxiliary inputs": x, "auxiliary targets": y}]
+        numbers = self.clients * (self.features + count * seen.inputs.size)
+        inversion: Inversion = shared("learning-to-invert", parts, seen.model, tables, draws, numbers, work)
+        flat, alike = inversion(message.update)
+        inputs = seen.inputs.project(flat.reshape(count, *seen.input_shape))
+        labels = seen.labels
+        if labels is not None and not labels.is_floating_point() and labels.dim() == 1:
+            labels = labels.sort().values  # as inputs are returned
+        left = inversion.error / inversion.prior_error if inversion.prior_error else 1.0
+        return Reconstruction(
+            inputs=inputs,
+            labels=labels,
+            scores=inputs.new_full((count,), inversion.error),
+            flags=() if alike else ("unlike the simulations",),
+            notes=(
+                f"learned from {inversion.clients} played clients: {inversion.regressor.name}, held-out error "
+                f"{inversion.error:.2g}, {left:.0%} of what the mean of all examples has",
+            ),
+            info={
+                **{"steps": inversion.clients, "restarts": 1, "compiled": False},
+                **{"regression": inversion.regressor.name, "held_out_mse": inversion.error},
+                "prior_mse": inversion.prior_error,
+            },
+        )
+
+    def _examples(self, observation: Observation, count: int) -> tuple[Tensor, Tensor]:
+        least = max(LEAST_EXAMPLES, LEAST_PER_EXAMPLE * count)
+        got = 0 if observation.auxiliary is None else len(observation.auxiliary[0])
+        if observation.auxiliary is None or got < least:
+            raise NotApplicable(
+                f"expected at least {least} examples of the adversary's own to learn from, got {got}. Give more: data "
+                "beyond the attacked examples in an audit, auxiliary=(x, y) in observe(...)"
+            )
+        x, y = observation.auxiliary
+        return x.to(observation.dtype), y
+
+    def _batches(self, examples: int, count: int, draws: torch.Generator) -> tuple[list[Tensor], int]:
+        """Which examples each played client holds, and how many of the clients are learned from; the rest check.
+
+        No example is on both sides.
+        """
+        order = torch.randperm(examples, generator=draws)
+        held = max(4 * count, round(self.held_out * examples))
+        checks = max(4, round(self.held_out * self.clients))
+        learn = [order[held:][batch] for batch in drawn_batches(examples - held, count, self.clients, draws)]
+        check = [order[:held][batch] for batch in drawn_batches(held, count, checks, draws)]
+        return [*learn, *check], len(learn)
+
+    def _learn(
+        self, client: PlayedClient, x: Tensor, y: Tensor, draws: torch.Generator, progress: Progress | None
+    ) -> Inversion:
+        """Play clients, fit the regressions, keep the best by what was held out."""
+        count = client.observation.num_examples or 1
+        batches, learned = self._batches(len(x), count, draws)
+        steps = _Steps(progress, len(batches) + (self.epochs if self.hidden else 0))
+        featuriser = Featuriser.of(client.observation.message.update, self.features, draws)
+        rows, scales, targets = [], [], []
+        for batch in batches:
+            features, scale = featuriser(client.update(x[batch], y[batch], draws))
+            rows.append(features)
+            scales.append(scale)
+            targets.append(x[batch][in_order(x[batch], y[batch])].flatten())
+            steps.tell(math.nan)
+        scaled, sizes, wanted = torch.stack(rows), torch.stack(scales), torch.stack(targets)
+        if not bool(torch.isfinite(scaled).all()):
+            raise NotApplicable("updates of played clients are not finite: this recipe diverges on other examples")
+        plain = featuriser.unscaled(scaled, sizes)
+        linear = _split(plain, wanted, learned)
+        bent = _split(scaled, wanted, learned)
+        fits = [(*fit_ridge(linear, [None]), linear)]
+        if self.kernel:
+            fits.append((*fit_ridge(bent, WIDTHS), bent))
+        regressor, error, pairs = min(fits, key=lambda fit: fit[1])
+        if self.hidden and isinstance(regressor, KernelRidge):
+            size = NetworkSize(hidden=self.hidden, epochs=self.epochs, learning_rate=self.lr)
+            regressor, error = fit_network(regressor, pairs, size, draws, steps.tell)
+        prior = float((linear.held_targets - linear.targets.mean(0)).double().square().mean())
+        bounds = sizes.amin(0), sizes.amax(0)
+        return Inversion(featuriser, regressor, pairs is bent, error, prior, learned, bounds)
+
+
+class _Steps:
+    """Counts what is done and tells it."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def tell(self, objective: float) -> None:
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._total, objective)
+
+
+def _split(rows: Tensor, targets: Tensor, learned: int) -> Pairs:
+    return Pairs(rows[:learned], targets[:learned], rows[learned:], targets[learned:])
