@@ -19,8 +19,10 @@ from leakscope import __version__
 from leakscope.attacks import ATTACKS
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.setup import Setup, tensor_bytes
+from leakscope.audit.loading import tensor_bytes
+from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
+from leakscope.audit.utility import Course
 from leakscope.results.records import JobRecord
 
 
@@ -76,6 +78,7 @@ def identity(setup: Setup) -> dict[str, Any]:
     How the work is spread and judged is left out, for it changes no result.
     """
     spec = setup.spec
+    utility = {} if setup.course is None else {"utility": _training_of(setup.course)}
     return {
         "leakscope version": __version__,
         "torch version": torch.__version__,
@@ -90,7 +93,13 @@ def identity(setup: Setup) -> dict[str, Any]:
         "device": spec.device,
         "dtype": spec.dtype,
         "threads": spec.threads,
+        **utility,
     }
+
+
+def _training_of(course: Course) -> dict[str, Any]:
+    """What trainings under different defences must have in common to be compared."""
+    return {**course.spec.identity(), "examples": course.fingerprint}
 
 
 def make_plan(setup: Setup) -> list[Job]:
@@ -126,11 +135,21 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
     spec = setup.spec
     for protocol, part in enumerate(spec.protocols):
         of_protocol = part.instance.findings()
-        for kind in [kind for kind in FINDINGS if kind in of_protocol and kind in spec.findings]:
+        for kind in [kind for kind in FINDINGS if kind in of_protocol and _is_asked(spec, kind)]:
+            if FINDINGS[kind].per == "training":
+                seeds = [] if spec.utility is None else spec.utility.seeds
+                for defense, seed in product(range(len(spec.defenses)), seeds):
+                    yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": 0, "finding": kind}
+                continue
             some = slice(None) if FINDINGS[kind].per == "client" else slice(1)
             clients = product(range(len(spec.defenses)), spec.seeds[some], range(len(setup.batches))[some])
             for defense, seed, batch in clients:
                 yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch, "finding": kind}
+
+
+def _is_asked(spec: AuditSpec, kind: str) -> bool:
+    """Trainings are asked for by their own section, other findings by their kind."""
+    return spec.utility is not None if FINDINGS[kind].per == "training" else kind in spec.findings
 
 
 class _Keys:
@@ -139,6 +158,13 @@ class _Keys:
     def __init__(self, setup: Setup) -> None:
         spec = self._spec = setup.spec
         self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
+        self._training = {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "task": spec.task.identity(),
+            "threads": spec.threads,
+            "training": None if setup.course is None else _training_of(setup.course),
+        }
         self._common = {
             "leakscope": __version__,
             "torch": torch.__version__,
@@ -154,26 +180,31 @@ class _Keys:
         }
 
     def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
+        setting = {
+            "protocol": self._spec.protocols[protocol].identity(),
+            "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
+            "seed": seed,
+        }
+        if is_training(job.get("finding")):  # owes nothing to the attacks, nor to the examples they are about
+            return content_hash({**self._training, **job, **setting})
         if job.get("attack") is not None:
             job["attack"] = self._spec.attacks[job["attack"]].identity()
-        return content_hash(
-            {
-                **self._common,
-                **job,
-                "protocol": self._spec.protocols[protocol].identity(),
-                "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
-                "seed": seed,
-                "batch": batch,
-                "examples": self._prints[batch],
-            }
-        )
+        client = {"batch": batch, "examples": self._prints[batch]}
+        return content_hash({**self._common, **job, **setting, **client})
+
+
+def is_training(finding: str | None) -> bool:
+    """Whether a finding is a training of its own."""
+    return finding is not None and FINDINGS[finding].per == "training"
 
 
 def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
     """Whose update a job is about: jobs with the same answer share it.
 
-    Where a server may choose the model, an attack that does has clients of its own.
+    Where a server may choose the model, an attack that does has clients of its own. A training is about no client.
     """
+    if is_training(job.finding):
+        return "training", job.key
     spec = setup.spec
     defense = "none" if job.defense is None else spec.defenses[job.defense].identity()
     chooses = setup.knowledge.choose_weights or setup.knowledge.choose_structure
@@ -200,13 +231,18 @@ def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
     ranks = [table.index(part.name) if part.name in table else len(table) for part in spec.attacks]
 
     def order(job: Job) -> tuple[int, ...]:
-        seed = spec.seeds.index(job.seed) if job.control is None else 0
+        seed = seed_place(job, spec.seeds) if job.control is None else 0
         if job.attack is None:
             stage = -1 if job.finding is None else len(table) + 1
             return stage, 0, seed, job.batch, 0, job.position
         return ranks[job.attack], job.attack, seed, job.batch, int(job.control is None), job.position
 
     return [[job] for job in sorted(jobs, key=order)]
+
+
+def seed_place(job: Job, seeds: list[int]) -> int:
+    """Where a job's seed stands among those of the audit; the seeds of trainings are their own."""
+    return job.seed if is_training(job.finding) else seeds.index(job.seed)
 
 
 def describe(setup: Setup, job: Job) -> JobRecord:
@@ -222,7 +258,7 @@ def describe(setup: Setup, job: Job) -> JobRecord:
         batch=job.batch,
         control=job.control,
         control_kind=None if job.control is None else CONTROLS[job.control].kind,
-        indices=setup.batches[job.batch],
+        indices=() if is_training(job.finding) else setup.batches[job.batch],
         knowledge=spec.knowledge,
     )
 

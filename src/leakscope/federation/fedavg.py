@@ -46,7 +46,7 @@ class FedAvg(OneMessage):
         return []
 
     def findings(self) -> tuple[str, ...]:
-        return ("trajectory", "embedding")
+        return ("trajectory", "embedding", "utility")
 
     def passes(self, examples: int) -> int:
         return self.epochs
