@@ -16,12 +16,14 @@ import yaml
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
+from leakscope.report.defense_study import study_section
 from leakscope.report.embedding import embedding_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.matrix import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
+from leakscope.results.defense_study import study_store
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason
@@ -72,6 +74,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
+    matrix = matrix_section(rows, named)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -92,13 +95,14 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "settings": named,
         "summary": settings.settings_table(named, summaries, meta["data"]),
         "all_measures": settings.all_measures(named, summaries),
-        "matrix": matrix_section(rows, named),
+        "matrix": matrix,
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
         "embedding": embedding_section(findings, named),
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
+        "study": study_section(study_store(store, verdict), named, matrix, gallery),
         "curves": jobs.curves_section(store, rows),
         "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
         "findings": findings,
