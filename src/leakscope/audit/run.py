@@ -25,6 +25,7 @@ from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
+from leakscope.results.defense_study import Study, study_store
 from leakscope.results.records import UTILITY, FindingRow, Row, counted, job_facts, mapping, plain, without_folders
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
@@ -41,6 +42,11 @@ class Audit:
             self.rows: list[Row] = store.rows()
             self.findings: list[FindingRow] = store.findings()
             self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"), self.findings)
+
+    @cached_property
+    def study(self) -> Study | None:
+        """What each defence leaks and costs, where the audit was told to train (``utility``)."""
+        return study_store(self.store, self.verdict)
 
     @property
     def worst(self) -> StrongestExample | None:

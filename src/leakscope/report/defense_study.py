@@ -27,7 +27,7 @@ def study_section(
     rows = [row for row in study.rows if row.setting in named]
     protocols = list(dict.fromkeys(row.protocol for row in rows))
     return {
-        "utility": "Accuracy" if study.accuracy else "Test loss",
+        "utility": utility_words(study).capitalize(),
         "tolerance": figure(study.tolerance, None if study.accuracy else 3),
         "same_leakage": f"{SAME_LEAKAGE:g}",
         "legible": f"{LEGIBLE:g}",
@@ -39,6 +39,11 @@ def study_section(
         "worths": [_worth(worth, named) for worth in study.worths if (worth.protocol, worth.defense) in named],
         "notes": _notes(rows),
     }
+
+
+def utility_words(study: Study) -> str:
+    """What is lost where a defence costs something."""
+    return "accuracy" if study.accuracy else "test loss"
 
 
 def _front(
@@ -58,7 +63,8 @@ def _front(
         if row.protocol == protocol
     ]
     words = "test accuracy" if study.accuracy else "less the test loss"
-    facts: dict[str, Any] = {"utility": words, "share": study.accuracy}
+    guess = next((row.guess for row in rows if row.protocol == protocol and not math.isnan(row.guess)), math.nan)
+    facts: dict[str, Any] = {"utility": words, "share": study.accuracy, "guess": guess}
     return {
         "protocol": next(named[row.setting].protocol_short for row in rows if row.protocol == protocol),
         "wide": front_plot(marks, identity=f"front-{place}", **facts),
@@ -77,13 +83,14 @@ def _line(row: StudyRow, study: Study, named: Mapping[tuple[str, str], Setting])
         "leakage": fixed(row.leakage),
         "leakage_interval": span(row.leakage_interval, row.examples),
         "highest": fixed(row.highest),
+        "identified": figure(row.identified, None),
         "utility": figure(sign * row.utility, digits),
         "utility_interval": _seeds(row.utility_interval, seeds, digits, sign),
         "loss": fixed(math.fsum(losses) / len(losses), 3) if losses else DASH,
-        "cost": _cost(row, study),
+        "cost": cost_words(row, study),
         "epsilon": "" if row.training is None or math.isnan(row.training.epsilon) else f"ε {row.training.epsilon:.3g}",
         "allowed": fixed(row.allowed_psnr),
-        "place": _place(row, named),
+        "place": place_words(row, named),
         "doubts": "; ".join(row.doubts),
     }
 
@@ -95,14 +102,14 @@ def _seeds(ends: tuple[float, float], seeds: int, digits: int | None, sign: floa
     return f"{figure(low, digits)} to {figure(high, digits)}"
 
 
-def _cost(row: StudyRow, study: Study) -> str:
+def cost_words(row: StudyRow, study: Study) -> str:
     """What is lost to training without a defence, in words.
 
     >>> def row(cost):
     ...     return StudyRow(protocol="P()", defense="D()", outcome="", cost=cost)
     >>> study = Study(rows=(), choices=(), worths=(), tolerance=0.02)
-    >>> _cost(row(0.034), study), _cost(row(0.004), study), _cost(row(-0.05), study), _cost(row(math.nan), study)
-    ('3.4 points', 'no cost', 'no cost', '–')
+    >>> [cost_words(row(cost), study) for cost in (0.034, 0.004, -0.05, math.nan)]
+    ['3.4 points', 'no cost', 'no cost', '–']
     """
     if row.defense == "none" or math.isnan(row.cost):
         return DASH
@@ -111,7 +118,8 @@ def _cost(row: StudyRow, study: Study) -> str:
     return f"{100 * row.cost:.1f} points" if study.accuracy else f"{row.cost:.3g} of test loss"
 
 
-def _place(row: StudyRow, named: Mapping[tuple[str, str], Setting]) -> str:
+def place_words(row: StudyRow, named: Mapping[tuple[str, str], Setting]) -> str:
+    """Whether a setting is worth choosing."""
     if not row.comparable:
         return "not compared"
     if row.on_front:
@@ -125,13 +133,25 @@ def _choice(choice: Choice, study: Study, named: Mapping[tuple[str, str], Settin
     protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
     alike = ", ".join(named[other.setting].name for other in choice.alike if other.setting in named)
     return {
-        "limit": f"{choice.limit:g}",
+        "goal": goal(choice.limits),
         "where": f" under {protocol}" if several else "",
         "setting": None if choice.row is None else named[choice.row.setting],
         "text": choice_words(choice.row, study),
         "alike": f"as cheap: {alike}" if alike else "",
         "doubts": "" if choice.row is None else "; ".join(choice.row.doubts),
     }
+
+
+def goal(limits: Sequence[float]) -> str:
+    """What a choice is to achieve.
+
+    >>> goal((30.0, 25.0, 20.0)), goal((15.0,)), goal(())
+    ('every example stays below 30, 25 or 20 dB', 'every example stays below 15 dB', 'no example is identified')
+    """
+    if not limits:
+        return "no example is identified"
+    *more, last = (f"{limit:g}" for limit in limits)
+    return f"every example stays below {', '.join(more)}{' or ' if more else ''}{last} dB"
 
 
 def choice_words(row: StudyRow | None, study: Study) -> str:
@@ -146,7 +166,7 @@ def choice_words(row: StudyRow | None, study: Study) -> str:
     if row.defense == "none":
         return f"no defence is needed, for the highest is {fixed(row.highest)} dB"
     left = f"an accuracy of {figure(row.utility, None)}" if study.accuracy else f"a test loss of {-row.utility:.3g}"
-    lost = _cost(row, study)
+    lost = cost_words(row, study)
     cost = {"no cost": "nothing that shows", DASH: "an unknown amount"}.get(lost, lost)
     return f"at most {fixed(row.highest)} dB; it costs {cost} and leaves {left}"
 

@@ -53,11 +53,19 @@ class Mark:
 
 
 def front_plot(
-    marks: Sequence[Mark], *, identity: str, utility: str, share: bool, width: int = 720, height: int = 430
+    marks: Sequence[Mark],
+    *,
+    identity: str,
+    utility: str,
+    share: bool,
+    guess: float = math.nan,
+    width: int = 720,
+    height: int = 430,
 ) -> Markup:
     """Leakage downwards is better, utility to the right: the best corner is the lower right one.
 
-    ``share``: utility is a share, written in percent. Marks that are not finite are left out.
+    ``share``: utility is a share, written in percent. ``guess`` is what can be had without any update, drawn as a line.
+    Marks that are not finite are left out.
     """
     drawn = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
     title = "What each defence leaks, against what the model still learns"
@@ -66,13 +74,16 @@ def front_plot(
         return Markup(out[0] + text_at("axis", width / 2, 90, "nothing to draw", "middle") + "</svg>")
     left, right, top, bottom = 46, width - 26, 34, height - 52
     x = _axis([v for m in drawn for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
-    y = _axis([v for m in drawn for v in (m.leakage, *m.leakage_interval)], bottom, top, 2.0)
+    y = _axis([guess, *(v for m in drawn for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
     out += [level(y(tick), f"{tick:g}", x) for tick in ticks(y.low, y.high, 6)]
     for tick in ticks(x.low, x.high, 6 if width > 500 else 4):
         words = f"{100 * tick:g} %" if share else f"{tick:g}"
         out.append(text_at("tick", f"{x(tick):.1f}", bottom + 18, words, "middle"))
     out.append(text_at("axis", left - 34, 16, "leakage, dB (lower is safer)"))
     out.append(text_at("axis", f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"))
+    if math.isfinite(guess):
+        out.append(line_at("guess", left, right, f"{y(guess):.1f}", f"{y(guess):.1f}"))
+        out.append(text_at("tick", right, f"{y(guess) + 15:.1f}", "guessed without the update", "end"))
     out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
     places = _label_places(drawn, x, y, width)
     for mark, (at, height_) in zip(drawn, places, strict=True):

@@ -1,8 +1,9 @@
 """The defence study: what each defence leaves to the strongest attack, and what it costs.
 
 Leakage of a setting is the mean over examples of the best PSNR that any attack reached: the adversary may choose the
-attack for each example. Cost is what the model fails to learn when every update is protected. A setting is on the
-front where no other leaks less at no higher cost, nor costs less at no more leakage.
+attack for each example, and never does worse than by a guess that needs no update. Cost is what the model fails to
+learn when every update is protected. A setting is on the front where no other leaks less at no higher cost, nor costs
+less at no more leakage; one from which more examples are identified beats nothing, however few decibels it leaks.
 
 A defence that no attack knew has not been tested: it is shown, but it beats nothing and is never recommended.
 """
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leakscope.metrics import interval
+from leakscope.metrics import MEASURES, interval
+from leakscope.results.baselines import Baselines
 from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
 from leakscope.results.pareto import dominates
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, highest, mean, number
@@ -56,7 +58,8 @@ class StudyRow:
     protocol: str
     defense: str
     outcome: str
-    #: Mean over examples of the best PSNR of any attack, at most LEGIBLE each; and the highest, uncut.
+    #: Mean over examples of the best PSNR of any attack, at most LEGIBLE each; and the highest, uncut. Neither is less
+    #: than what a guess without the update reaches, where controls tell.
     leakage: float = NAN
     leakage_interval: Interval = (NAN, NAN)
     highest: float = NAN
@@ -64,6 +67,10 @@ class StudyRow:
     error: float = NAN
     error_interval: Interval = (NAN, NAN)
     examples: int = 0
+    #: PSNR of the best guess without the update, mean and highest; and the share of examples that were identified.
+    guess: float = NAN
+    highest_guess: float = NAN
+    identified: float = NAN
     #: The attack that was strongest most often.
     attack: str = ""
     training: Training | None = None
@@ -94,10 +101,13 @@ class StudyRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The cheapest defence whose every example stays below ``limit`` dB; None where there is none."""
+    """The cheapest defence whose every example stays below any of ``limits`` dB; None where there is none.
+
+    Without limits it is the cheapest that lets no example be identified.
+    """
 
     protocol: str
-    limit: float
+    limits: tuple[float, ...]
     row: StudyRow | None
     #: Others that cost as much, within the tolerance, and leak no less.
     alike: tuple[StudyRow, ...] = ()
@@ -132,13 +142,15 @@ def make_study(
     if not trainings:
         return None
     accuracy = any(not math.isnan(a) for one in trainings.values() if one is not None for a in one.accuracies)
-    made = []
-    for setting in verdict.settings:
-        cell = (setting.protocol, setting.defense)
-        own = trainings.get(cell)
-        if cell in trainings:
-            made.append(_row(setting, rows, findings, own, trainings.get((setting.protocol, "none"))))
-    ranked = _ranked(made, tolerance)
+    guesses = {protocol: _guesses(rows, protocol) for protocol in {setting.protocol for setting in verdict.settings}}
+    ranked = _ranked(
+        [
+            _row(setting, rows, findings, trainings, guesses[setting.protocol])
+            for setting in verdict.settings
+            if (setting.protocol, setting.defense) in trainings
+        ],
+        tolerance,
+    )
     worths = tuple(worth_of_knowing(rows))
     return Study(
         rows=ranked, choices=_choices(ranked, tolerance), worths=worths, tolerance=tolerance, accuracy=accuracy
@@ -177,16 +189,29 @@ def _training(done: Sequence[FindingRow]) -> Training | None:
     )
 
 
+def _guesses(rows: Iterable[Row], protocol: str) -> dict[int, float]:
+    """For each example the best PSNR of any control, in which the update told nothing; the same for every defence."""
+    own = [row for row in rows if row.job.protocol == protocol]
+    baselines = Baselines(row for row in own if not row.counts)
+    attacks = dict.fromkeys(row.job.attack for row in own if row.counts)
+    indices = dict.fromkeys(example.index for row in own if row.counts for example in row.examples)
+    psnr = MEASURES["psnr"]
+    return {index: highest(baselines.value(attack, index, psnr) for attack in attacks) for index in indices}
+
+
 def _row(
     setting: SettingVerdict,
     rows: Sequence[Row],
     findings: Sequence[FindingRow],
-    training: Training | None,
-    undefended: Training | None,
+    trainings: Mapping[tuple[str, str], Training | None],
+    guesses: Mapping[int, float],
 ) -> StudyRow:
     cell = (setting.protocol, setting.defense)
+    training, undefended = trainings[cell], trainings.get((setting.protocol, "none"))
     attempts = [row for row in rows if row.counts and row.status == "done" and row.job.setting == cell]
-    leaked = [min(example.psnr, LEGIBLE) for example in setting.examples]
+    guessed = [guesses.get(example.index, NAN) for example in setting.examples]
+    reached = [highest((example.psnr, guess)) for example, guess in zip(setting.examples, guessed, strict=True)]
+    leaked = [min(psnr, LEGIBLE) for psnr in reached]
     errors = _least_errors(attempts)
     utilities = () if training is None else training.utilities
     lost = () if training is None or undefended is None else _lost(training, undefended)
@@ -199,10 +224,13 @@ def _row(
         outcome=setting.outcome,
         leakage=mean(leaked),
         leakage_interval=interval(leaked),
-        highest=highest(example.psnr for example in setting.examples),
+        highest=highest(reached),
         error=mean(errors),
         error_interval=interval(errors),
         examples=len(setting.examples),
+        guess=mean(guessed),
+        highest_guess=highest(guessed),
+        identified=setting.identification,
         attack=names.most_common(1)[0][0] if names else "",
         training=training,
         utility=mean(utilities),
@@ -261,7 +289,7 @@ def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
     ranked = []
     for row in rows:
         rivals = [other for other in rows if other.protocol == row.protocol and other.comparable]
-        better = [other for other in rivals if row.comparable and dominates(*_points(other, row), *_same(tolerance))]
+        better = [other for other in rivals if row.comparable and _beats(other, row, tolerance)]
         if not row.comparable:
             ranked.append(row)
         elif not better:
@@ -276,25 +304,41 @@ def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
     return tuple(ranked)
 
 
-def _points(one: StudyRow, other: StudyRow) -> tuple[tuple[float, float], tuple[float, float]]:
-    return (one.leakage, one.utility), (other.leakage, other.utility)
-
-
-def _same(tolerance: float) -> tuple[float, float]:
-    return SAME_LEAKAGE, tolerance
+def _beats(one: StudyRow, other: StudyRow, tolerance: float) -> bool:
+    if one.identified > other.identified:
+        return False
+    points = (one.leakage, one.utility), (other.leakage, other.utility)
+    return dominates(*points, SAME_LEAKAGE, tolerance)
 
 
 def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
-    """For each protocol and limit the cheapest setting that keeps every example below it."""
+    """For each protocol the cheapest setting for each limit, and for nobody to be identified.
+
+    Limits with the same answer share a choice, and those that a guess without the update exceeds are left out.
+    """
     choices = []
     for protocol in dict.fromkeys(row.protocol for row in rows):
         own = [row for row in rows if row.protocol == protocol and row.comparable]
+        guess = highest(row.highest_guess for row in own)
+        answers: dict[StudyRow | None, list[float]] = {}
         for limit in LIMITS:
-            below = [row for row in own if row.highest < limit]
-            best = cheapest(below, tolerance)
-            alike = [row for row in below if row is not best and best and best.utility - row.utility <= tolerance]
-            choices.append(Choice(protocol=protocol, limit=limit, row=best, alike=tuple(alike)))
+            if not limit <= guess:
+                answers.setdefault(cheapest([row for row in own if row.highest < limit], tolerance), []).append(limit)
+        for best, limits in answers.items():
+            alike = _alike(best, [row for row in own if row.highest < min(limits)], tolerance)
+            choices.append(Choice(protocol=protocol, limits=tuple(limits), row=best, alike=alike))
+        if any(row.identified > 0 for row in own):
+            unseen = [row for row in own if row.identified == 0]
+            best = cheapest(unseen, tolerance)
+            choices.append(Choice(protocol=protocol, limits=(), row=best, alike=_alike(best, unseen, tolerance)))
     return tuple(choices)
+
+
+def _alike(best: StudyRow | None, rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
+    """Others that cost as much, within the tolerance."""
+    return tuple(
+        row for row in rows if best is not None and row is not best and best.utility - row.utility <= tolerance
+    )
 
 
 def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:
