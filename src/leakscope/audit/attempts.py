@@ -141,7 +141,7 @@ class Bench:
         measured = self._compare(job, reconstruction, observation.num_examples)
         result = {
             **_result(setup, job, reconstruction, measured),
-            "adaptive": attack.reads_channel and observation.channel is not None,
+            "adaptive": attack.reads_channel and observation.channel is not None and not attack.ignore_defense,
             "chose_model": attack.chooses_model,
             "peak_memory_mb": peak,
         }

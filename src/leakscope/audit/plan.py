@@ -6,6 +6,7 @@ once for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -120,8 +121,27 @@ def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
             for clients in [(seeds[: control.seeds], batches[: control.clients])]
         )
         for defense, control, attack, seed, batch in chain(attempts, *controls):
+            if is_repeated(setup, protocol, defense, attack):
+                continue
             place = {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch}
             yield {**place, "attack": attack, "control": control}
+
+
+def is_repeated(setup: Setup, protocol: int, defense: int | None, attack: int | None) -> bool:
+    """Whether an attack that leaves out what it knows of the defence has nothing to leave out here.
+
+    It would repeat the same attack that knows; without that one in the list it is run.
+    """
+    spec = setup.spec
+    if attack is None or not spec.attacks[attack].instance.ignore_defense:
+        return False
+    knowing = repr(dataclasses.replace(spec.attacks[attack].instance, ignore_defense=False))
+    if knowing not in [part.identity() for part in spec.attacks]:
+        return False
+    protection = None if defense is None else spec.defenses[defense].instance
+    if protection is None or not setup.knowledge.defense:
+        return True
+    return spec.protocols[protocol].instance.channel(protection, spec.batch) is None
 
 
 def _controls(spec: AuditSpec) -> list[Control]:

@@ -52,7 +52,8 @@ def _attacks(value: Any, info: ValidationInfo) -> Any:
     wanted: list[Any] = []
     for item in items:
         if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            wanted += [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
+            names = [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
+            wanted += [*names, *_ignoring(names, info)]
         else:
             wanted.append(item)
     return wanted
@@ -62,6 +63,15 @@ def _standard(protocols: list[Part]) -> list[str]:
     from leakscope.attacks import standard_attacks
 
     return standard_attacks(parts.protocol_objects(protocols))
+
+
+def _ignoring(names: list[str], info: ValidationInfo) -> list[Any]:
+    """The strongest search once more, without what it knows of the defences: so that what that is worth is known."""
+    from leakscope.attacks import STRONGEST_SEARCH
+
+    knows = (info.data.get("knowledge") or {}).get("defense", False)
+    defended = any(part.instance is not None for part in info.data.get("defenses") or ())
+    return [{STRONGEST_SEARCH: {"ignore_defense": True}}] if knows and defended and STRONGEST_SEARCH in names else []
 
 
 def _controls(value: Any) -> Any:
@@ -160,17 +170,17 @@ class AuditSpec(Strict):
             "[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"], validate_default=True
         )
     )
+    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = key(
+        "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols",
+        None,
+        validate_default=True,
+    )
     attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), ONCE] = (
         key(
             "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
             ["standard"],
             validate_default=True,
         )
-    )
-    knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = key(
-        "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols",
-        None,
-        validate_default=True,
     )
     seeds: Annotated[list[int], BeforeValidator(seed_list), ONCE] = key("a number n means the seeds 0 to n − 1", [0])
     policy: Annotated[Policy, BeforeValidator(_policy)] = key(
