@@ -23,8 +23,9 @@ from pydantic_core import PydanticUndefined
 
 from leakscope.attacks import ATTACKS
 from leakscope.audit import CONTROLS, EXECUTORS, FINDINGS
-from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec
+from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec, UtilitySpec
 from leakscope.audit.spec import AuditSpec
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.caps import CAPS
 from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 from leakscope.contracts.reconstruction import FLAGS
@@ -47,9 +48,11 @@ _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)"
 _STANDARD = {"gradient": "gradients", "weight_delta": "weight updates", "rounds": "vertical learning"}
 
 
-def settings_table(cls: type) -> str:
-    """Every setting of a class, as the class itself describes it."""
-    rows = [[f"`{s.name}`", expected(s), default(s), s.help or "see the text"] for s in settings_of(cls)]
+def settings_table(cls: type, common: type | None = None) -> str:
+    """Every setting of a class, as the class itself describes it; without those of a ``common`` base."""
+    known = {s.name for s in settings_of(common)} if common is not None else set()
+    own = [s for s in settings_of(cls) if s.name not in known]
+    rows = [[f"`{s.name}`", expected(s), default(s), s.help or "see the text"] for s in own]
     return table(["setting", "expected", "default", "meaning"], rows) if rows else "It has no settings."
 
 
@@ -68,6 +71,7 @@ def standard(entry: Any) -> str:
 def attacks() -> str:
     rows = [[f"[`{e.name}`](#{e.name})", e.target.__name__, e.summary, standard(e)] for e in ATTACKS.values()]
     parts = [table(["name", "class", "what it does", "in `standard` for"], rows)]
+    parts += ["Every attack has these settings, beside its own:", settings_table(Attack)]
     for entry in ATTACKS.values():
         cls = entry.target
         needs = ", ".join(f"`{name}`" for name in cls.requires) or "nothing"
@@ -78,7 +82,7 @@ def attacks() -> str:
             f"It must know: {needs}.{uses}",
             prose(inspect.getmodule(cls).__doc__ or ""),
             prose(cls.__doc__ or ""),
-            settings_table(cls),
+            settings_table(cls, Attack),
         ]
         if cls.presets:
             shown = [
@@ -131,6 +135,10 @@ def spec_data() -> str:
 
 def spec_training() -> str:
     return pydantic_table(TrainingSpec)
+
+
+def spec_utility() -> str:
+    return pydantic_table(UtilitySpec)
 
 
 def spec_policy() -> str:
@@ -292,6 +300,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "spec-model": spec_model,
     "spec-data": spec_data,
     "spec-training": spec_training,
+    "spec-utility": spec_utility,
     "spec-policy": spec_policy,
     "knowledge": knowledge,
     "protocols": protocols,

@@ -38,6 +38,7 @@ def result(audited: Any = None) -> Any:
         rows=[Row.read(str(n), n, "refused", job, None, odd) for n in range(12)],
         findings=[],
         store=SimpleNamespace(meta=lambda key: audited if key == "audited" else None),
+        study=None,
     )
 
 

@@ -165,6 +165,10 @@ ATTACKS: Registry[AttackEntry] = Registry(
 )
 
 
+#: The strongest search of the table: run once more without its knowledge of the defence, where it has any.
+STRONGEST_SEARCH = "head-first"
+
+
 def standard_attacks(protocols: Iterable[Protocol]) -> list[str]:
     """What "standard" means for these protocols: the strongest of each kind that fit one of them.
 

@@ -53,7 +53,7 @@ class PlayedClient:
                 f"the client's recipe cannot be replayed: {', '.join(unknown)} not known. Grant local_epochs, "
                 "batch_size and learning_rate in the knowledge"
             )
-        model = client_copy(observation.model, observation.batchnorm)
+        model = observation.defense.protect_copy(client_copy(observation.model, observation.batchnorm))
         weights = copy.deepcopy(model.state_dict())
         return cls(observation, model, weights, observation.task, observation.defense)
 

@@ -24,8 +24,9 @@ from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.memory import PeakMemory, Updates
 from leakscope.audit.parts import Part
-from leakscope.audit.plan import Job, client_of, derived_seed, describe
+from leakscope.audit.plan import Job, client_of, derived_seed, describe, is_training
 from leakscope.audit.setup import Setup, observe
+from leakscope.audit.utility import describe_utility
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -89,7 +90,7 @@ class Bench:
 
     def _do(self, job: Job, progress: Advance | None) -> Outcome:
         if job.finding is not None:
-            return self._finding(job)
+            return self._training(job, progress) if is_training(job.finding) else self._finding(job)
         control = None if job.control is None else CONTROLS[job.control]
         if control is not None and control.guess is not None:
             return self._guess(job, control.guess)
@@ -269,8 +270,16 @@ class Bench:
             y=y,
             draws=lambda: client_draws(job),
         )
-        assert job.finding is not None
-        return Outcome("done", plain(FINDINGS[job.finding].tell(subject)))
+        tell = FINDINGS[job.finding or ""].tell
+        assert tell is not None
+        return Outcome("done", plain(tell(subject)))
+
+    def _training(self, job: Job, progress: Advance | None) -> Outcome:
+        setup, spec = self._setup, self._setup.spec
+        assert setup.course is not None
+        protocol, defense = spec.protocols[job.protocol].instance, _defense(setup, job).instance
+        task = spec.task.instance
+        return Outcome("done", plain(describe_utility(setup.course, protocol, defense, task, job.seed, progress)))
 
 
 def client_draws(job: Job) -> torch.Generator:

@@ -35,6 +35,7 @@ def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
         *_modes(setup),
         *_outputs(setup),
         _effort(asked),
+        *_knowing(setup),
         *_privacy(setup),
         Statement(
             "Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."
@@ -91,6 +92,14 @@ def _effort(asked: Mapping[str, Any]) -> Statement:
     clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
     count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
     return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
+
+
+def _knowing(setup: Setup) -> Iterator[Statement]:
+    """That an attack which leaves out what it knows of a defence is run only where there is something to leave out."""
+    ignoring = [part.name for part in setup.spec.attacks if part.instance.ignore_defense]
+    if ignoring:
+        text = f"Knowledge of the defence: {', '.join(dict.fromkeys(ignoring))} is also run without it"
+        yield Statement(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
 
 
 def _privacy(setup: Setup) -> Iterator[Statement]:

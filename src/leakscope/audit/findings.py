@@ -38,12 +38,16 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """A kind of finding: taken of the first client of each setting, or of every client."""
+    """A kind of finding: taken of the first client of each setting, of every client, or of a training of its own.
+
+    One of a training is made once for each protocol, defence and seed of the section ``utility``, and is about no
+    client (``audit/utility.py``): there is nothing to ``tell`` of a subject.
+    """
 
     name: str
     summary: str
-    per: Literal["setting", "client"]
-    tell: Callable[[Subject], Mapping[str, Any]]
+    per: Literal["setting", "client", "training"]
+    tell: Callable[[Subject], Mapping[str, Any]] | None = None
 
 
 def _floor(subject: Subject) -> Mapping[str, Any]:
@@ -85,6 +89,7 @@ FINDINGS: Mapping[str, Finding] = MappingProxyType(
             Finding("trajectory", "how nearly the update of many local steps is one gradient", "client", _trajectory),
             Finding("rounds", "which samples announced batches determine", "setting", _rounds),
             Finding("cost", "how the training goes under the defence", "setting", _cost),
+            Finding("utility", "how well the model learns under the defence", "training"),
             Finding("embedding", "the features that the last layers give away by themselves", "setting", _embedding),
         )
     }

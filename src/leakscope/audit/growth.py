@@ -15,8 +15,9 @@ from typing import Any
 from leakscope.audit.audited import EFFORT
 from leakscope.audit.controls import CONTROLS
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.plan import Job, content_hash, identity, label_chance
+from leakscope.audit.plan import Job, content_hash, is_training, label_chance, seed_place
 from leakscope.audit.setup import Setup
+from leakscope.results.records import UTILITY
 from leakscope.results.store import Store, StoreError
 
 #: Keys of a spec that are lists and may grow; the number of examples grows too.
@@ -79,9 +80,8 @@ class Plan:
         places = {job.key: job.position for job in self.jobs}
         return [dataclasses.replace(job, position=places[job.key]) for job in jobs if job.key in places]
 
-    def meta(self, setup: Setup) -> dict[str, Any]:
-        """What the store keeps of it."""
-        known = identity(setup)
+    def meta(self, setup: Setup, known: Mapping[str, Any]) -> dict[str, Any]:
+        """What the store keeps of it; ``known`` is what all of its runs have in common."""
         lists = {name: values for name, values in self.axes.items() if name != "findings"}
         jobs = [dataclasses.astuple(job) for job in self.jobs]
         return {
@@ -103,7 +103,7 @@ class Plan:
             if job.control is None and job.defense is not None:
                 cell = self.axes["protocols"][job.protocol], self.axes["defenses"][job.defense]
                 counts[cell] = counts.get(cell, 0) + (job.finding is None)
-                theory[cell] += job.finding is not None
+                theory[cell] += job.finding is not None and not is_training(job.finding)
         settings = [
             {"protocol": p, "defense": d, "jobs": n, "has_floor": self.floors[p], "findings": theory[p, d]}
             for (p, d), n in counts.items()
@@ -115,12 +115,25 @@ class Plan:
         return {**facts, "label_chance": label_chance(setup)}
 
 
+def grown_identity(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What the runs of a folder have in common: trainings, once asked for, stay the same."""
+    before = {} if UTILITY in now or UTILITY not in stored else {UTILITY: stored[UTILITY]}
+    return {**now, **before}
+
+
 def grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """The newest spec, its lists joined with those of the runs before."""
     before = {name: stored[name] if isinstance(stored.get(name), list) else [] for name in AXES}
     lists = {name: [*before[name], *(x for x in now[name] if x not in before[name])] for name in AXES}
     counts = [spec["examples"] for spec in (stored, now) if isinstance(spec.get("examples"), int)]
-    return {**now, **lists, "examples": max(counts, default=None)}
+    return {**now, **lists, "examples": max(counts, default=None), UTILITY: _grown_utility(stored, now)}
+
+
+def _grown_utility(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section of the newest run that has one, with the seeds of all."""
+    sections = [spec[UTILITY] for spec in (stored, now) if isinstance(spec.get(UTILITY), dict)]
+    seeds = dict.fromkeys(seed for section in sections for seed in section.get("seeds", []))
+    return {**sections[-1], "seeds": list(seeds)} if sections else None
 
 
 def grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -154,7 +167,7 @@ def _numbered(jobs: Any, axes: Mapping[str, Any]) -> tuple[Job, ...]:
 
 
 def _client(job: Job, axes: Mapping[str, Any]) -> tuple[int, int]:
-    return axes["seeds"].index(job.seed), job.batch
+    return seed_place(job, axes["seeds"]), job.batch
 
 
 def _per_setting(job: Job) -> bool:

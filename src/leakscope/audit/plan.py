@@ -6,6 +6,7 @@ once for all of them.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from leakscope import __version__
 from leakscope.attacks import ATTACKS
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.setup import Setup, tensor_bytes
+from leakscope.audit.loading import tensor_bytes
+from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
+from leakscope.audit.utility import Course
 from leakscope.results.records import JobRecord
 
 
@@ -76,6 +79,7 @@ def identity(setup: Setup) -> dict[str, Any]:
     How the work is spread and judged is left out, for it changes no result.
     """
     spec = setup.spec
+    utility = {} if setup.course is None else {"utility": _training_of(setup.course)}
     return {
         "leakscope version": __version__,
         "torch version": torch.__version__,
@@ -90,7 +94,13 @@ def identity(setup: Setup) -> dict[str, Any]:
         "device": spec.device,
         "dtype": spec.dtype,
         "threads": spec.threads,
+        **utility,
     }
+
+
+def _training_of(course: Course) -> dict[str, Any]:
+    """What trainings under different defences must have in common to be compared."""
+    return {**course.spec.identity(), "examples": course.fingerprint}
 
 
 def make_plan(setup: Setup) -> list[Job]:
@@ -111,8 +121,27 @@ def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
             for clients in [(seeds[: control.seeds], batches[: control.clients])]
         )
         for defense, control, attack, seed, batch in chain(attempts, *controls):
+            if is_repeated(setup, protocol, defense, attack):
+                continue
             place = {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch}
             yield {**place, "attack": attack, "control": control}
+
+
+def is_repeated(setup: Setup, protocol: int, defense: int | None, attack: int | None) -> bool:
+    """Whether an attack that leaves out what it knows of the defence has nothing to leave out here.
+
+    It would repeat the same attack that knows; without that one in the list it is run.
+    """
+    spec = setup.spec
+    if attack is None or not spec.attacks[attack].instance.ignore_defense:
+        return False
+    knowing = repr(dataclasses.replace(spec.attacks[attack].instance, ignore_defense=False))
+    if knowing not in [part.identity() for part in spec.attacks]:
+        return False
+    protection = None if defense is None else spec.defenses[defense].instance
+    if protection is None or not setup.knowledge.defense:
+        return True
+    return spec.protocols[protocol].instance.channel(protection, spec.batch) is None
 
 
 def _controls(spec: AuditSpec) -> list[Control]:
@@ -126,11 +155,21 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
     spec = setup.spec
     for protocol, part in enumerate(spec.protocols):
         of_protocol = part.instance.findings()
-        for kind in [kind for kind in FINDINGS if kind in of_protocol and kind in spec.findings]:
+        for kind in [kind for kind in FINDINGS if kind in of_protocol and _is_asked(spec, kind)]:
+            if FINDINGS[kind].per == "training":
+                seeds = [] if spec.utility is None else spec.utility.seeds
+                for defense, seed in product(range(len(spec.defenses)), seeds):
+                    yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": 0, "finding": kind}
+                continue
             some = slice(None) if FINDINGS[kind].per == "client" else slice(1)
             clients = product(range(len(spec.defenses)), spec.seeds[some], range(len(setup.batches))[some])
             for defense, seed, batch in clients:
                 yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch, "finding": kind}
+
+
+def _is_asked(spec: AuditSpec, kind: str) -> bool:
+    """Trainings are asked for by their own section, other findings by their kind."""
+    return spec.utility is not None if FINDINGS[kind].per == "training" else kind in spec.findings
 
 
 class _Keys:
@@ -140,6 +179,13 @@ class _Keys:
         spec = self._spec = setup.spec
         self._auxiliary = _auxiliary_fingerprint(setup)
         self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
+        self._training = {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "task": spec.task.identity(),
+            "threads": spec.threads,
+            "training": None if setup.course is None else _training_of(setup.course),
+        }
         self._common = {
             "leakscope": __version__,
             "torch": torch.__version__,
@@ -155,29 +201,34 @@ class _Keys:
         }
 
     def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
+        setting = {
+            "protocol": self._spec.protocols[protocol].identity(),
+            "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
+            "seed": seed,
+        }
+        if is_training(job.get("finding")):  # owes nothing to the attacks, nor to the examples they are about
+            return content_hash({**self._training, **job, **setting})
         if job.get("attack") is not None:
             attack = self._spec.attacks[job["attack"]]
             job["attack"] = attack.identity()
             if "auxiliary_data" in attack.instance.requires:
                 job["auxiliary"] = self._auxiliary
-        return content_hash(
-            {
-                **self._common,
-                **job,
-                "protocol": self._spec.protocols[protocol].identity(),
-                "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
-                "seed": seed,
-                "batch": batch,
-                "examples": self._prints[batch],
-            }
-        )
+        client = {"batch": batch, "examples": self._prints[batch]}
+        return content_hash({**self._common, **job, **setting, **client})
+
+
+def is_training(finding: str | None) -> bool:
+    """Whether a finding is a training of its own."""
+    return finding is not None and FINDINGS[finding].per == "training"
 
 
 def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
     """Whose update a job is about: jobs with the same answer share it.
 
-    Where a server may choose the model, an attack that does has clients of its own.
+    Where a server may choose the model, an attack that does has clients of its own. A training is about no client.
     """
+    if is_training(job.finding):
+        return "training", job.key
     spec = setup.spec
     defense = "none" if job.defense is None else spec.defenses[job.defense].identity()
     chooses = setup.knowledge.choose_weights or setup.knowledge.choose_structure
@@ -204,13 +255,18 @@ def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
     ranks = [table.index(part.name) if part.name in table else len(table) for part in spec.attacks]
 
     def order(job: Job) -> tuple[int, ...]:
-        seed = spec.seeds.index(job.seed) if job.control is None else 0
+        seed = seed_place(job, spec.seeds) if job.control is None else 0
         if job.attack is None:
             stage = -1 if job.finding is None else len(table) + 1
             return stage, 0, seed, job.batch, 0, job.position
         return ranks[job.attack], job.attack, seed, job.batch, int(job.control is None), job.position
 
     return [[job] for job in sorted(jobs, key=order)]
+
+
+def seed_place(job: Job, seeds: list[int]) -> int:
+    """Where a job's seed stands among those of the audit; the seeds of trainings are their own."""
+    return job.seed if is_training(job.finding) else seeds.index(job.seed)
 
 
 def describe(setup: Setup, job: Job) -> JobRecord:
@@ -226,7 +282,7 @@ def describe(setup: Setup, job: Job) -> JobRecord:
         batch=job.batch,
         control=job.control,
         control_kind=None if job.control is None else CONTROLS[job.control].kind,
-        indices=setup.batches[job.batch],
+        indices=() if is_training(job.finding) else setup.batches[job.batch],
         knowledge=spec.knowledge,
     )
 

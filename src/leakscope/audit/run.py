@@ -16,7 +16,7 @@ from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
 from leakscope.audit.budget import Budget, span
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.growth import Plan, grown_spec, grown_statements
+from leakscope.audit.growth import Plan, grown_identity, grown_spec, grown_statements
 from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
 from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
@@ -25,7 +25,8 @@ from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import FindingRow, Row, counted, job_facts, plain, without_folders
+from leakscope.results.defense_study import Study, study_store
+from leakscope.results.records import UTILITY, FindingRow, Row, counted, job_facts, mapping, plain, without_folders
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
 from leakscope.results.verdict import Verdict, judge
@@ -41,6 +42,11 @@ class Audit:
             self.rows: list[Row] = store.rows()
             self.findings: list[FindingRow] = store.findings()
             self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"), self.findings)
+
+    @cached_property
+    def study(self) -> Study | None:
+        """What each defence leaks and costs, where the audit was told to train (``utility``)."""
+        return study_store(self.store, self.verdict)
 
     @property
     def worst(self) -> StrongestExample | None:
@@ -173,7 +179,8 @@ def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None
 
     asked = settings.get("examples")
     # Training is on all of a dataset; an audit alone needs what it attacks and what it compares with.
-    limit = None if settings.get("training") is not None else max(READ_AT_MOST, asked if isinstance(asked, int) else 0)
+    trains = settings.get("training") is not None or settings.get("utility") is not None
+    limit = None if trains else max(READ_AT_MOST, asked if isinstance(asked, int) else 0)
     try:
         return from_object(data, limit=limit, num_classes=num_classes, value_range=value_range)
     except (TypeError, ValueError) as error:
@@ -186,14 +193,15 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
         audited = {"audited": _audited(setup, _told_spec(setup), plan)}
-        return Store.create(directory, {**_meta(setup), **plan.meta(setup), **audited}), plan
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup, identity(setup)), **audited}), plan
     store = Store.open(directory, write=True)
     try:
-        check_same_audit(store, identity(setup))
+        known = grown_identity(mapping(store.meta("identity")), identity(setup))
+        check_same_audit(store, known, may_be_new=(UTILITY,))
         plan = Plan.read(store).grown(plan, store.finished())
         spec = grown_spec(store.meta("spec"), _told_spec(setup))
         changes = {
-            **plan.meta(setup),
+            **plan.meta(setup, known),
             "spec": spec,
             "data": _told_data(setup),
             "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
@@ -248,8 +256,10 @@ def _told_spec(setup: Setup) -> dict[str, Any]:
     spec = setup.spec.normalised()
     if setup.spec.show_names:
         return spec
-    if setup.data.private and spec["data"]["path"] is not None:
-        spec["data"]["path"] = "(private)"
+    sections = [spec["data"], *((spec["utility"] or {}).get(name) for name in ("train", "test"))]
+    for section in sections if setup.data.private else ():
+        if section is not None and section["path"] is not None:
+            section["path"] = "(private)"
     told: dict[str, Any] = _without_folders(spec)
     return told
 

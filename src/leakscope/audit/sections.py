@@ -1,13 +1,26 @@
-"""Sections of a spec: model, data and training, each with its keys."""
+"""Sections of a spec: model, data, training and utility, each with its keys."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from leakscope.contracts.caps import COUNT
+from leakscope.audit.parts import (
+    Part,
+    check_own_data,
+    check_own_model,
+    data_names,
+    in_memory_data,
+    in_memory_model,
+    model_names,
+)
+from leakscope.contracts.caps import COUNT, JOBS
+from leakscope.contracts.checks import brief
+from leakscope.contracts.registry import find_name
 
 
 class Strict(BaseModel):
@@ -35,13 +48,93 @@ class DataSpec(Strict):
     name: str = key("a [data set](models-and-data.md#data) or `package.module:function`")
     path: Path | None = key("where the files are; default: the folder `LEAKSCOPE_DATA`", None)
     split: str | None = key("a split, where the reader has them", None)
-    limit: int | None = key("use only the first so many examples; also shrinks the pool for identification", None, ge=1)
+    skip: int = key("leave out the first so many examples", 0, ge=0)
+    limit: int | None = key(
+        "use only the first so many examples behind `skip`; also shrinks the pool for identification", None, ge=1
+    )
     options: dict[str, Any] = key("the reader's own options", {})
     mean: tuple[float, ...] | None = key(
         "with `std`: normalise (unit value − mean) / std, one number a channel or one for all", None
     )
     std: tuple[float, ...] | None = key("see `mean`", None)
     instance: Any = Field(default=None, exclude=True, repr=False)
+
+
+def _model(value: Any) -> Any:
+    return _named(value, ModelSpec, in_memory_model)
+
+
+def _data(value: Any) -> Any:
+    return _named(value, DataSpec, in_memory_data)
+
+
+def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
+    """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
+    if isinstance(value, str):
+        return {"name": value}
+    if isinstance(value, Mapping) and "instance" in value:
+        raise ValueError("unknown key 'instance'")
+    return value if value is None or isinstance(value, Mapping | kind) else kind(**in_memory(value))
+
+
+def _model_name(model: ModelSpec) -> ModelSpec:
+    if model.instance is not None:
+        return model
+    if ":" in model.name:
+        check_own_model(model.name, model.seed)  # now, while it is known who named it
+        return model
+    return model.model_copy(update={"name": find_name(model.name, model_names())})
+
+
+def _data_name(data: DataSpec | None) -> DataSpec | None:
+    if data is None:
+        return None
+    if (data.mean is None) != (data.std is None):
+        raise ValueError("expected both mean and std, or neither")
+    if data.instance is not None:
+        return data
+    if ":" in data.name:
+        check_own_data(data.name)
+        return data
+    return data.model_copy(update={"name": find_name(data.name, data_names())})
+
+
+ModelKey = Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)]
+DataKey = Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)]
+_OptionalData = Annotated[DataSpec | None, BeforeValidator(_data), AfterValidator(_data_name)]
+
+
+def seed_list(value: Any) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 1:
+            raise ValueError(f"expected a list of seeds or a count of at least 1, got {value}")
+        JOBS.check("how many", value)
+        return list(range(value))
+    if isinstance(value, range | tuple | set):
+        JOBS.check("how many", len(value))
+        value = sorted(value) if isinstance(value, set) else list(value)
+    if not isinstance(value, list) or not all(type(seed) is int and 0 <= seed < 2**63 for seed in value):
+        raise ValueError(f"expected whole numbers >= 0, or how many, got {brief(value)}")
+    return value
+
+
+def _distinct(values: list[Any]) -> list[Any]:
+    if not values:
+        raise ValueError("expected at least one, got none")
+    identities = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
+    twice = sorted(name for name, count in Counter(identities).items() if count > 1)
+    if twice:
+        raise ValueError(f"expected each once, got {', '.join(twice)} more than once")
+    return values
+
+
+ONCE = AfterValidator(_distinct)
+
+
+def _rates(rates: list[float] | None) -> list[float] | None:
+    if rates is not None and (not rates or not all(rate > 0 for rate in rates)):
+        raise ValueError(f"expected at least one, each above 0, got {brief(rates)}")
+    return rates
 
 
 class TrainingSpec(Strict):
@@ -74,6 +167,45 @@ class TrainingSpec(Strict):
         drawn = f"{clients}, split {split}, {self.clients_per_round} a round"
         local = f"epochs {self.epochs}, batch size {self.batch_size}, learning rate {self.lr:g}"
         return f"round {self.rounds}; {drawn}; {local}; seed {self.seed}"
+
+
+class UtilitySpec(Strict):
+    """Training under each defence, from the audit's model as it is before `training`: the same for each defence."""
+
+    rounds: int = key("steps of the server, each by the mean of the clients' updates", 200, ge=1, le=10**7)
+    clients: int = key("clients that send an update in each round; they share the training examples", 1, ge=1, le=10**6)
+    batch_size: int = key("examples behind each client's update", 16, ge=1, le=10**6)
+    learning_rates: Annotated[list[float] | None, AfterValidator(_rates)] = key(
+        "step sizes of the server, of which the one with the lowest training loss is taken, for each defence and seed "
+        "by itself; default: 0.03, 0.1 and 0.3 for gradients, 1 for weight updates",
+        None,
+    )
+    seeds: Annotated[list[int], BeforeValidator(seed_list), ONCE] = key(
+        "seeds of the order of examples and the draws of a defence; a number n means 0 to n − 1", [0, 1]
+    )
+    train: _OptionalData = key("the training examples, with the keys of `data`; default: the audit's data", None)
+    test: _OptionalData = key(
+        "the examples that accuracy is measured on, with the keys of `data`; default: held out of those for training",
+        None,
+    )
+    test_share: float = key("the share that is held out where `test` names none", 0.2, gt=0, lt=1)
+    limit: int | None = key("train on at most so many examples", None, ge=1)
+    tolerance: float = key("accuracies this near to each other count as the same cost", 0.02, ge=0, le=1)
+
+    def rates(self, kind: str) -> tuple[float, ...]:
+        """The step sizes for what a client sends.
+
+        >>> UtilitySpec().rates("gradient"), UtilitySpec(learning_rates=[0.5]).rates("weight_delta")
+        ((0.03, 0.1, 0.3), (0.5,))
+        """
+        if self.learning_rates is not None:
+            return tuple(self.learning_rates)
+        return (0.03, 0.1, 0.3) if kind == "gradient" else (1.0,)
+
+    def identity(self) -> dict[str, Any]:
+        """What all trainings of a folder have in common: a cost can be compared only with one like it."""
+        names = ("rounds", "clients", "batch_size", "learning_rates")
+        return {name: getattr(self, name) for name in names}
 
 
 def whole_training(training: TrainingSpec | None) -> TrainingSpec | None:

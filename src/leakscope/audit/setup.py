@@ -17,17 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.controls import SAME_RECORD
+from leakscope.audit.loading import load_examples, tensor_bytes
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
+from leakscope.audit.utility import Course, make_course
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.caps import JOBS
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.protocol import check_batch
 from leakscope.contracts.task import outputs_of
-from leakscope.data import DATA, Examples, load_data, split_by_group, split_dirichlet, split_iid
+from leakscope.data import Examples, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.metrics import MAX_CANDIDATES, Lpips, find_lpips, load_lpips
 from leakscope.models import build_model
@@ -60,6 +63,8 @@ class Setup:
     auxiliary: tuple[Tensor, Tensor] | None = None
     #: What hashes of private examples begin with; empty for public ones, whose hashes are the same anywhere.
     salt: str = ""
+    #: What is trained under each defence, where the spec asks for it.
+    course: Course | None = None
 
     @property
     def data_name(self) -> str:
@@ -118,7 +123,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
     ``progress`` is told (done, total, loss) after each round of training. ``salt`` is for fingerprints of private data.
     """
     problems: list[str] = []
-    data = _attempt("data", problems, lambda: _load(spec))
+    data = _attempt("data", problems, lambda: load_examples(spec.data))
     model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))
     batches = None if data is None else _attempt("examples", problems, lambda: _batches(spec, data))
     if batches is not None:
@@ -134,6 +139,8 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         raise SpecError(problems)
     candidates = data.inputs.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
     salt = salt if data.private else ""
+    fingerprint = model_fingerprint(model, _probe(data))
+    course = _course(spec, data, model, fingerprint, salt)
     setup = Setup(
         spec=spec,
         model=model,
@@ -142,11 +149,12 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         batches=batches,
         candidates=candidates,
         lpips=lpips,
-        model_fingerprint=model_fingerprint(model, _probe(data)),
+        model_fingerprint=fingerprint,
         data_fingerprint=data.fingerprint(salt),
         candidates_fingerprint=hashlib.sha256(salt.encode() + tensor_bytes(candidates)).hexdigest(),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
         salt=salt,
+        course=course,
     )
     if setup.knowledge.auxiliary_data and len(rows := auxiliary_rows(data, batches)):
         setup = dataclasses.replace(setup, auxiliary=setup.inputs(rows))
@@ -165,6 +173,37 @@ def auxiliary_rows(data: Examples, batches: tuple[tuple[int, ...], ...]) -> Tens
     private, others = (data.inputs.to_unit(data.x[part]).double().flatten(1) for part in (attacked, rows))
     nearest = torch.cdist(others, private).square().amin(1) / private.shape[1]
     return rows[nearest >= SAME_RECORD]
+
+
+def _course(spec: AuditSpec, data: Examples, model: nn.Module, fingerprint: str, salt: str) -> Course | None:
+    """What is trained under each defence; SpecError where it cannot be."""
+    asked = spec.utility
+    if asked is None:
+        return None
+    problems = []
+    if not any("utility" in part.instance.findings() for part in spec.protocols):
+        problems.append("utility: expected a protocol whose clients send one update, fedsgd or fedavg, got none")
+    course: Course | None = _attempt(
+        "utility", problems, lambda: make_course(asked, spec.data, data, model, fingerprint, salt)
+    )
+    if course is not None:
+        problems += [f"utility: {line}" for line in _target_problems(spec, model, course)]
+    if problems:
+        raise SpecError(problems)
+    return course
+
+
+def _target_problems(spec: AuditSpec, model: nn.Module, course: Course) -> list[str]:
+    """What the task finds wrong with the targets of the examples that are trained and tested on."""
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    task = spec.task.instance
+    found = []
+    for name, examples in (("train", course.train), ("test", course.test)):
+        try:
+            check_batch(model, examples.x.to(dtype), examples.y, None, task)
+        except ValueError as error:
+            found += [f"{name}: {line}" for line in lines(str(error))]
+    return found
 
 
 def _clients(asked: TrainingSpec, data: Examples) -> list[Tensor]:
@@ -289,11 +328,6 @@ def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
     return tensor_bytes(answer.double().round(decimals=6))
 
 
-def tensor_bytes(value: Tensor) -> bytes:
-    """The content of a tensor, the same on every device and for every memory layout."""
-    return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
 def _attempt(where: str, problems: list[str], build: Callable[[], Any]) -> Any:
     try:
         return build()
@@ -301,25 +335,6 @@ def _attempt(where: str, problems: list[str], build: Callable[[], Any]) -> Any:
         told = isinstance(error, ValueError | TypeError | OSError | RuntimeError | ImportError) and lines(str(error))
         problems.append(f"{where}: " + "; ".join(told or [f"{type(error).__name__}: {brief(str(error))}"]))
         return None
-
-
-def _load(spec: AuditSpec) -> Examples:
-    asked = spec.data
-    if asked.instance is not None:
-        data: Examples = asked.instance
-    else:
-        options = dict(asked.options)
-        # A reader that knows how to stop early need not read the rest.
-        early = asked.limit if asked.name in DATA and "limit" in DATA[asked.name].options() else None
-        options |= {k: v for k, v in (("split", asked.split), ("limit", early)) if v is not None}
-        data = load_data(asked.name, asked.path, **options)
-    if asked.limit is not None:
-        data = data.subset(torch.arange(min(asked.limit, len(data))))
-    if asked.mean is not None and asked.std is not None:
-        data = data.normalised(asked.mean, asked.std)
-    if len(data) < 1:
-        raise ValueError("expected at least one example, got none")
-    return data
 
 
 def _model(spec: AuditSpec, data: Examples) -> nn.Module:

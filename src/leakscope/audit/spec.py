@@ -6,8 +6,7 @@ Every problem is found and told in one :class:`SpecError`, a line each: where, w
 from __future__ import annotations
 
 import os
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,51 +16,26 @@ from pydantic_core import ErrorDetails
 from leakscope.audit import parts
 from leakscope.audit.budget import seconds_of
 from leakscope.audit.parts import Part
-from leakscope.audit.sections import DataSpec, ModelSpec, Strict, TrainingSpec, key, whole_training
+from leakscope.audit.sections import (
+    ONCE,
+    DataKey,
+    DataSpec,
+    ModelKey,
+    ModelSpec,
+    Strict,
+    TrainingSpec,
+    UtilitySpec,
+    key,
+    seed_list,
+    whole_training,
+)
 from leakscope.audit.yaml_text import SpecError, read_yaml
-from leakscope.contracts.caps import JOBS, SPEC_BYTES
+from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
-
-
-def _model(value: Any) -> Any:
-    return _named(value, ModelSpec, parts.in_memory_model)
-
-
-def _data(value: Any) -> Any:
-    return _named(value, DataSpec, parts.in_memory_data)
-
-
-def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
-    """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
-    if isinstance(value, str):
-        return {"name": value}
-    if isinstance(value, Mapping) and "instance" in value:
-        raise ValueError("unknown key 'instance'")
-    return value if value is None or isinstance(value, Mapping | kind) else kind(**in_memory(value))
-
-
-def _model_name(model: ModelSpec) -> ModelSpec:
-    if model.instance is not None:
-        return model
-    if ":" in model.name:
-        parts.check_own_model(model.name, model.seed)  # now, while it is known who named it
-        return model
-    return model.model_copy(update={"name": find_name(model.name, parts.model_names())})
-
-
-def _data_name(data: DataSpec) -> DataSpec:
-    if (data.mean is None) != (data.std is None):
-        raise ValueError("expected both mean and std, or neither")
-    if data.instance is not None:
-        return data
-    if ":" in data.name:
-        parts.check_own_data(data.name)
-        return data
-    return data.model_copy(update={"name": find_name(data.name, parts.data_names())})
 
 
 def _listed(value: Any) -> Any:
@@ -78,7 +52,8 @@ def _attacks(value: Any, info: ValidationInfo) -> Any:
     wanted: list[Any] = []
     for item in items:
         if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            wanted += [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
+            names = [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
+            wanted += [*names, *_ignoring(names, info)]
         else:
             wanted.append(item)
     return wanted
@@ -90,6 +65,15 @@ def _standard(protocols: list[Part]) -> list[str]:
     return standard_attacks(parts.protocol_objects(protocols))
 
 
+def _ignoring(names: list[str], info: ValidationInfo) -> list[Any]:
+    """The strongest search once more, without what it knows of the defences: so that what that is worth is known."""
+    from leakscope.attacks import STRONGEST_SEARCH
+
+    knows = (info.data.get("knowledge") or {}).get("defense", False)
+    defended = any(part.instance is not None for part in info.data.get("defenses") or ())
+    return [{STRONGEST_SEARCH: {"ignore_defense": True}}] if knows and defended and STRONGEST_SEARCH in names else []
+
+
 def _controls(value: Any) -> Any:
     from leakscope.audit.controls import CONTROLS
 
@@ -99,7 +83,8 @@ def _controls(value: Any) -> Any:
 def _findings(value: Any) -> Any:
     from leakscope.audit.findings import FINDINGS
 
-    return _kinds(value, FINDINGS)
+    # Trainings are asked for by their own section.
+    return _kinds(value, {name: finding for name, finding in FINDINGS.items() if finding.per != "training"})
 
 
 def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
@@ -120,30 +105,6 @@ def _executor(value: str) -> str:
 
 def _policy(value: Any) -> Any:
     return Policy.build(value) if isinstance(value, Mapping) else value
-
-
-def _seeds(value: Any) -> Any:
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 1:
-            raise ValueError(f"expected a list of seeds or a count of at least 1, got {value}")
-        JOBS.check("how many", value)
-        return list(range(value))
-    if isinstance(value, range | tuple | set):
-        JOBS.check("how many", len(value))
-        value = sorted(value) if isinstance(value, set) else list(value)
-    if not isinstance(value, list) or not all(type(seed) is int and 0 <= seed < 2**63 for seed in value):
-        raise ValueError(f"expected whole numbers >= 0, or how many, got {brief(value)}")
-    return value
-
-
-def _distinct(values: list[Any]) -> list[Any]:
-    if not values:
-        raise ValueError("expected at least one, got none")
-    identities = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
-    twice = sorted(name for name, count in Counter(identities).items() if count > 1)
-    if twice:
-        raise ValueError(f"expected each once, got {', '.join(twice)} more than once")
-    return values
 
 
 def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
@@ -171,18 +132,11 @@ def _dtype(value: str | None) -> str | None:
     return None if value is None else find_name(value.removeprefix("torch."), ["float32", "float64"])
 
 
-_ONCE = AfterValidator(_distinct)
-
-
 class AuditSpec(Strict):
     """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
-    model: Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)] = key(
-        "the victim; see the keys of `model`"
-    )
-    data: Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)] = key(
-        "the private examples; see the keys of `data`"
-    )
+    model: ModelKey = key("the victim; see the keys of `model`")
+    data: DataKey = key("the private examples; see the keys of `data`")
     task: Annotated[Part, BeforeValidator(parts.task_part)] = key(
         "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`",
         "classification",
@@ -190,6 +144,11 @@ class AuditSpec(Strict):
     )
     training: Annotated[TrainingSpec | None, AfterValidator(whole_training)] = key(
         "federated training before the audit; see the keys of `training`; default: the model as it is", None
+    )
+    utility: UtilitySpec | None = key(
+        "training under each defence, for what it costs; see the keys of `utility` and the "
+        "[defence study](defense-study.md); default: none",
+        None,
     )
     examples: int | None = key(
         "how many examples to attack, a multiple of `batch`; default: the fewest full batches that hold 8, as far "
@@ -204,18 +163,11 @@ class AuditSpec(Strict):
         ge=1,
     )
     protocols: Annotated[
-        list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), _ONCE
+        list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), ONCE
     ] = key("[protocols](protocols-and-defenses.md)", ["fedsgd"], validate_default=True)
-    defenses: Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), _ONCE] = (
+    defenses: Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), ONCE] = (
         key(
             "[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"], validate_default=True
-        )
-    )
-    attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), _ONCE] = (
-        key(
-            "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
-            ["standard"],
-            validate_default=True,
         )
     )
     knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = key(
@@ -223,7 +175,14 @@ class AuditSpec(Strict):
         None,
         validate_default=True,
     )
-    seeds: Annotated[list[int], BeforeValidator(_seeds), _ONCE] = key("a number n means the seeds 0 to n − 1", [0])
+    attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), ONCE] = (
+        key(
+            "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
+            ["standard"],
+            validate_default=True,
+        )
+    )
+    seeds: Annotated[list[int], BeforeValidator(seed_list), ONCE] = key("a number n means the seeds 0 to n − 1", [0])
     policy: Annotated[Policy, BeforeValidator(_policy)] = key(
         "limits of the verdict; see the keys of `policy`", Policy()
     )
@@ -331,7 +290,7 @@ def _line(error: ErrorDetails) -> str:
         return f"{where}: expected a value, got nothing"
     if error["type"] == "extra_forbidden":
         key = str(error["loc"][-1])
-        known = {1: AuditSpec, 2: _NESTED.get(str(error["loc"][0]))}.get(len(error["loc"]))
+        known = {1: AuditSpec, 2: _NESTED.get(str(error["loc"][0])), 3: DataSpec}.get(len(error["loc"]))
         fields = [name for name in known.model_fields if name != "instance"] if known else []
         try:
             find_name(key, fields)
@@ -344,4 +303,9 @@ def _line(error: ErrorDetails) -> str:
     return f"{where}: {message[0].lower()}{message[1:]}, got {brief(got)}"
 
 
-_NESTED: dict[str, type[Strict]] = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec}
+_NESTED: dict[str, type[Strict]] = {
+    "model": ModelSpec,
+    "data": DataSpec,
+    "training": TrainingSpec,
+    "utility": UtilitySpec,
+}

@@ -84,7 +84,8 @@ def audit(
 ) -> None:
     """Audit what the updates of a model leak.
 
-    Updates are attacked, the results compared with the truth and judged, and a report is written.
+    Updates are attacked, the results compared with the truth and judged, and a report is written. With the section
+    utility in the spec it is a defence study: every defence is trained with too, and the report says what it costs.
     """
     output = Output.of(quiet=quiet, verbose=verbose, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
     if weights and not model:

@@ -231,6 +231,9 @@ def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = Fa
         _print_audited(result.store.meta("audited"), console)
         _print_settings(verdict, console)
         _print_remarks(verdict, console)
+        if result.study is not None:
+            console.print()
+            print_study(result.study, verdict, console)
         _print_fates(result, console)
         console.print()
     say(console, f"Verdict: {verdict.outcome.upper()}", style="bold")
@@ -273,6 +276,40 @@ def _print_settings(verdict: Any, console: Console) -> None:
     console.print()
     print_listing([(setting.name, setting.short) for setting in settings], console)
     say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
+
+
+def print_study(study: Any, verdict: Any, console: Console) -> None:
+    """What each defence leaks and costs, what to choose, and what knowing it is worth."""
+    from leakscope.report.defense_study import choice_words, cost_words, goal, place_words, utility_words
+    from leakscope.results.names import name_settings
+
+    named = {setting.cell: setting for setting in name_settings(verdict)}
+    print_table(
+        "Defence study: what protection costs",
+        ("setting", "leakage (95 %)", "identified", utility_words(study), "cost", "place"),
+        (
+            (
+                named[row.setting].name,
+                f"{decibels(row.leakage)} ({decibels(row.leakage_interval[0])} to {decibels(row.leakage_interval[1])})",
+                percent(row.identified),
+                percent(row.utility) if study.accuracy else figure(-row.utility),
+                cost_words(row, study),
+                place_words(row, named),
+            )
+            for row in study.rows
+        ),
+        console,
+    )
+    for choice in study.choices:
+        name = "" if choice.row is None else f"{named[choice.row.setting].name}, "
+        say(console, f"So that {goal(choice.limits)}: {name}{choice_words(choice.row, study)}.")
+    for worth in study.worths:
+        name = named[worth.protocol, worth.defense].name
+        ends = f"{decibels(worth.interval[0])} to {decibels(worth.interval[1])}"
+        say(
+            console,
+            f"Knowing the defence of {name} is worth {decibels(worth.gain)} dB to {worth.attack_name} ({ends}).",
+        )
 
 
 def _print_fates(result: Any, console: Console) -> None:

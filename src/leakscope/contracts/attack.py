@@ -15,7 +15,7 @@ from torch import nn
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.contracts.settings import Described
+from leakscope.contracts.settings import Described, setting
 
 #: Told how many steps are done, of how many, and the objective.
 Progress = Callable[[int, int, float], None]
@@ -43,6 +43,8 @@ class Attack(Described, ABC):
     runs_defense: ClassVar[bool] = False
     #: Published settings by name, for ``preset``.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
+
+    ignore_defense: bool = setting(False, "Whether what is known of the defence is left out.")
 
     @classmethod
     def published(cls, name: str) -> Mapping[str, Any]:
@@ -77,6 +79,8 @@ class Attack(Described, ABC):
 
     def knows_defense(self, observation: Observation) -> bool:
         """Whether it makes use of what the adversary knows of the defence."""
+        if self.ignore_defense:
+            return False
         by_channel = self.reads_channel and observation.channel is not None
         return by_channel or (self.runs_defense and observation.defense is not None)
 
@@ -100,6 +104,8 @@ class Attack(Described, ABC):
                 f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
                 "or Observation.from_update(...)."
             )
+        if self.ignore_defense:
+            observation = observation.without_channel()
         missing = self.missing(observation)
         if missing:
             raise MissingKnowledge(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from leakscope.contracts.chain import as_defense
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
-from leakscope.contracts.defense import Defense
+from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
@@ -149,6 +149,18 @@ class Protocol(Described, ABC):
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
         x, y, twin = x.detach().clone(), y.clone(), defense.protect_copy(client_copy(shared, self.batchnorm))
         return ClientSide(twin, x, y, task, defense, draws, shared), outputs
+
+    def send(self, client: ClientSide) -> Gradient:
+        """The update of a client that sends one, as it leaves the client: for training, where nobody attacks."""
+        messages, _ = self._exchange(client, Knowledge.eavesdropper)
+        if len(messages) != 1:
+            raise ValueError(f"{type(self).__name__}: expected a protocol of one message, got {len(messages)} messages")
+        return dict(messages[0].update)
+
+    @property
+    def adds_examples(self) -> bool:
+        """Whether an update is the sum over a client's examples rather than their mean."""
+        return self._reduction() == "sum"
 
     def check(self, model: nn.Module, x: Tensor) -> None:
         """ValueError where this protocol cannot train such a model on such inputs."""

@@ -19,6 +19,10 @@ from leakscope.network.recorder import record_layers
 __all__ = ["OneMessage", "batch_gradient", "batchnorm_statistics", "own_randomness", "protected"]
 
 
+class UpdateNotFinite(ValueError):
+    """What a client would send has NaN or infinite entries: its training diverged."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OneMessage(Protocol):
     """Base of protocols whose client sends one message on all its examples."""
@@ -35,15 +39,20 @@ class OneMessage(Protocol):
 
 
 def protected(client: ClientSide, update: Gradient) -> Gradient:
-    """The update as it is sent; ValueError where it is not finite."""
+    """The update as it is sent; UpdateNotFinite, a ValueError, where it is not."""
+    _check_finite(update)
     update = client.defense.protect_message(update, client.generator)
+    _check_finite(update)
+    return update
+
+
+def _check_finite(update: Gradient) -> None:
     broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
     if broken:
-        raise ValueError(
+        raise UpdateNotFinite(
             f"the client's update is not finite in {', '.join(broken)}: its training diverged. "
             "Lower the learning rate or check the inputs."
         )
-    return update
 
 
 def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] | None:

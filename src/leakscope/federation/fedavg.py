@@ -45,7 +45,7 @@ class FedAvg(OneMessage):
         return []
 
     def findings(self) -> tuple[str, ...]:
-        return ("trajectory", "embedding")
+        return ("trajectory", "embedding", "utility")
 
     def passes(self, examples: int) -> int:
         return self.epochs

@@ -25,7 +25,7 @@ class FedSGD(OneMessage):
     reduction: Reduction = setting("mean", "Whether the examples' gradients are averaged or added.")
 
     def findings(self) -> tuple[str, ...]:
-        return ("floor", "embedding")
+        return ("floor", "embedding", "utility")
 
     def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
         return batch_gradient(client, self.reduction), LocalTraining(epochs=1)

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import BatchNormMode
-from leakscope.contracts.protocol import check_batch, client_copy
+from leakscope.contracts.protocol import Protocol, check_batch, client_copy
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.fedavg import FedAvg
@@ -129,12 +128,9 @@ class FederatedTraining(Training):
     ) -> tuple[nn.Module, float]:
         """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
-        if defense is not None:
-            # Where the defence changes the model, that one is trained; in later rounds it is so already.
-            draws = round_generator(seed, number, chosen[0])
-            shared = self.protocol.client_side(model, *clients[chosen[0]], defense, draws, self.task)[0].shared
-            model = model if shared is None else shared
-        loss = _mean_loss(model, [clients[client] for client in chosen], self.protocol.batchnorm, self.task)
+        model = shared_model(self.protocol, model, clients[chosen[0]], defense, self.task)
+        probe = client_copy(model, self.protocol.batchnorm)
+        loss = mean_loss(probe, [clients[client] for client in chosen], self.task)
         total = sum(len(clients[client][1]) for client in chosen)
         # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
         mean = {
@@ -164,16 +160,27 @@ class FederatedTraining(Training):
         >>> FederatedTraining(clients_per_round=5).draw_clients(3, number=1)
         (0, 1, 2)
         """
-        drawn = torch.randperm(count, generator=_generator("server", seed, number))[: self.clients_per_round]
+        drawn = torch.randperm(count, generator=named_generator("server", seed, number))[: self.clients_per_round]
         return tuple(sorted(drawn.tolist()))
+
+
+def shared_model(
+    protocol: Protocol, model: nn.Module, client: Client, defense: Defense | None, task: Task
+) -> nn.Module:
+    """What all train: the model of the defence, where it changes the model; one that is so already stays as it is."""
+    if defense is None or "protect_model" not in defense.hooks:
+        return model
+    shared = protocol.client_side(model, *client, defense, torch.Generator(), task)[0].shared
+    return model if shared is None else shared
 
 
 def round_generator(seed: int, number: int, client: int) -> torch.Generator:
     """What client ``client`` draws its batches from in round ``number``."""
-    return _generator("client", seed, number, client)
+    return named_generator("client", seed, number, client)
 
 
-def _generator(*parts: str | int) -> torch.Generator:
+def named_generator(*parts: str | int) -> torch.Generator:
+    """Draws of their own for each purpose, seed and number."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
@@ -185,9 +192,8 @@ def initial_copy(model: nn.Module) -> nn.Module:
     return initial
 
 
-def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNormMode, task: Task) -> float:
-    """Mean loss over all examples, in the mode in which clients train."""
-    probe = client_copy(model, batchnorm)
+def mean_loss(model: nn.Module, clients: Sequence[Client], task: Task) -> float:
+    """Mean loss over all examples of a model in the mode that it is in; not finite where the model is broken."""
     total, count = 0.0, 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)  # for models that draw random numbers of their own
@@ -195,7 +201,7 @@ def _mean_loss(model: nn.Module, clients: Sequence[Client], batchnorm: BatchNorm
             # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
             chunks = -(-len(x) // LOSS_CHUNK)
             for inputs, labels in zip(x.tensor_split(chunks), y.tensor_split(chunks), strict=True):
-                total += float(task.loss(outputs_of(probe(inputs.clone())), labels, "sum"))
+                total += float(task.loss(outputs_of(model(inputs.clone())), labels, "sum"))
             count += len(x)
     return total / count
 

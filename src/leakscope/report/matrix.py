@@ -12,6 +12,7 @@ from leakscope.metrics import interval
 from leakscope.report.settings import PSNR, Setting
 from leakscope.report.words import fixed, span
 from leakscope.results.baselines import Baselines
+from leakscope.results.knowledge_worth import IGNORES
 from leakscope.results.names import short_names, split_repr
 from leakscope.results.records import Row, highest, mean
 
@@ -81,6 +82,8 @@ def _options(attacks: Sequence[tuple[str, str]]) -> dict[str, str]:
 def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines) -> Cell:
     """For each example its best seed, as the verdict counts it; then the mean over the examples."""
     fates = Counter(row.status for row in jobs)
+    if not jobs and IGNORES in attack:
+        return Cell("nothing to ignore")
     if not fates["done"]:
         fate = " and ".join(fate for fate in ("refused", "failed") if fates[fate]) or "not run"
         return Cell(fate, why=next((_why(row) for row in jobs if row.reason), ""))

@@ -13,15 +13,19 @@ from typing import Any
 
 import yaml
 
+from leakscope.contracts.disk import atomic_write
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
+from leakscope.report.defense_study import study_section
 from leakscope.report.embedding import embedding_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.matrix import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
+from leakscope.results.defense_study import study_store
+from leakscope.results.export import csv_text, study_table
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason
@@ -32,6 +36,8 @@ from leakscope.results.verdict import Verdict, judge_store
 from leakscope.results.wording import by_remedy, shared_remarks
 
 MAX_DAMAGE = 5
+#: The table of a defence study, beside the store.
+STUDY_TABLE = "defense-study.csv"
 HEADLINES = {
     "leaks": ("Leaks above policy", "At least one limit of the policy is exceeded."),
     "within policy": (
@@ -60,9 +66,22 @@ def render(directory: FileName, pictures: bool | None = None, verdict: Verdict |
 def write_report(
     directory: FileName, path: FileName | None = None, pictures: bool | None = None, verdict: Verdict | None = None
 ) -> Path:
-    """Write the page of the audit in ``directory`` to ``path`` (default: report.html beside the store)."""
+    """Write the page of the audit in ``directory`` to ``path`` (default: report.html beside the store).
+
+    Beside the store the table of a defence study goes into a file of its own too.
+    """
     target = Path(directory) / "report.html" if path is None else path
+    if path is None:
+        _write_study(Path(directory), verdict)
     return write_page(target, render(directory, pictures, verdict))
+
+
+def _write_study(directory: Path, verdict: Verdict | None) -> None:
+    with Store.open(directory) as store:
+        verdict = judge_store(store) if verdict is None else verdict
+        study = study_store(store, verdict)
+    if study is not None:
+        atomic_write(directory / STUDY_TABLE, csv_text(study_table(study, verdict)).encode("utf-8"))
 
 
 def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict[str, Any]:
@@ -72,6 +91,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     named = name_settings(verdict)
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
+    matrix = matrix_section(rows, named)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -92,13 +112,14 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "settings": named,
         "summary": settings.settings_table(named, summaries, meta["data"]),
         "all_measures": settings.all_measures(named, summaries),
-        "matrix": matrix_section(rows, named),
+        "matrix": matrix,
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
         "embedding": embedding_section(findings, named),
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
+        "study": study_section(study_store(store, verdict), named, matrix, gallery),
         "curves": jobs.curves_section(store, rows),
         "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
         "findings": findings,

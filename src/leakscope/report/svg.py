@@ -128,7 +128,7 @@ def colour(place: int) -> str:
 
 
 @dataclass(frozen=True)
-class _Scale:
+class Scale:
     """Where the values of an axis are drawn; those beyond an end of it stand at its edge."""
 
     low: float
@@ -159,20 +159,20 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
     bottom = ends[-1]
-    x = _Scale(low, high, left, width - 22)
+    x = Scale(low, high, left, width - 22)
     allowed = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
     described = allowed + " ".join(row.sentence for row in rows)
-    out = [_open(identity, width, bottom + 42, "PSNR of the strongest attack for each setting", described)]
+    out = [opening(identity, width, bottom + 42, "PSNR of the strongest attack for each setting", described)]
     for tick in ticks(low, high, 8 if label_width else 4):
         at = f"{x(tick):.1f}"
-        out += [_line("grid", at, at, top, bottom), _text("tick", at, bottom + 16, f"{tick:g}", "middle")]
-    out.append(_text("axis", f"{x.middle:.1f}", bottom + 34, f"PSNR, dB{beyond}", "middle"))
+        out += [line_at("grid", at, at, top, bottom), text_at("tick", at, bottom + 16, f"{tick:g}", "middle")]
+    out.append(text_at("axis", f"{x.middle:.1f}", bottom + 34, f"PSNR, dB{beyond}", "middle"))
     if math.isfinite(policy):
         # The label turns to the other side where it would run out of the chart.
         anchor, shift = ("start", -3) if x(policy) < width * 0.6 else ("end", 1)
         at = f"{x(policy):.1f}"
-        out.append(_line("policy", at, at, top - 6, bottom))
-        out.append(_text("policy-label", f"{x(policy) + shift:.1f}", top - 11, f"policy {policy:g} dB", anchor))
+        out.append(line_at("policy", at, at, top - 6, bottom))
+        out.append(text_at("policy-label", f"{x(policy) + shift:.1f}", top - 11, f"policy {policy:g} dB", anchor))
     for row, label, (start, end) in zip(rows, labels, pairwise(ends), strict=True):
         y = (start + end) / 2 if label_width else end - 14
         out.append(_dot_row(row, label, x, y, label_width))
@@ -188,23 +188,23 @@ def _wrapped(label: str, room: int) -> list[str]:
     return textwrap.wrap(label, room, break_on_hyphens=False) or [""]
 
 
-def _dot_row(row: DotRow, label: Sequence[str], x: _Scale, y: float, label_width: int) -> str:
+def _dot_row(row: DotRow, label: Sequence[str], x: Scale, y: float, label_width: int) -> str:
     parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(row.sentence)}</title>']
     for place, text in enumerate(label):
         if label_width:
             height = y + 4 + LINE * (place - (len(label) - 1) / 2)
-            parts.append(_text("label", label_width - 12, f"{height:.1f}", text, "end"))
+            parts.append(text_at("label", label_width - 12, f"{height:.1f}", text, "end"))
         else:
-            parts.append(_text("label", x.start, f"{y - 14 - LINE * (len(label) - 1 - place):.1f}", text))
+            parts.append(text_at("label", x.start, f"{y - 14 - LINE * (len(label) - 1 - place):.1f}", text))
     parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
     if math.isfinite(row.low) and math.isfinite(row.high):
-        parts.append(_line("interval", f"{x(row.low):.1f}", f"{x(row.high):.1f}", f"{y:.1f}", f"{y:.1f}"))
+        parts.append(line_at("interval", f"{x(row.low):.1f}", f"{x(row.high):.1f}", f"{y:.1f}", f"{y:.1f}"))
     if math.isfinite(row.baseline):
         parts.append(f'<path class="baseline" d="M{x(row.baseline):.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"/>')
     if row.value == row.value:
         parts.append(f'<circle class="mean" cx="{x(row.value):.1f}" cy="{y:.1f}" r="6"/>')
     else:
-        parts.append(_text("tick", x.start + 4, f"{y + 4:.1f}", "no measurement"))
+        parts.append(text_at("tick", x.start + 4, f"{y + 4:.1f}", "no measurement"))
     return "".join(parts) + "</g>"
 
 
@@ -217,22 +217,22 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
     scale = "logarithmic" if logarithmic else "linear"
     described = f"{len(curves)} curves on a {scale} scale."
     if not values:
-        return Markup(_open(identity, width, height, title, described) + _nothing(width))
+        return Markup(opening(identity, width, height, title, described) + _nothing(width))
     described += f" Values from {min(values):.3g} to {max(values):.3g}."
     place = math.log10 if logarithmic else float
     low, high = place(min(values)), place(max(values))
     if high - low < 1e-9:
         low, high = low - 0.5, high + 0.5
     last = max(n for _, points in thinned for n, _ in points) or 1
-    x, y = _Scale(0, last, left, right), _Scale(low, high, bottom, top)
+    x, y = Scale(0, last, left, right), Scale(low, high, bottom, top)
     marks = log_ticks(min(values), max(values)) if logarithmic else ticks(low, high, 3)
-    out = [_open(identity, width, height, title, described)]
-    out += [_level(y(place(mark)), f"{mark:.3g}", x) for mark in marks]
+    out = [opening(identity, width, height, title, described)]
+    out += [level(y(place(mark)), f"{mark:.3g}", x) for mark in marks]
     for number, (name, points) in enumerate(thinned):
         final = f", ends at {points[-1][1]:.3g}" if points else ""
         out.append(_curve(number, name + final, [(x(n), y(place(v))) for n, v in points]) + "</g>")
-    out.append(_text("tick", left, bottom + 16, 0) + _text("tick", right, bottom + 16, last, "end"))
-    out.append(_text("axis", f"{x.middle:.0f}", height - 6, f"recorded step · {scale} scale", "middle"))
+    out.append(text_at("tick", left, bottom + 16, 0) + text_at("tick", right, bottom + 16, last, "end"))
+    out.append(text_at("axis", f"{x.middle:.0f}", height - 6, f"recorded step · {scale} scale", "middle"))
     return Markup("".join(out) + "</svg>")
 
 
@@ -255,16 +255,16 @@ def line_plot(
     width, height, left, right, top, bottom = 360, 214, 44, 346, 28, 168
     drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
     values = [b for points in drawn for _, b in points]
-    out = [_open(identity, width, height, title, " ".join(line.sentence for line in lines))]
+    out = [opening(identity, width, height, title, " ".join(line.sentence for line in lines))]
     if not values:
         return Markup(out[0] + _nothing(width))
     low = next((floor for floor in floors if floor <= min(values)), floors[-1])
     start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
-    x, y = _Scale(start, end, left, right), _Scale(low, ceiling, bottom, top)
-    out += [_level(y(tick), f"{tick:g}", x) for tick in ticks(low, ceiling, 4)]
+    x, y = Scale(start, end, left, right), Scale(low, ceiling, bottom, top)
+    out += [level(y(tick), f"{tick:g}", x) for tick in ticks(low, ceiling, 4)]
     for tick in ticks(start, end, 5):
         if not whole or tick == round(tick):
-            out.append(_text("tick", f"{x(tick):.1f}", bottom + 17, f"{tick:g}", "middle"))
+            out.append(text_at("tick", f"{x(tick):.1f}", bottom + 17, f"{tick:g}", "middle"))
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
         out.append(_curve(place, line.sentence, [(x(a), y(b)) for a, b in points]))
         # A line of one point is invisible, so it is marked itself.
@@ -272,8 +272,8 @@ def line_plot(
         name = line.mark_name if len(lines) == 1 else ""
         out += [_mark(x(a), y(b), name, width, y(b) > y.middle) for a, b in marked if math.isfinite(a + b)]
         out.append("</g>")
-    out.append(_text("axis", left - 30, 14, y_label))
-    out.append(_text("axis", f"{x.middle:.0f}", height - 8, x_label, "middle"))
+    out.append(text_at("axis", left - 30, 14, y_label))
+    out.append(text_at("axis", f"{x.middle:.0f}", height - 8, x_label, "middle"))
     return Markup("".join(out) + "</svg>")
 
 
@@ -283,17 +283,17 @@ def signal_pair(
     """A signal in [0, 1] and an attack's guess of it, one above the other's trace."""
     width, height, margin = 200, 90, 6
     names = [n for n, v in (("original", original), ("attack's guess", guess)) if v is not None]
-    out = [_open(identity, width, height, title, "Lines of the " + " and the ".join(names) + " over [0, 1].")]
-    y = _Scale(0.0, 1.0, height - margin, margin)
+    out = [opening(identity, width, height, title, "Lines of the " + " and the ".join(names) + " over [0, 1].")]
+    y = Scale(0.0, 1.0, height - margin, margin)
     for name, values in (("original", original), ("guess", guess)):
         if values is not None:
-            x = _Scale(0, max(1, len(values) - 1), margin, width - margin)
+            x = Scale(0, max(1, len(values) - 1), margin, width - margin)
             line = _points([(x(n), y(v)) for n, v in thin(values) if math.isfinite(v)])
             out.append(f'<polyline class="signal {name}" points="{line}"/>')
     return Markup("".join(out) + "</svg>")
 
 
-def _open(identity: str, width: int, height: int, title: str, description: str) -> str:
+def opening(identity: str, width: int, height: int, title: str, description: str) -> str:
     return (
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-labelledby="{identity}-t {identity}-d">'
         f'<title id="{identity}-t">{escape(title)}</title>'
@@ -301,19 +301,19 @@ def _open(identity: str, width: int, height: int, title: str, description: str) 
     )
 
 
-def _text(kind: str, x: object, y: object, words: object, anchor: str = "") -> str:
+def text_at(kind: str, x: object, y: object, words: object, anchor: str = "") -> str:
     side = f' text-anchor="{anchor}"' if anchor else ""
     return f'<text class="{kind}" x="{x}" y="{y}"{side}>{escape(words)}</text>'
 
 
-def _line(kind: str, x1: object, x2: object, y1: object, y2: object) -> str:
+def line_at(kind: str, x1: object, x2: object, y1: object, y2: object) -> str:
     return f'<line class="{kind}" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
 
 
-def _level(y: float, words: str, x: _Scale) -> str:
+def level(y: float, words: str, x: Scale) -> str:
     """A line of the grid at a height, with its number."""
-    grid = _line("grid", x.start, x.end, f"{y:.1f}", f"{y:.1f}")
-    return grid + _text("tick", x.start - 6, f"{y + 4:.1f}", words, "end")
+    grid = line_at("grid", x.start, x.end, f"{y:.1f}", f"{y:.1f}")
+    return grid + text_at("tick", x.start - 6, f"{y + 4:.1f}", words, "end")
 
 
 def _points(places: Sequence[tuple[float, float]]) -> str:
@@ -322,19 +322,19 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
 
 def _curve(number: int, title: str, places: Sequence[tuple[float, float]]) -> str:
     """A group with a line and its title, not yet closed."""
-    opening = f'<g class="curve {colour(number)}"><title>{escape(title)}</title>'
-    return f'{opening}<polyline points="{_points(places)}"/>'
+    group = f'<g class="curve {colour(number)}"><title>{escape(title)}</title>'
+    return f'{group}<polyline points="{_points(places)}"/>'
 
 
 def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
     """A dot on a line, with its name above or below it if it has one."""
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
     anchor = "start" if x < width * 0.4 else "end" if x > width * 0.7 else "middle"
-    return dot + (_text("label", f"{x:.1f}", f"{y + (-12 if above else 22):.1f}", name, anchor) if name else "")
+    return dot + (text_at("label", f"{x:.1f}", f"{y + (-12 if above else 22):.1f}", name, anchor) if name else "")
 
 
 def _nothing(width: int) -> str:
-    return _text("axis", width / 2, 90, "nothing finite", "middle") + "</svg>"
+    return text_at("axis", width / 2, 90, "nothing finite", "middle") + "</svg>"
 
 
 def _word(text: str) -> str:

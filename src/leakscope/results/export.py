@@ -16,8 +16,9 @@ from typing import Any
 
 from leakscope import __version__
 from leakscope.metrics import MEASURES
+from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
-from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, plain
+from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain
 from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
@@ -69,6 +70,7 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
         "settings": [_setting(setting, names) for setting in settings],
         "jobs": [{**_row(row, names), "examples": [_example(e) for e in row.examples]} for row in rows],
         "findings": [_finding(finding, names) for finding in store.findings()],
+        "study": _study(study_store(store, verdict), names),
         "files": dict(files),
     }
     return document("audit", content)
@@ -84,6 +86,12 @@ def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
         examples = [{"index": e.index, "score": e.score, **e.values} for e in row.examples] or [{}]
         lines += [plain({**facts, **blank, **{k: v for k, v in e.items() if k in blank}}) for e in examples]
     return lines
+
+
+def study_table(study: Study, verdict: Verdict) -> list[dict[str, Any]]:
+    """A line for every setting of a defence study: what it leaks and what it costs."""
+    names = {setting.cell: setting.name for setting in name_settings(verdict)}
+    return [plain(_flat_study_row(row, names)) for row in study.rows]
 
 
 def json_text(content: Mapping[str, Any]) -> str:
@@ -141,6 +149,54 @@ def _row(row: Row, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
 
 def _example(example: ExampleRecord) -> dict[str, Any]:
     return {"index": example.index, "score": example.score, "values": dict(example.values)}
+
+
+def _study(study: Study | None, names: Mapping[tuple[str, str], str]) -> dict[str, Any] | None:
+    if study is None:
+        return None
+    rows = [{**_study_row(row, names), "training": _training(row)} for row in study.rows]
+    choices = [
+        {
+            "protocol": choice.protocol,
+            "limits": list(choice.limits),
+            "setting": None if choice.row is None else names.get(choice.row.setting),
+            "alike": [names.get(row.setting) for row in choice.alike],
+        }
+        for choice in study.choices
+    ]
+    worths = [
+        {"setting": names.get((worth.protocol, worth.defense)), **dataclasses.asdict(worth)} for worth in study.worths
+    ]
+    measured = "accuracy" if study.accuracy else "negative test loss"
+    facts = {"tolerance": study.tolerance, "utility": measured}
+    return {**facts, "rows": rows, "choices": choices, "worth_of_knowing": worths}
+
+
+def _study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    same = [field.name for field in dataclasses.fields(row) if field.name != "training"]
+    facts = {name: getattr(row, name) for name in same}
+    return {"setting": names.get(row.setting), **facts, "beaten_by": names.get((row.protocol, row.beaten_by or ""))}
+
+
+def _training(row: StudyRow) -> dict[str, Any] | None:
+    return None if row.training is None else dataclasses.asdict(row.training)
+
+
+def _flat_study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+    """A row with the ends of its intervals side by side, and of its trainings the means."""
+    flat: dict[str, Any] = {}
+    for name, value in _study_row(row, names).items():
+        if name.endswith("_interval"):
+            stem = name.removesuffix("_interval")
+            flat |= {f"{stem}_low": value[0], f"{stem}_high": value[1]}
+        else:
+            flat[name] = "; ".join(value) if name == "doubts" else value
+    training = row.training
+    if training is None:
+        return {**flat, **dict.fromkeys(("seeds", "loss", "test_loss", "diverged", "chance", "epsilon"))}
+    losses = {"loss": mean(training.losses), "test_loss": mean(training.test_losses)}
+    rest = {name: getattr(training, name) for name in ("diverged", "chance", "epsilon")}
+    return {**flat, "seeds": len(training.seeds), **losses, **rest}
 
 
 def _finding(finding: FindingRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:

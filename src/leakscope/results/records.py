@@ -22,6 +22,8 @@ ControlKind = Literal["blind", "held-out", "positive"]
 BLIND: ControlKind = "blind"
 HELD_OUT: ControlKind = "held-out"
 POSITIVE: ControlKind = "positive"
+#: The kind of finding that is a training under a defence.
+UTILITY = "utility"
 NAN = float("nan")
 
 

@@ -285,9 +285,14 @@ def differences(stored: Any, wanted: Any, where: str = "") -> list[str]:
     return [] if stored == wanted else [f"{where}: the store has {brief(stored)}, now {brief(wanted)}"]
 
 
-def check_same_audit(store: Store, identity: Mapping[str, Any]) -> None:
-    """StoreMismatch that names what differs, unless ``store`` belongs to the audit of this ``identity``."""
-    lines = differences(store.meta("identity"), json.loads(_dump(identity)))
+def check_same_audit(store: Store, identity: Mapping[str, Any], may_be_new: Sequence[str] = ()) -> None:
+    """StoreMismatch that names what differs, unless ``store`` belongs to the audit of this ``identity``.
+
+    What ``may_be_new`` names may also be missing in the store.
+    """
+    stored, wanted = store.meta("identity"), json.loads(_dump(identity))
+    new = {key: wanted[key] for key in may_be_new if key in wanted and key not in mapping(stored)}
+    lines = differences({**stored, **new} if isinstance(stored, dict) else stored, wanted)
     if lines:
         raise StoreMismatch(
             f"{store.directory}: holds another audit; choose another --out or delete this folder.\n"

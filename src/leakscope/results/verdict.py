@@ -19,7 +19,7 @@ from typing import Any
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
-from leakscope.results.records import NAN, FindingRow, Row, counted, mapping, number
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number
 from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
@@ -62,7 +62,9 @@ def judge(
     With ``plan`` (the store's, or a number of jobs) missing jobs are noticed.
     """
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
-    rows, findings = list(rows), list(findings)
+    rows = list(rows)
+    # What a defence costs says nothing about what leaks.
+    findings = [finding for finding in findings if finding.kind != UTILITY]
     total, cells, with_floor = _expectations(rows, plan)
     floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN

@@ -1,0 +1,355 @@
+"""The defence study: what each defence leaves to the strongest attack, and what it costs.
+
+Leakage of a setting is the mean over examples of the best PSNR that any attack reached: the adversary may choose the
+attack for each example, and never does worse than by a guess that needs no update. Cost is what the model fails to
+learn when every update is protected. A setting is on the front where no other leaks less at no higher cost, nor costs
+less at no more leakage; one from which more examples are identified beats nothing, however few decibels it leaks.
+
+A defence that no attack knew has not been tested: it is shown, but it beats nothing and is never recommended.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from leakscope.metrics import MEASURES, interval
+from leakscope.results.baselines import Baselines
+from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
+from leakscope.results.pareto import dominates
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, highest, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
+from leakscope.results.verdict import Verdict
+
+#: PSNR below this apart counts as the same leakage (dB): what few examples tell apart is no finding.
+SAME_LEAKAGE = 1.0
+#: Limits for which the study names the cheapest defence (dB).
+LIMITS = (30.0, 25.0, 20.0, 15.0, 12.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Training:
+    """The trainings of one setting, a number for each seed."""
+
+    seeds: tuple[int, ...]
+    accuracies: tuple[float, ...]
+    losses: tuple[float, ...]
+    test_losses: tuple[float, ...]
+    learning_rates: tuple[float, ...]
+    diverged: int = 0
+    chance: float = NAN
+    epsilon: float = NAN
+
+    @property
+    def utilities(self) -> tuple[float, ...]:
+        """What is lost where a defence costs something: the accuracy, or less the test loss where there is none."""
+        known = not all(math.isnan(value) for value in self.accuracies)
+        return self.accuracies if known else tuple(-loss for loss in self.test_losses)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyRow:
+    """One protocol with one defence: what leaks, what it costs, and whether something else is better at both."""
+
+    protocol: str
+    defense: str
+    outcome: str
+    #: Mean over examples of the best PSNR of any attack, at most LEGIBLE each; and the highest, uncut. Neither is less
+    #: than what a guess without the update reaches, where controls tell.
+    leakage: float = NAN
+    leakage_interval: Interval = (NAN, NAN)
+    highest: float = NAN
+    #: Mean over examples of the least RMSE of any attack.
+    error: float = NAN
+    error_interval: Interval = (NAN, NAN)
+    examples: int = 0
+    #: PSNR of the best guess without the update, mean and highest; and the share of examples that were identified.
+    guess: float = NAN
+    highest_guess: float = NAN
+    identified: float = NAN
+    #: The attack that was strongest most often.
+    attack: str = ""
+    training: Training | None = None
+    utility: float = NAN
+    utility_interval: Interval = (NAN, NAN)
+    #: Utility lost to the same protocol without a defence, seed by seed.
+    cost: float = NAN
+    cost_interval: Interval = (NAN, NAN)
+    allowed_psnr: float = NAN
+    feature_error: float = NAN
+    #: Whether an attack made use of knowing the defence; always where there is none.
+    known: bool = False
+    doubts: tuple[str, ...] = ()
+    on_front: bool = False
+    #: Defence of a setting that is better, where there is one, and whether intervals bear that out.
+    beaten_by: str | None = None
+    beaten_clearly: bool = False
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        return self.protocol, self.defense
+
+    @property
+    def comparable(self) -> bool:
+        """Whether it may stand on the front: attacked by somebody who knew it, and trained."""
+        return self.known and math.isfinite(self.leakage) and math.isfinite(self.utility)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """The cheapest defence whose every example stays below any of ``limits`` dB; None where there is none.
+
+    Without limits it is the cheapest that lets no example be identified.
+    """
+
+    protocol: str
+    limits: tuple[float, ...]
+    row: StudyRow | None
+    #: Others that cost as much, within the tolerance, and leak no less.
+    alike: tuple[StudyRow, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """All settings, in the order of the verdict; empty rows where nothing was trained."""
+
+    rows: tuple[StudyRow, ...]
+    choices: tuple[Choice, ...]
+    worths: tuple[Worth, ...]
+    tolerance: float
+    #: Whether utility is an accuracy, or else less the test loss.
+    accuracy: bool = True
+
+
+def study_store(store: Any, verdict: Verdict) -> Study | None:
+    """The study of a store's audit; None where nothing was trained."""
+    spec = store.meta("spec") or {}
+    section = spec.get(UTILITY) if isinstance(spec, Mapping) else None
+    tolerance = number(section.get("tolerance")) if isinstance(section, Mapping) else NAN
+    return make_study(verdict, store.rows(), store.findings(), 0.02 if math.isnan(tolerance) else tolerance)
+
+
+def make_study(
+    verdict: Verdict, rows: Iterable[Row], findings: Iterable[FindingRow], tolerance: float = 0.02
+) -> Study | None:
+    """What each setting leaks and costs; None where no training was asked for. ``tolerance`` is one of utility."""
+    rows, findings = list(rows), list(findings)
+    trainings = _trainings(findings)
+    if not trainings:
+        return None
+    accuracy = any(not math.isnan(a) for one in trainings.values() if one is not None for a in one.accuracies)
+    guesses = {protocol: _guesses(rows, protocol) for protocol in {setting.protocol for setting in verdict.settings}}
+    ranked = _ranked(
+        [
+            _row(setting, rows, findings, trainings, guesses[setting.protocol])
+            for setting in verdict.settings
+            if (setting.protocol, setting.defense) in trainings
+        ],
+        tolerance,
+    )
+    worths = tuple(worth_of_knowing(rows))
+    return Study(
+        rows=ranked, choices=_choices(ranked, tolerance), worths=worths, tolerance=tolerance, accuracy=accuracy
+    )
+
+
+def _trainings(findings: Iterable[FindingRow]) -> dict[tuple[str, str], Training | None]:
+    """The trainings of each setting; None where they were asked for and none is done."""
+    by_setting: dict[tuple[str, str], list[FindingRow]] = defaultdict(list)
+    for finding in findings:
+        if finding.kind == UTILITY:
+            by_setting[finding.setting].append(finding)
+    return {cell: _training([f for f in some if f.status == "done"]) for cell, some in by_setting.items()}
+
+
+def _training(done: Sequence[FindingRow]) -> Training | None:
+    if not done:
+        return None
+
+    def every(name: str, where_diverged: float = NAN) -> tuple[float, ...]:
+        broken = [finding.content.get("diverged") is True for finding in done]
+        values = [finding.value(name) for finding in done]
+        return tuple(
+            where_diverged if b and math.isnan(value) else value for b, value in zip(broken, values, strict=True)
+        )
+
+    return Training(
+        seeds=tuple(finding.seed for finding in done),
+        accuracies=every("accuracy"),
+        losses=every("loss", math.inf),
+        test_losses=every("test_loss", math.inf),
+        learning_rates=every("learning_rate"),
+        diverged=sum(finding.content.get("diverged") is True for finding in done),
+        chance=done[0].value("chance"),
+        epsilon=highest(every("epsilon")),
+    )
+
+
+def _guesses(rows: Iterable[Row], protocol: str) -> dict[int, float]:
+    """For each example the best PSNR of any control, in which the update told nothing; the same for every defence."""
+    own = [row for row in rows if row.job.protocol == protocol]
+    baselines = Baselines(row for row in own if not row.counts)
+    attacks = dict.fromkeys(row.job.attack for row in own if row.counts)
+    indices = dict.fromkeys(example.index for row in own if row.counts for example in row.examples)
+    psnr = MEASURES["psnr"]
+    return {index: highest(baselines.value(attack, index, psnr) for attack in attacks) for index in indices}
+
+
+def _row(
+    setting: SettingVerdict,
+    rows: Sequence[Row],
+    findings: Sequence[FindingRow],
+    trainings: Mapping[tuple[str, str], Training | None],
+    guesses: Mapping[int, float],
+) -> StudyRow:
+    cell = (setting.protocol, setting.defense)
+    training, undefended = trainings[cell], trainings.get((setting.protocol, "none"))
+    attempts = [row for row in rows if row.counts and row.status == "done" and row.job.setting == cell]
+    guessed = [guesses.get(example.index, NAN) for example in setting.examples]
+    reached = [highest((example.psnr, guess)) for example, guess in zip(setting.examples, guessed, strict=True)]
+    leaked = [min(psnr, LEGIBLE) for psnr in reached]
+    errors = _least_errors(attempts)
+    utilities = () if training is None else training.utilities
+    lost = () if training is None or undefended is None else _lost(training, undefended)
+    embedding = next((f for f in findings if f.kind == "embedding" and f.setting == cell), None)
+    known = setting.defense == "none" or any(row.result is not None and row.result.adaptive for row in attempts)
+    names = Counter(example.attack_name for example in setting.examples)
+    return StudyRow(
+        protocol=setting.protocol,
+        defense=setting.defense,
+        outcome=setting.outcome,
+        leakage=mean(leaked),
+        leakage_interval=interval(leaked),
+        highest=highest(reached),
+        error=mean(errors),
+        error_interval=interval(errors),
+        examples=len(setting.examples),
+        guess=mean(guessed),
+        highest_guess=highest(guessed),
+        identified=setting.identification,
+        attack=names.most_common(1)[0][0] if names else "",
+        training=training,
+        utility=mean(utilities),
+        utility_interval=interval(utilities),
+        cost=mean(lost),
+        cost_interval=interval(lost),
+        allowed_psnr=setting.allowed_psnr,
+        feature_error=_feature_error(embedding),
+        known=known,
+        doubts=tuple(_doubts(setting, known, training)),
+    )
+
+
+def _least_errors(attempts: Sequence[Row]) -> list[float]:
+    """For each example the least RMSE of any attempt."""
+    least: dict[int, float] = {}
+    for row in attempts:
+        for example in row.examples:
+            error = example.value("rmse")
+            if not math.isnan(error):
+                least[example.index] = min(error, least.get(example.index, math.inf))
+    return list(least.values())
+
+
+def _lost(training: Training, undefended: Training) -> tuple[float, ...]:
+    """Utility lost, seed by seed: the same seed has the same batches in the same order."""
+    bare = dict(zip(undefended.seeds, undefended.utilities, strict=True))
+    own = zip(training.seeds, training.utilities, strict=True)
+    return tuple(bare[seed] - value for seed, value in own if seed in bare)
+
+
+def _feature_error(embedding: FindingRow | None) -> float:
+    if embedding is None:
+        return NAN
+    error = embedding.value("error")
+    return embedding.value("span_error") if math.isnan(error) else error
+
+
+def _doubts(setting: SettingVerdict, known: bool, training: Training | None) -> Iterable[str]:
+    if not setting.examples:
+        yield "no attack gave a result"
+    elif not known:
+        yield "no attack made use of knowing the defence, so that it has not been tested"
+    if setting.missing:
+        yield f"{counted(setting.missing, 'attempt')} not run yet"
+    if setting.failed:
+        yield f"{counted(setting.failed, 'attempt')} failed"
+    if training is None:
+        yield "no training is done"
+    elif training.diverged:
+        yield f"the training broke down with {training.diverged} of {counted(len(training.seeds), 'seed')}"
+
+
+def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
+    """The rows, each with its place: on the front of its protocol, or beaten by the cheapest that leaks less."""
+    ranked = []
+    for row in rows:
+        rivals = [other for other in rows if other.protocol == row.protocol and other.comparable]
+        better = [other for other in rivals if row.comparable and _beats(other, row, tolerance)]
+        if not row.comparable:
+            ranked.append(row)
+        elif not better:
+            ranked.append(dataclasses.replace(row, on_front=True))
+        else:
+            best = min(better, key=lambda other: (other.leakage, -other.utility))
+            clear = (
+                best.leakage_interval[1] < row.leakage_interval[0]
+                or best.utility_interval[0] > (row.utility_interval[1])
+            )
+            ranked.append(dataclasses.replace(row, beaten_by=best.defense, beaten_clearly=clear))
+    return tuple(ranked)
+
+
+def _beats(one: StudyRow, other: StudyRow, tolerance: float) -> bool:
+    if one.identified > other.identified:
+        return False
+    points = (one.leakage, one.utility), (other.leakage, other.utility)
+    return dominates(*points, SAME_LEAKAGE, tolerance)
+
+
+def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
+    """For each protocol the cheapest setting for each limit, and for nobody to be identified.
+
+    Limits with the same answer share a choice, and those that a guess without the update exceeds are left out.
+    """
+    choices = []
+    for protocol in dict.fromkeys(row.protocol for row in rows):
+        own = [row for row in rows if row.protocol == protocol and row.comparable]
+        guess = highest(row.highest_guess for row in own)
+        answers: dict[StudyRow | None, list[float]] = {}
+        for limit in LIMITS:
+            if not limit <= guess:
+                answers.setdefault(cheapest([row for row in own if row.highest < limit], tolerance), []).append(limit)
+        for best, limits in answers.items():
+            alike = _alike(best, [row for row in own if row.highest < min(limits)], tolerance)
+            choices.append(Choice(protocol=protocol, limits=tuple(limits), row=best, alike=alike))
+        if any(row.identified > 0 for row in own):
+            unseen = [row for row in own if row.identified == 0]
+            best = cheapest(unseen, tolerance)
+            choices.append(Choice(protocol=protocol, limits=(), row=best, alike=_alike(best, unseen, tolerance)))
+    return tuple(choices)
+
+
+def _alike(best: StudyRow | None, rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
+    """Others that cost as much, within the tolerance."""
+    return tuple(
+        row for row in rows if best is not None and row is not best and best.utility - row.utility <= tolerance
+    )
+
+
+def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:
+    """The one with the highest utility; of those within the tolerance of it, the one that leaks least.
+
+    >>> def row(defense, leakage, utility):
+    ...     return StudyRow(protocol="P()", defense=defense, outcome="", leakage=leakage, utility=utility)
+    >>> cheapest([row("A()", 14.0, 0.91), row("B()", 12.0, 0.90), row("C()", 8.0, 0.5)], 0.02).defense
+    'B()'
+    """
+    if not rows:
+        return None
+    most = max(row.utility for row in rows)
+    return min((row for row in rows if most - row.utility <= tolerance), key=lambda row: row.leakage)

@@ -1,0 +1,61 @@
+"""What knowing the defence is worth to an adversary: the same attack with that knowledge and without it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from leakscope.metrics import interval
+from leakscope.results.records import NAN, Row, highest, mean
+
+Interval = tuple[float, float]
+#: Beyond this PSNR pictures look the same (dB): an exact copy leaks no more than one that no eye tells apart.
+LEGIBLE = 60.0
+#: How the repr of an attack says whether it leaves out what it knows of the defence.
+IGNORES, KNOWS = "ignore_defense=True", "ignore_defense=False"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth:
+    """What knowing a defence was worth to one attack, in dB: the same attack with the knowledge and without it."""
+
+    protocol: str
+    defense: str
+    attack_name: str
+    gain: float
+    interval: Interval
+    examples: int
+
+
+def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
+    """For each defence and attack that was run with its knowledge of the defence and without: the difference in dB.
+
+    >>> job = {"protocol": "P()", "defense": "D()", "attack_name": "a", "seed": 0, "batch": 0}
+    >>> def row(key, ignores, psnr):
+    ...     result = {"examples": [{"index": 0, "psnr": psnr}], "adaptive": not ignores}
+    ...     return Row.read(key, 0, "done", {**job, "attack": f"A(ignore_defense={ignores})"}, result)
+    >>> [worth] = worth_of_knowing([row("a", True, 12.0), row("b", False, 20.5)])
+    >>> worth.gain, worth.examples
+    (8.5, 1)
+    """
+    best: dict[tuple[str, str, str, str], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        if row.counts and row.status == "done":
+            own = best[row.job.protocol, row.job.defense, row.job.attack, row.job.attack_name]
+            for example in row.examples:
+                own[example.index] = highest((own.get(example.index, NAN), example.value("psnr")))
+    worths = []
+    for (protocol, defense, attack, name), blind in best.items():
+        knowing = best.get((protocol, defense, attack.replace(IGNORES, KNOWS, 1), name))
+        if IGNORES not in attack or knowing is None:
+            continue
+        pairs = [(knowing[index], psnr) for index, psnr in blind.items() if index in knowing]
+        gains = [min(with_it, LEGIBLE) - min(without, LEGIBLE) for with_it, without in pairs]
+        gains = [gain for gain in gains if not math.isnan(gain)]
+        if gains:
+            facts: dict[str, Any] = {"protocol": protocol, "defense": defense, "attack_name": name}
+            worths.append(Worth(**facts, gain=mean(gains), interval=interval(gains), examples=len(gains)))
+    return worths
