@@ -149,15 +149,18 @@ class _Below:
         matching = self._matching()
         exact = self.embedding.exact
         finish: Finish | None = None
-        if self.attack.solve and (exact or not self.smooth):
+        if self.attack.solve and self.embedding.seen is None and (exact or not self.smooth):
             finisher = Finisher(self.observation, self.embedding, self.victim, self._targets(), self.notes)
             finish = finisher.for_network(self.smooth)
         work = forward_work(self.observation) * len(self.embedding.features)
         best: _Candidate | None = None
-        for number in range(self.attack.tries if exact else min(self.attack.tries, NOISY_TRIES)):
+        pruned = self.embedding.seen is not None
+        for number in range(self.attack.tries if exact or pruned else min(self.attack.tries, NOISY_TRIES)):
             found = self._round(matching, number, best, finish is not None)
             best = _better(best, found)
             if finish is None:
+                if pruned:  # few entries, no noise: to search on from the best pays
+                    continue
                 break
             best = _better(best, self._finished(finish, found))
             if best.certificate < SETTLED or self.smooth or self.steps * work > MOST_WORK:
@@ -210,6 +213,8 @@ class _Below:
             inputs=self.observation.inputs,
             first=first,
             tv=self.attack.tv,
+            survivors=self.victim.tensors.survivors,
+            seen=None if self.embedding.seen is None else self.embedding.seen.to(like),
         )
 
     def _weights_below(self) -> tuple[list[str], frozenset[str]]:

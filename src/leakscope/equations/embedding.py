@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
 from leakscope.equations.head import solve_head
+from leakscope.equations.head_completion import complete_head
 from leakscope.equations.head_solution import HeadRefused, HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
@@ -35,8 +37,9 @@ class Embedding(HeadSolution):
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
     the certificate of all layers down to the cut. ``peeled``: dense layers between the cut and the head that were
-    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``notes``: why
-    the cut is not lower, and what else to know.
+    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,):
+    which features were, where a defence set entries of the gradient to zero; None where all were. ``notes``: why the
+    cut is not lower, and what else to know.
     """
 
     layer: str
@@ -44,6 +47,7 @@ class Embedding(HeadSolution):
     adjoints: Tensor
     peeled: tuple[str, ...] = ()
     reaches_input: bool = False
+    seen: Tensor | None = None
 
 
 def recover_embedding(
@@ -65,6 +69,8 @@ def recover_embedding(
     ('1', True, [0, 2])
     """
     head = _observed_head(observation)
+    if observation.channel is not None and observation.channel.survivors(observation.message.update):
+        return _completed(observation, observation.channel, head)
     solution = _solve(observation, head, generator or torch.Generator().manual_seed(0))
     if solution.features is None:
         raise HeadRefused("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
@@ -77,6 +83,36 @@ def recover_embedding(
         reaches_input=path.reads_input[0],
     )
     return _peeled(observation, at_head, path) if peel else at_head
+
+
+def _completed(observation: Observation, channel: Channel, head: Head) -> Embedding:
+    """The embedding at the head where entries of its gradient were set to zero; layers below it are not solved for."""
+    if observation.num_examples != 1 or not isinstance(observation.task, Classification):
+        raise HeadRefused("entries of the head's gradient were set to zero: only one example with a class is completed")
+    scale, why = mean_gradient_scale(observation)
+    if scale is None or channel.clip is not None:
+        raise HeadRefused(f"entries of the head's gradient were set to zero, and its scale is not known: {why}")
+    update, weight = observation.message.update, dict(observation.model.named_parameters())[head.weight_name]
+    labels, _ = _labels(observation, torch.Generator().manual_seed(0))
+    if labels is not None and labels.is_floating_point():
+        raise HeadRefused("entries of the head's gradient were set to zero, and the label is a soft one")
+    stretched = 1 / (1 - channel.dropout) if channel.dropout_scaled else 1.0
+    completed = complete_head(
+        weight,
+        observation.model.get_submodule(head.module_name).bias,  # type: ignore[arg-type]  # a linear layer's
+        update[head.weight_name],
+        None if head.bias_name is None else update.get(head.bias_name),
+        label=None if labels is None else int(labels[0]),
+        scale=scale * stretched,
+    )
+    solution = dataclasses.replace(completed.solution, output_gradients=completed.solution.output_gradients / stretched)
+    return Embedding(
+        **vars(solution),
+        layer=head.module_name,
+        adjoints=solution.output_gradients @ weight.detach().double().cpu(),
+        reaches_input=False,
+        seen=completed.seen,
+    )
 
 
 def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embedding:

@@ -72,7 +72,8 @@ class HeldMatching:
 
     ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
     ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls to zero over the search.
-    ``angle``: features are compared by one minus their cosine, for features whose length is not known.
+    ``angle``: features are compared by one minus their cosine, for features whose length is not known. ``survivors``:
+    ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen`` (n,) the same of features.
     """
 
     model: nn.Module
@@ -86,6 +87,8 @@ class HeldMatching:
     optimiser: Adam = Adam()
     canvas: Pixels = field(default=Pixels())
     angle: bool = False
+    survivors: Mapping[str, Tensor] = field(default_factory=dict)
+    seen: Tensor | None = None
 
     def __post_init__(self) -> None:
         self.model.requires_grad_(False)
@@ -151,7 +154,8 @@ class HeldMatching:
     def _apart(self, found: Tensor, sizes: Tensor) -> Tensor:
         if self.angle:
             return (1 - torch.nn.functional.cosine_similarity(found, self.features)).mean()
-        return ((found - self.features).abs().sum(1) / sizes).mean()
+        apart = (found - self.features).abs()
+        return ((apart if self.seen is None else apart * self.seen).sum(1) / sizes).mean()
 
     def pictures(self, row: Tensor) -> Tensor:
         return row.reshape(self.shape)
@@ -169,7 +173,7 @@ class HeldMatching:
         terms = []
         for name, weight in zip(reversed(names), weights, strict=True):
             target = self.gradients[name]
-            scale = _row_scale(target, weighting.level_rows)
+            scale = _row_scale(target, weighting.level_rows) * self.survivors.get(name, 1.0)
             size = (target.abs() * scale).sum()
             if bool(size > 0):
                 terms.append(_Term(self.model.get_parameter(name), target, weight * scale / size))
