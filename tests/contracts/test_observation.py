@@ -394,7 +394,7 @@ def test_auxiliary_examples_and_the_defence_are_for_those_who_know_them(batch) -
         seen = FedSGD().observe(small_net(), *batch, GradientNoise(sigma=0.1), knowledge, auxiliary=others)
         assert seen.defense == (GradientNoise(sigma=0.1) if has_defense else None)
         assert (seen.auxiliary is not None) == has_others
-    assert "auxiliary" not in repr(seen)
+    assert "auxiliary=" not in repr(seen)
     wide = seen.to(dtype=torch.float64).auxiliary
     assert wide is not None
     assert (wide[0].dtype, wide[1].dtype) == (torch.float64, torch.int64)
