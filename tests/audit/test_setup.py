@@ -144,3 +144,51 @@ def test_workers_audit_the_same_model(tmp_path: Path) -> None:
         leftover.unlink()
     spread = doubles.run(tmp_path / "spread", **settings, executor="processes", workers=1)
     assert doubles.timeless(spread.rows) == doubles.timeless(serial.rows)
+
+
+# --- the adversary's own examples -------------------------------------------------------------------------------------
+
+
+def informed(whole: Examples, **changes: Any) -> Setup:
+    return setup(None, data=whole, knowledge="informed_server", **changes)
+
+
+def test_the_adversary_has_examples_that_nobody_attacked_holds() -> None:
+    examples = data()
+    made = informed(examples, examples=4, batch=2)
+    assert made.auxiliary is not None
+    x, y = made.auxiliary
+    assert torch.equal(x, examples.x[4:])
+    assert torch.equal(y, examples.y[4:])
+    assert setup(None, examples=4).auxiliary is None  # an honest server has none
+
+
+@pytest.mark.parametrize("change", [0.0, 1e-3])
+def test_copies_of_attacked_examples_are_not_among_them(change: float) -> None:
+    """Also copies with another label, and those that differ by less than a grey value."""
+    examples = data()
+    x = examples.x.clone()
+    x[7], x[11] = x[0], x[3].clamp(0, 1 - change) + change
+    made = informed(dataclasses.replace(examples, x=x), examples=4, batch=2)
+    assert made.auxiliary is not None
+    assert torch.equal(made.auxiliary[0], x[[4, 5, 6, 8, 9, 10]])
+    attacked = x[:4].flatten(1)
+    assert float(torch.cdist(made.auxiliary[0].flatten(1), attacked).min()) > 0.1
+
+
+def test_where_every_example_is_attacked_the_adversary_has_none() -> None:
+    made = informed(data(), examples=12)
+    assert made.auxiliary is None
+    assert len(make_plan(made)) > 0
+
+
+def test_keys_of_attacks_that_learn_depend_on_what_they_learn_from() -> None:
+    def keys(examples: int) -> dict[int | None, set[str]]:
+        """Of the first client, by the number of the attack."""
+        attacks = [leakscope.attacks.LearningToInvert(), doubles.Guess()]
+        jobs = make_plan(informed(data(), attacks=attacks, examples=examples))
+        return {number: {job.key for job in jobs if job.batch == 0 and job.attack == number} for number in (0, 1)}
+
+    few, more = keys(2), keys(4)
+    assert not few[0] & more[0]
+    assert few[1] == more[1]

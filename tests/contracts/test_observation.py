@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 from leakscope.contracts.observation import Message, Observation
@@ -299,7 +300,8 @@ def full_observation(batch: tuple[Tensor, Tensor]) -> Observation:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(16, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 3))
     protocol = FedAvg(epochs=2, batch_size=2, lr=0.1)
-    return protocol.observe(net, *batch, defense=GradientNoise(sigma=0.1), knowledge=Knowledge.full)
+    others = torch.rand(7, 1, 4, 4, generator=torch.Generator().manual_seed(3)), torch.arange(7) % 3
+    return protocol.observe(net, *batch, GradientNoise(sigma=0.1), Knowledge.full, auxiliary=others)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +315,8 @@ def full_observation(batch: tuple[Tensor, Tensor]) -> Observation:
         ("batch_order", r"training\.batch_order is given"),
         ("batchnorm_statistics", "BatchNorm statistics of the batch are given"),
         ("normalisation", "the value range of inputs is given"),
-        ("defense", "the defence's channel is given"),
+        ("defense", r"(?s)the defence's channel is given.*the defence is given"),
+        ("auxiliary_data", "auxiliary examples are given"),
     ],
 )
 def test_a_fact_that_is_denied_is_refused(field_: str, words: str, batch) -> None:
@@ -353,11 +356,50 @@ def test_somebody_who_does_not_know_the_defence_sees_the_rest(batch) -> None:
     seen = full_observation(batch)
     assert seen.channel == Channel(noise=0.1)
     blind = seen.without_channel()
-    assert blind.channel is None
+    assert (blind.channel, blind.defense) == (None, None)
     assert not blind.knowledge.defense
     assert blind.knowledge == dataclasses.replace(Knowledge.full, defense=False)
     assert all(torch.equal(blind.message.update[name], value) for name, value in seen.message.update.items())
     assert FedSGD().observe(small_net(), *batch, defense=GradientNoise(sigma=0.1)).channel is None
+
+
+@pytest.mark.parametrize(
+    "pair, words",
+    [
+        ([1, 2], "expected a pair of tensors"),
+        ((torch.rand(3, 1, 4, 4), None), "expected a pair of tensors"),
+        (
+            (torch.rand(3, 1, 4, 5), torch.zeros(3).long()),
+            r"auxiliary: expected floats of shape \(examples, ",
+        ),
+        ((torch.zeros(3, 1, 4, 4).long(), torch.zeros(3).long()), "expected floats"),
+        ((torch.rand(0, 1, 4, 4), torch.zeros(0).long()), "expected floats"),
+        ((torch.full((3, 1, 4, 4), float("nan")), torch.zeros(3).long()), "NaN or infinite"),
+        ((torch.rand(3, 1, 4, 4), torch.zeros(2).long()), "auxiliary: y: expected int64 class numbers"),
+        ((torch.rand(3, 1, 4, 4), torch.full((3,), 9)), "auxiliary: y:"),
+    ],
+)
+def test_auxiliary_examples_must_be_of_the_same_kind(pair: Any, words: str, batch) -> None:
+    with pytest.raises(ValueError, match=words):
+        FedSGD().observe(small_net(), *batch, knowledge=Knowledge.informed_server, auxiliary=pair)
+
+
+def test_auxiliary_examples_and_the_defence_are_for_those_who_know_them(batch) -> None:
+    others = torch.rand(7, 1, 4, 4, generator=torch.Generator().manual_seed(3)), torch.arange(7) % 3
+    for knowledge, has_defense, has_others in (
+        (Knowledge.honest_server, False, False),
+        (Knowledge.adaptive_server, True, False),
+        (Knowledge.informed_server, True, True),
+    ):
+        seen = FedSGD().observe(small_net(), *batch, GradientNoise(sigma=0.1), knowledge, auxiliary=others)
+        assert seen.defense == (GradientNoise(sigma=0.1) if has_defense else None)
+        assert (seen.auxiliary is not None) == has_others
+    assert "auxiliary=" not in repr(seen)
+    wide = seen.to(dtype=torch.float64).auxiliary
+    assert wide is not None
+    assert (wide[0].dtype, wide[1].dtype) == (torch.float64, torch.int64)
+    # None says that the defence is not known; somebody who knows that there is none is told so.
+    assert FedSGD().observe(small_net(), *batch, knowledge=Knowledge.adaptive_server).defense == Defense()
 
 
 # --- files of tasks, channels and older versions ---------------------------------------------------------------------

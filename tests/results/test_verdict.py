@@ -242,6 +242,14 @@ def test_one_attack_that_knows_the_defence_is_enough() -> None:
     assert judge(rows).outcome == "within policy"
 
 
+def test_an_attack_that_knows_the_defence_and_finds_nothing_without_it_proves_nothing() -> None:
+    """The strong one does not know the defence, the one that knows it is weak: neither tested it."""
+    rows = [make(0, 9, defense=NOISE), make(1, 9, defense=NOISE, attack="B()", adaptive=True), control(2), planted(3)]
+    for weak in (planted(4, psnr=9, attack="B()"), control(4, attack="B()")):
+        (reason,) = judge([*rows, weak]).settings[0].reasons
+        assert reason.text.startswith("of the attacks that know this defence: ")
+
+
 def test_a_server_that_may_choose_the_model_was_not_tested_by_attacks_that_take_it_as_it_is() -> None:
     rows = [make(0, 9, chooses=True), control(1, chooses=True), planted(2, chooses=True)]
     verdict = judge(rows)

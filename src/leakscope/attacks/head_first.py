@@ -43,6 +43,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.head_solution import HeadRefused
+from leakscope.equations.noise_test import NoiseTest, noise_test
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.search import Watch
@@ -305,8 +306,20 @@ class _Below:
         progress, total = self.progress, max(self.attack.iterations, self.steps)
         return None if progress is None else (lambda done, _, value: progress(before + done, total, value))
 
+    def _noise_test(self, found: _Candidate) -> NoiseTest | None:
+        """Whether these inputs explain the update down to a known noise, which stands for a certificate there."""
+        channel = self.observation.channel
+        if channel is None or not channel.noisy or self.observation.message.kind != "gradient":
+            return None
+        victim, held = self.victim, self._held_output_gradients(found.inputs)
+        update, _ = victim.gradient(victim.tensors, found.inputs, self._targets(), held)
+        return noise_test(self.update, victim.sent_update(update, victim.tensors), channel, found.inputs.numel())
+
     def _result(self, found: _Candidate) -> Reconstruction:
         embedding, observation = self.embedding, self.observation
+        test = self._noise_test(found)
+        if test is not None:
+            self.notes.append(test.describe())
         certified = found.certificate < CERTIFIED
         flags = list(() if certified else found.flags)
         known = observation.labels is not None or observation.label_counts is not None
@@ -331,5 +344,6 @@ class _Below:
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
                 "certificate": found.certificate if math.isfinite(found.certificate) else None,
+                **({} if test is None else {"noise_p_value": test.p_value, "noise_ratio": test.ratio}),
             },
         )

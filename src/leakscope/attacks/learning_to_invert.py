@@ -12,10 +12,10 @@ defence can be differentiated or has a channel: signs, rounding, pruning, noise,
 Differences from the paper and its published code. The defence acts where the client applies it; that code compresses
 each example's gradient before they are averaged, which overstates what a batch leaks. In place of one network of 3000
 hidden units trained for 200 epochs on all of a data set, regressions are fitted to a few thousand played clients:
-linear ridge on updates as they are, ridge with a Gaussian kernel on scaled tensors, and a small network with early
-stopping that corrects the better of the two. What has the least error on held-out examples of the adversary's own is
-used, and the mean of all examples if nothing beats it. Batches are learned in an order (by class, within a class by
-mean) instead of up to one. FedAvg is played where its recipe is known.
+ridge, linear or with a Gaussian kernel, on updates as they are or with every tensor scaled to one size, and a small
+network with early stopping that corrects the best of them. What has the least error on held-out examples of the
+adversary's own is used, and the mean of all examples if nothing beats it. Batches are learned in an order (by class,
+within a class by mean) instead of up to one. FedAvg is played where its recipe is known.
 
 Equal settings share one regression: it depends on the model, protocol, defence, batch size and the adversary's
 examples, and on nothing of the client. So its draws come from the setting ``seed``, and no attack's seed enters.
@@ -35,12 +35,13 @@ from leakscope.attacks.learning_to_invert_clients import PlayedClient, drawn_bat
 from leakscope.attacks.learning_to_invert_regression import (
     WIDTHS,
     Featuriser,
-    KernelRidge,
+    Mean,
     NetworkSize,
     Pairs,
     Regressor,
+    choose_ridge,
     fit_network,
-    fit_ridge,
+    refit_ridge,
 )
 from leakscope.attacks.shared_work import shared
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
@@ -88,7 +89,7 @@ class LearningToInvert(Attack):
     clients: int = setting(4000, "Played clients at most.", ge=8)
     features: int = setting(2048, "Numbers that an update is hashed to where it has more.", ge=1)
     held_out: float = setting(0.1, "Share of the adversary's examples that choices are made on.", gt=0, le=0.5)
-    kernel: bool = setting(True, "Whether a ridge regression with a Gaussian kernel is fitted too.")
+    kernel: bool = setting(True, "Whether ridge regressions with a Gaussian kernel are fitted too.")
     hidden: int = setting(512, "Units in each hidden layer of the network; 0 leaves it out.", ge=0)
     epochs: int = setting(40, "Epochs of the network at most.", ge=1)
     lr: float = setting(1e-3, "The network's learning rate.", gt=0)
@@ -174,19 +175,23 @@ class LearningToInvert(Attack):
         scaled, sizes, wanted = torch.stack(rows), torch.stack(scales), torch.stack(targets)
         if not bool(torch.isfinite(scaled).all()):
             raise NotApplicable("updates of played clients are not finite: this recipe diverges on other examples")
-        plain = featuriser.unscaled(scaled, sizes)
-        linear = _split(plain, wanted, learned)
-        bent = _split(scaled, wanted, learned)
-        fits = [(*fit_ridge(linear, [None]), linear)]
-        if self.kernel:
-            fits.append((*fit_ridge(bent, WIDTHS), bent))
-        regressor, error, pairs = min(fits, key=lambda fit: fit[1])
-        if self.hidden and isinstance(regressor, KernelRidge):
-            size = NetworkSize(hidden=self.hidden, epochs=self.epochs, learning_rate=self.lr)
-            regressor, error = fit_network(regressor, pairs, size, draws, steps.tell)
-        prior = float((linear.held_targets - linear.targets.mean(0)).double().square().mean())
+        plain = _split(featuriser.unscaled(scaled, sizes), wanted, learned)
+        even = _split(scaled, wanted, learned)
+        regressor: Regressor = Mean(plain.targets.mean(0))
+        prior = error = plain.error(regressor)
+        tried = [(plain, choose_ridge(plain, [None, *(WIDTHS if self.kernel else ())]))]
+        tried += [(even, choose_ridge(even, WIDTHS))] if self.kernel else []
+        fits = [(pairs, *fit) for pairs, fit in tried if fit is not None and fit[1] < prior]
+        pairs = plain
+        if fits:
+            pairs, ridge, error = min(fits, key=lambda fit: fit[2])
+            ridge, error = refit_ridge(ridge, error, pairs)
+            regressor = ridge
+            if self.hidden:
+                size = NetworkSize(hidden=self.hidden, epochs=self.epochs, learning_rate=self.lr)
+                regressor, error = fit_network(ridge, pairs, size, draws, steps.tell)
         bounds = sizes.amin(0), sizes.amax(0)
-        return Inversion(featuriser, regressor, pairs is bent, error, prior, learned, bounds)
+        return Inversion(featuriser, regressor, pairs is even, error, prior, learned, bounds)
 
 
 class _Steps:

@@ -121,7 +121,9 @@ class KernelRidge:
         return "linear ridge" if self.width is None else "Gaussian kernel ridge"
 
     def __call__(self, rows: Tensor) -> Tensor:
-        return kernel(rows - self.centre, self.rows, self.width) @ self.coefficients + self.mean
+        # A small penalty makes large coefficients, whose products single precision would lose.
+        products = kernel(rows - self.centre, self.rows, self.width).double() @ self.coefficients
+        return products.to(self.mean) + self.mean
 
     def leave_one_out(self, targets: Tensor) -> Tensor:
         """The answer to each of its own rows, had it been fitted without that row (the mean stays)."""
@@ -197,43 +199,43 @@ def with_penalty(matrix: Tensor, penalty: float) -> Tensor:
     return wide + penalty * wide.diagonal().mean() * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
 
 
-def fit_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[Regressor, float]:
-    """The ridge regression of least held-out error and that error; ``widths`` in parts of the median distance^2.
+def choose_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[KernelRidge, float] | None:
+    """The ridge regression of the first rows with the least held-out error, and that error; None if there is none.
+
+    ``widths`` are in parts of the median squared distance; None is the linear one.
 
     >>> x = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
-    >>> ridge, error = fit_ridge(Pairs(x[::2], 3 * x[::2], x[1::2], 3 * x[1::2]), [None])
+    >>> ridge, error = choose_ridge(Pairs(x[::2], 3 * x[::2], x[1::2], 3 * x[1::2]), [None])
     >>> ridge.name, error < 1e-15
     ('linear ridge', True)
     """
-    centre, mean = pairs.rows.mean(0), pairs.targets.mean(0)
-    nothing = Mean(mean)
-    best: tuple[Regressor, float] = (nothing, pairs.error(nothing))
     few = pairs.first(PATH_ROWS)
-    tried = [fit for width in widths for fit in _path(few, centre, mean, _absolute(few, width), PENALTIES)]
-    if not tried:
-        return best
-    chosen, error = min(tried, key=lambda fit: fit[1])
-    penalties = (chosen.penalty, chosen.penalty / 10)
-    last = list(_path(pairs, centre, mean, chosen.width, penalties)) if len(pairs.rows) > PATH_ROWS else []
-    return min([best, (chosen, error), *last], key=lambda fit: fit[1])
+    tried = [fit for width in widths for fit in _path(few, _absolute(few, width), PENALTIES)]
+    return min(tried, key=lambda fit: fit[1], default=None)
 
 
-def _path(
-    pairs: Pairs, centre: Tensor, mean: Tensor, width: float | None, penalties: Sequence[float]
-) -> Iterator[tuple[KernelRidge, float]]:
+def refit_ridge(ridge: KernelRidge, error: float, pairs: Pairs) -> tuple[KernelRidge, float]:
+    """The same with all rows, where more are there and it helps; they may do with a smaller penalty."""
+    if len(pairs.rows) == len(ridge.rows):
+        return ridge, error
+    whole = _path(pairs, ridge.width, (ridge.penalty, ridge.penalty / 10))
+    return min([(ridge, error), *whole], key=lambda fit: fit[1])
+
+
+def _path(pairs: Pairs, width: float | None, penalties: Sequence[float]) -> Iterator[tuple[KernelRidge, float]]:
     """The regressions along the penalties, each with its held-out error."""
+    centre, mean = pairs.rows.mean(0), pairs.targets.mean(0)
     rows = pairs.rows - centre
     matrix = kernel(rows, rows, width)
     if not float(matrix.diagonal().mean()) > 0:
         return  # all rows are equal: there is nothing to learn from
-    across = kernel(pairs.held_rows - centre, rows, width)
+    across = kernel(pairs.held_rows - centre, rows, width).double()
     for penalty in penalties:
         coefficients = ridge_coefficients(matrix, pairs.targets - mean, penalty)
         if coefficients is None:
             continue
-        answers = across.double() @ coefficients + mean
-        error = float((answers - pairs.held_targets).square().mean())
-        yield KernelRidge(rows, centre, coefficients.to(mean), mean, penalty, width), error
+        error = float((across @ coefficients + mean - pairs.held_targets).square().mean())
+        yield KernelRidge(rows, centre, coefficients, mean, penalty, width), error
 
 
 def _absolute(pairs: Pairs, width: float | None) -> float | None:

@@ -1,0 +1,78 @@
+"""Whether inputs explain a noisy update: what they leave of it must look like the noise, and like no more.
+
+Under a known noise level the certificate of an exact solution has no sense, for nothing explains noise. In its place
+stands a test: for the true inputs the sum over entries of ((observed - simulated) / sigma)^2 is chi-square with as many
+degrees of freedom as there are entries, and for inputs fitted to the update with so many less as were fitted. Inputs
+that leave significantly more miss something that the update tells.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from scipy.stats import chi2, norm
+from torch import Tensor
+
+from leakscope.contracts.channel import Channel
+
+#: Inputs are refuted where what they leave would be this rare.
+RARE = 1e-3
+#: The fourth moment of Laplace noise in units of its squared variance; that of Gaussian noise is 3.
+LAPLACE_KURTOSIS = 6.0
+
+
+@dataclass(frozen=True)
+class NoiseTest:
+    """``ratio``: the mean square that is left, in units of the noise's. ``p_value``: how often noise leaves so much."""
+
+    ratio: float
+    p_value: float
+
+    @property
+    def passed(self) -> bool:
+        return self.p_value >= RARE
+
+    def describe(self) -> str:
+        """In one sentence.
+
+        >>> NoiseTest(1.01, 0.2).describe()
+        'the inputs explain the update down to its noise (chi-square test, p = 0.2)'
+        """
+        if self.passed:
+            return f"the inputs explain the update down to its noise (chi-square test, p = {self.p_value:.2g})"
+        return f"the inputs leave {math.sqrt(self.ratio):.3g} times the noise of the update: it tells more of them"
+
+
+def noise_test(
+    observed: Mapping[str, Tensor], simulated: Mapping[str, Tensor], channel: Channel, fitted: int = 0
+) -> NoiseTest | None:
+    """The test of what ``simulated`` leaves of ``observed`` with ``fitted`` unknowns; None where there is none.
+
+    Entries without noise, or set to zero before or after it, make the sum something else: there is no test then.
+
+    >>> import torch
+    >>> noise = torch.randn(4000, generator=torch.Generator().manual_seed(0))
+    >>> test = noise_test({"w": 0.1 * noise}, {"w": torch.zeros(4000)}, Channel(noise=0.1))
+    >>> test.passed, noise_test({"w": 0.2 * noise}, {"w": torch.zeros(4000)}, Channel(noise=0.1)).passed
+    (True, False)
+    """
+    if channel.masked or channel.rounding != "none" or channel.inexact or channel.unreliable:
+        return None
+    levels = {name: channel.level(name) for name in observed}
+    if not levels or not all(level > 0 for level in levels.values()):
+        return None
+    total = sum(
+        float(((value.double() - simulated[name].double()) / levels[name]).square().sum())
+        for name, value in observed.items()
+    )
+    entries = sum(value.numel() for value in observed.values())
+    free = entries - fitted
+    if free <= 0:
+        return None  # so many unknowns explain anything
+    if channel.noise_law == "laplace":
+        p_value = norm.sf((total - free) / math.sqrt((LAPLACE_KURTOSIS - 1) * free))
+    else:
+        p_value = chi2.sf(total, free)
+    return NoiseTest(total / free, float(p_value))
