@@ -35,6 +35,7 @@ _NAMES = {
     "Observation": "leakscope.contracts.observation",
     "Protocol": "leakscope.contracts.protocol",
     "Reconstruction": "leakscope.contracts.reconstruction",
+    "SecureAggregation": "leakscope.federation",
     "RecoveredFeatures": "leakscope.equations.features",
     "Task": "leakscope.contracts.task",
     "ValueRange": "leakscope.contracts.inputs",

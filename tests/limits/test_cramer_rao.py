@@ -503,3 +503,40 @@ def test_convolutions_with_real_pictures(real_data) -> None:  # type: ignore[no-
     found = cramer_rao(mapping, flat, Channel(noise=1e-3), method="estimate", probes=2, steps=60)
     assert 0 < found.loosened <= found.rmse
     assert found.rmse < 1.3 * exact.rmse
+
+
+def test_laplace_noise_tells_twice_as_much_as_gaussian_noise_of_its_variance() -> None:
+    mapping, flat = gradient_map_at(torch.nn.Linear(2, 3), (2,), batch=1, num_classes=3)
+    floors = [cramer_rao(mapping, flat, Channel(noise=0.1, noise_law=law)).rmse for law in ("gaussian", "laplace")]
+    assert floors[0] / floors[1] == pytest.approx(math.sqrt(2))
+    # The Fisher information of a location, by its definition, from the density itself.
+    e = torch.linspace(-20, 20, 400_001, dtype=torch.float64)
+    density = torch.exp(-math.sqrt(2) * e.abs()) / math.sqrt(2)
+    score = torch.gradient(density.log(), spacing=(e,))[0]
+    assert float(torch.trapezoid(score.square() * density, e)) == pytest.approx(2.0, rel=1e-3)
+
+
+def test_stretched_entries_stand_out_of_the_noise() -> None:
+    mapping, flat = gradient_map_at(torch.nn.Linear(2, 6), (2,), batch=1, num_classes=6)
+    plain, scaled, last = (
+        cramer_rao(mapping, flat, Channel(noise=0.1, dropout=0.5, **more)).rmse
+        for more in ({}, {"dropout_scaled": True}, {"dropout_scaled": True, "zeros_last": True})
+    )
+    assert plain / scaled == pytest.approx(2.0)
+    assert last == pytest.approx(plain)  # the noise was stretched along
+
+
+@pytest.mark.parametrize(
+    "channel",
+    [
+        Channel(noise=0.1, rounding="sign"),
+        Channel(noise=0.1, unreliable=("weight",)),
+        Channel(noise=0.1, inexact=True),
+        Channel(noise=0.1, prune=0.5, zeros_last=True),
+    ],
+    ids=repr,
+)
+def test_no_floor_is_told_of_what_the_calculation_does_not_know(channel: Channel) -> None:
+    mapping, flat = gradient_map_at(torch.nn.Linear(2, 3), (2,), batch=1, num_classes=3)
+    with pytest.raises(ValueError, match="expected clipping, zeros and noise only"):
+        cramer_rao(mapping, flat, channel)

@@ -113,7 +113,7 @@ class GradientMatching(Attack):
 
     def _observed(self, observation: Observation, matcher: Matcher) -> dict[str, Tensor]:
         """The update in the units of what is simulated: a weight difference taken for one gradient loses its scale."""
-        update = dict(observation.message.update)
+        update = reliable_update(observation)
         if observation.message.kind == matcher.simulation.imitates:
             return update
         scale, _ = mean_gradient_scale(observation)
@@ -189,9 +189,18 @@ def _brief(matcher: Matcher) -> Matcher:
     return replace(matcher, iterations=steps, restarts=1, compile="never", simulation=simulation)
 
 
+def reliable_update(observation: Observation) -> dict[str, Tensor]:
+    """The update, zero where the adversary knows that it says nothing of the examples, or something false."""
+    update = observation.message.update
+    return dict(update) if observation.channel is None else observation.channel.reliable(update)
+
+
 def as_gradient(observation: Observation) -> dict[str, Tensor]:
-    """The update as one gradient of the whole batch in the client's reduction; NotApplicable without a scale."""
-    update = dict(observation.message.update)
+    """The update as one gradient of the whole batch in the client's reduction; NotApplicable without a scale.
+
+    It is zero where it is not reliable.
+    """
+    update = reliable_update(observation)
     if observation.message.kind == "gradient":
         return update
     scale, why = mean_gradient_scale(observation)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import GradientMatching, several_steps
+from leakscope.attacks.gradient_matching import GradientMatching, reliable_update, several_steps
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Progress
@@ -89,7 +89,7 @@ def unexplained(
     observation: Observation, inputs: Tensor, targets: Tensor, output_gradient: Tensor | None = None
 ) -> float:
     """What inputs leave of the update: the root mean square of all entries, each relative to that of its tensor."""
-    victim, observed = Victim.of(observation), observation.message.update
+    victim, observed = Victim.of(observation), reliable_update(observation)
     gradient, _ = victim.gradient(victim.tensors, inputs, targets, output_gradient)
     update, squares, count = victim.sent_update(gradient, victim.tensors), 0.0, 0
     # A weight update of one step is a gradient times a rate: its length is not compared.

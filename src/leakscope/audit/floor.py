@@ -31,6 +31,8 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
     channel = subject.protocol.channel(defense, len(subject.x))
     if channel is None:
         return {"reason": f"what {type(defense).__name__} does to a gradient is not known to the calculation"}
+    if channel.beyond_theory is not None:
+        return {"reason": channel.beyond_theory}
     wide = subject.observation.without_channel().to(device="cpu", dtype=torch.float64)
     mapping = GradientMap.of(wide, subject.y)
     plan = affordable_floor(mapping, probes=PROBES, steps=STEPS)

@@ -44,8 +44,12 @@ def defense_part(value: Any) -> Part:
 
     if value is None:
         return Part(name="none")
+    if isinstance(value, list | tuple):
+        return _chain(value)
     if isinstance(value, str | Mapping):
         name, options = _named(value, "defence")
+        if folded(name) == "chain" and isinstance(options.get("parts"), list | tuple) and len(options) == 1:
+            return _chain(options["parts"])
         if folded(name) == "none" and not options:
             return Part(name="none")
         if folded(name) == "none":
@@ -53,6 +57,17 @@ def defense_part(value: Any) -> Part:
         if ":" not in name:
             find_name(name, ["none", *DEFENSES], [(e.target.__name__, e.name) for e in DEFENSES.values()])
     return _part(value, DEFENSES)
+
+
+def _chain(values: Sequence[Any]) -> Part:
+    """Several defences, one after another; those called none are left out."""
+    from leakscope.contracts.chain import as_defense
+
+    parts = [part for part in map(defense_part, values) if part.instance is not None]
+    if len(parts) < 2:
+        raise ValueError(f"expected at least two defences in a list of them, got {list(values)!r}; leave the list out")
+    options = [{part.name: part.options} for part in parts]
+    return Part(name="chain", options={"parts": options}, instance=as_defense([part.instance for part in parts]))
 
 
 def attack_part(value: Any) -> Part:

@@ -132,6 +132,8 @@ class Attack(Described, ABC):
             "dtype": str(observation.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
+        if observation.channel is not None and observation.channel.inexact:
+            result = dataclasses.replace(result, flags=tuple(dict.fromkeys((*result.flags, "defence approximated"))))
         expected = observation.input_shape
         if tuple(result.inputs.shape[1:]) != expected:
             raise RuntimeError(

@@ -1,10 +1,11 @@
 """What an adversary who knows the defence can compute with: the way from a client's gradient to what is seen of it.
 
 The same object serves attacks, which pass what they simulate through it, and theory, which asks for the least error
-behind it. In their order: clipping, pruning and dropout of entries, noise. The definitions are those of Liu et al.,
-"Data Reconstruction Attacks and Defenses: A Systematic Evaluation". Clipping is of the whole batch's gradient,
-g / max(1, |g| / C), or of each example's, which a guarantee of differential privacy needs.
-"""
+behind it. In their order: clipping, pruning and dropout of entries, noise, rounding; with ``zeros_last`` entries are
+set to zero after the noise. The definitions are those of Liu et al., "Data Reconstruction Attacks and Defenses: A
+Systematic Evaluation". Clipping is of the whole batch's gradient, g / max(1, |g| / C), or of each example's, which a
+guarantee of differential privacy needs. Of what is random in the client's network, or cannot be differentiated, an
+adversary has a stand-in only: such a channel is ``inexact``, and theory says nothing of it."""
 
 from __future__ import annotations
 
@@ -20,6 +21,8 @@ from torch import Tensor
 from leakscope.contracts.settings import Described, setting
 
 PruneScope = Literal["tensor", "global"]
+NoiseLaw = Literal["gaussian", "laplace"]
+Rounding = Literal["none", "sign", "uniform", "stochastic", "float16", "bfloat16"]
 Tensors = dict[str, Tensor]
 
 
@@ -35,13 +38,22 @@ class Channel(Described):
     """
 
     noise: float | Mapping[str, float] = setting(
-        0.0, "Standard deviation of Gaussian noise on what is left, one number or one a tensor.", ge=0
+        0.0, "Standard deviation of the noise on what is left, one number or one a tensor.", ge=0
     )
+    noise_law: NoiseLaw = setting("gaussian", "The law of the noise.")
     clip: float | None = setting(None, "The largest norm that a gradient may have.", gt=0)
-    clip_per: Literal["batch", "example"] = setting("batch", "Whose gradient is clipped.")
+    clip_per: Literal["batch", "example", "step"] = setting(
+        "batch", "What is clipped: what is sent, each example's gradient, or that of each local step."
+    )
     prune: float = setting(0.0, "Share of entries of smallest magnitude set to zero.", ge=0, lt=1)
     prune_scope: PruneScope = setting("tensor", "Whether of each tensor or of the whole update.")
-    dropout: float = setting(0.0, "Probability with which an entry is set to zero, the others not scaled.", ge=0, lt=1)
+    dropout: float = setting(0.0, "Probability with which an entry is set to zero.", ge=0, lt=1)
+    dropout_scaled: bool = setting(False, "Whether the entries that dropout leaves are divided by their share.")
+    zeros_last: bool = setting(False, "Whether entries are set to zero after the noise, so that the zeros show.")
+    rounding: Rounding = setting("none", "How values are rounded in the end; stochastic is uniform, up or down.")
+    bits: int = setting(8, "Bits of a value where rounding is uniform or stochastic.", ge=2, le=32)
+    unreliable: tuple[str, ...] = setting((), "Tensors that say nothing of the examples, or something false.")
+    inexact: bool = setting(False, "Whether the client's network was random, and the one observed is its mean.")
 
     def problems(self) -> list[str]:
         levels = self.noise.values() if isinstance(self.noise, Mapping) else ()
@@ -59,6 +71,16 @@ class Channel(Described):
     def masked(self) -> bool:
         """Whether entries are set to zero."""
         return self.prune > 0 or self.dropout > 0
+
+    @property
+    def shows_zeros(self) -> bool:
+        """Whether an entry that was set to zero can be told from the others."""
+        return self.masked and (self.zeros_last or not self.noisy)
+
+    @property
+    def rounds_evenly(self) -> bool:
+        """Whether values are rounded to evenly spaced ones, so that each says within which bounds it was."""
+        return self.rounding in ("uniform", "stochastic")
 
     @property
     def clips_examples(self) -> bool:
@@ -81,14 +103,20 @@ class Channel(Described):
     def survivors(self, observed: Mapping[str, Tensor]) -> Tensors:
         """Which entries survived, as far as the update shows it: ones and zeros; empty where all did.
 
-        A pruned entry is exactly zero and gives itself away, unless noise was added afterwards.
+        A pruned entry is exactly zero and gives itself away, unless noise was added afterwards. Of unreliable tensors
+        no entry counts.
 
         >>> Channel(prune=0.5).survivors({"w": torch.tensor([3.0, 0.0])})["w"].tolist()
         [1.0, 0.0]
+        >>> Channel(unreliable=("w",)).survivors({"w": torch.ones(2), "b": torch.ones(1)})
+        {'w': tensor([0., 0.])}
         """
-        if not self.masked or self.noisy:
-            return {}
-        return {name: (value != 0).to(value) for name, value in observed.items()}
+        masks = {name: (value != 0).to(value) for name, value in observed.items()} if self.shows_zeros else {}
+        return {**masks, **{name: torch.zeros_like(observed[name]) for name in self.unreliable if name in observed}}
+
+    def reliable(self, observed: Mapping[str, Tensor]) -> Tensors:
+        """An update as it is compared with what an adversary simulates: unreliable tensors are zero in both."""
+        return {name: torch.zeros_like(v) if name in self.unreliable else v for name, v in observed.items()}
 
     def clip_update(self, update: Mapping[str, Tensor]) -> Tensors:
         """An update clipped as one, differentiable."""
@@ -100,10 +128,60 @@ class Channel(Described):
 
     def stand_in(self, update: Mapping[str, Tensor], survivors: Mapping[str, Tensor]) -> Tensors:
         """What an adversary expects to see of an update, noise left out; differentiable."""
-        clipped = dict(update) if self.clips_examples else self.clip_update(update)
-        return {name: value * survivors[name] if name in survivors else value for name, value in clipped.items()}
+        clipped = self.clip_update(update) if self.clip_per == "batch" else dict(update)
+        masked = {name: value * survivors[name] if name in survivors else value for name, value in clipped.items()}
+        if self.dropout_scaled:
+            masked = {name: value / (1 - self.dropout) for name, value in masked.items()}
+        if self.rounding != "sign":
+            return masked
+        # As the client does it; the derivative is that of the value itself, for a sign has none. Measured against
+        # smooth stand-ins, which leave an attack worse off.
+        return {name: v + (v.sign() * v.abs().mean() - v).detach() for name, v in masked.items()}
+
+    def settled(self, update: Mapping[str, Tensor], seen: Mapping[str, Tensor]) -> Tensors:
+        """What was simulated, moved towards what was ``seen`` as far as rounding explains it; differentiable.
+
+        >>> simulated, seen = {"w": torch.tensor([0.9, 0.6])}, {"w": torch.tensor([1.0, 0.0])}
+        >>> Channel(rounding="uniform", bits=2).settled(simulated, seen)
+        {'w': tensor([1.0000, 0.1000])}
+        """
+        share = (0.5 if self.rounding == "uniform" else 1.0) / (2 ** (self.bits - 1) - 1)
+        reach = {name: share * seen[name].abs().max() for name in update if name in seen}
+        return {
+            name: value - (value - seen[name]).clamp(-reach[name], reach[name]) if name in reach else value
+            for name, value in update.items()
+        }
 
     # -- what theory uses --
+
+    @property
+    def beyond_theory(self) -> str | None:
+        """Why no floor can be told behind this channel; None where one can."""
+        if type(self) is not Channel:
+            return f"what a {type(self).__name__} does is known to attacks only"
+        if self.inexact:
+            return "the client's network was random, and a floor is that of one network"
+        if self.unreliable:
+            return f"what the update says of {', '.join(self.unreliable)} is not known to the calculation"
+        if self.rounding != "none":
+            return "rounding to few values is no noise with a density, of which alone a floor can be told"
+        if self.zeros_last and self.prune:
+            return "which entries were pruned depends on the noise, and the calculation takes them for fixed"
+        return None
+
+    def information_level(self, name: str) -> float:
+        """The standard deviation of Gaussian noise on the gradient itself that hides as much of this tensor.
+
+        The Fisher information of a location under Laplace noise of standard deviation s is 2 / s^2, twice that of
+        Gaussian noise. Entries that were stretched stand out of the noise by that factor.
+
+        >>> round(Channel(noise=1.0, noise_law="laplace").information_level("w"), 4)
+        0.7071
+        >>> Channel(noise=1.0, dropout=0.5, dropout_scaled=True).information_level("w")
+        0.5
+        """
+        stretch = 1 / (1 - self.dropout) if self.dropout_scaled and not self.zeros_last else 1.0
+        return self.level(name) / stretch / (math.sqrt(2) if self.noise_law == "laplace" else 1.0)
 
     def kept(self, update: Sequence[Tensor], generator: torch.Generator) -> Tensor | None:
         """One boolean an entry of the update, in its order: true where it is not set to zero; None if all are kept.
@@ -139,15 +217,25 @@ class Channel(Described):
         >>> Channel(clip=4.0, noise=0.1).describe()
         'clipped to 4, noise 0.1'
         """
-        whose = " for each example" if self.clips_examples else ""
+        whose = {"batch": "", "example": " for each example", "step": " at each step"}[self.clip_per]
         words = [] if self.clip is None else [f"clipped to {self.clip:g}{whose}"]
         if self.prune:
             scope = "of each tensor" if self.prune_scope == "tensor" else "of the update"
             words.append(f"{100 * self.prune:g} % of the entries {scope} pruned")
         if self.dropout:
             words.append(f"{100 * self.dropout:g} % of the entries dropped")
+            words[-1] += ", the others stretched" if self.dropout_scaled else ""
         if self.noisy:
-            words.append("noise by tensor" if isinstance(self.noise, Mapping) else f"noise {self.noise:g}")
+            law = "" if self.noise_law == "gaussian" else f"{self.noise_law.capitalize()} "
+            noise = f"{law}noise by tensor" if isinstance(self.noise, Mapping) else f"{law}noise {self.noise:g}"
+            words.insert(len(words) - self.masked if self.zeros_last else len(words), noise)
+        if self.rounding != "none":
+            few = f"rounded to {self.bits} bits" + (" up or down" if self.rounding == "stochastic" else "")
+            words.append(few if self.rounds_evenly else f"sent as {self.rounding}")
+        if self.unreliable:
+            words.append(f"without {', '.join(self.unreliable)}")
+        if self.inexact:
+            words.append("of a random network")
         return ", ".join(words) or "the gradient as it is"
 
     def facts(self) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.settings import Described
@@ -18,9 +18,29 @@ Gradient = dict[str, Tensor]
 class Defense(Described):
     """A protection of the update. Override the hooks at which it acts; the others leave things as they are.
 
-    The protocol calls the hooks in this order: ``protect_batch`` once for each batch the client trains on,
-    ``protect_example_gradients`` and ``protect_gradient`` at each local step, ``protect_message`` once, last.
+    Before the training: ``for_model``, then ``protect_model`` for the model that everybody shares, then
+    ``protect_copy`` for the client's own copy of it. At each local step: ``protect_batch`` on the batch,
+    ``protect_example_gradients`` and ``protect_gradient``. Last and once: ``protect_message``.
     """
+
+    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Defense:
+        """The same defence with what depends on the model filled in; ValueError where it does not apply to it."""
+        return self
+
+    def protect_model(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        """The model that server and clients share in place of ``model``; one that is protected already as it is.
+
+        What it draws at random comes from a setting, so that all get the same. The caller's model is left alone.
+        """
+        return model
+
+    def protect_copy(self, model: nn.Module) -> nn.Module:
+        """The client's own copy of the model as it trains it, with the same parameters under the same names.
+
+        It may be changed in place, hooks included. What its forward pass draws comes from torch's global generator,
+        which the protocol seeds from the client's.
+        """
+        return model
 
     def protect_batch(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return x, y
@@ -51,11 +71,27 @@ class Defense(Described):
         return None
 
     @property
+    def parts(self) -> tuple[Defense, ...]:
+        """The defences that act one after another in it: itself, unless it is a chain."""
+        return (self,)
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        """The hooks at which it acts, in the order in which they are called."""
+        return tuple(hook for hook in HOOKS if getattr(type(self), hook) is not getattr(Defense, hook))
+
+    @property
     def needs_example_gradients(self) -> bool:
-        return type(self).protect_example_gradients is not Defense.protect_example_gradients
+        return "protect_example_gradients" in self.hooks
 
     @property
     def acts_on_steps(self) -> bool:
         """Whether it acts at each local step rather than on the message alone."""
-        hooks = ("protect_batch", "protect_example_gradients", "protect_gradient")
-        return any(getattr(type(self), hook) is not getattr(Defense, hook) for hook in hooks)
+        return any(hook != "protect_message" for hook in self.hooks)
+
+
+#: The hooks in the order in which a protocol calls them.
+HOOKS = (
+    *("protect_model", "protect_copy", "protect_batch"),
+    *("protect_example_gradients", "protect_gradient", "protect_message"),
+)

@@ -12,6 +12,7 @@ from typing import ClassVar, Self, get_args
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.chain import as_defense
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
 from leakscope.contracts.defense import Defense, Gradient
@@ -27,7 +28,10 @@ BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 @dataclass(frozen=True, eq=False)
 class ClientSide:
-    """What a client works with: its own copy of the model, its examples, its task, its defence and its draws."""
+    """What a client works with: its own copy of the model, its examples, its task, its defence and its draws.
+
+    ``shared`` is the model as server and clients know it, that of a defence where it changes the model.
+    """
 
     model: nn.Module
     x: Tensor
@@ -35,6 +39,7 @@ class ClientSide:
     task: Task
     defense: Defense
     generator: torch.Generator
+    shared: nn.Module | None = None
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -74,7 +79,7 @@ class Protocol(Described, ABC):
         model: nn.Module,
         x: Tensor,
         y: Tensor,
-        defense: Defense | None = None,
+        defense: Defense | Sequence[Defense] | None = None,
         knowledge: Knowledge | None = None,
         generator: torch.Generator | None = None,
         *,
@@ -89,7 +94,7 @@ class Protocol(Described, ABC):
         The client works on a copy: the caller's model is bit-identical afterwards. Dropout is off; BatchNorm
         follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or ``value_range`` the bounds of a
         box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
-        what the client minimises, classification unless told.
+        what the client minimises, classification unless told. A list of defences is a chain, one after another.
 
         Noise, masks and the order of batches are drawn from ``generator``, to be repeated by whoever has its seed; from
         the system's randomness without one, as a real client's are. The observation says which.
@@ -100,7 +105,7 @@ class Protocol(Described, ABC):
         space = _input_space(x, value_range) if inputs is None else inputs
         messages, recipe = self._exchange(client, knowledge)
         return Observation(
-            model=model,
+            model=model if client.shared is None else client.shared,
             messages=messages,
             inputs=space if knowledge.normalisation else Box(space.shape),
             num_classes=math.prod(outputs),
@@ -123,7 +128,7 @@ class Protocol(Described, ABC):
         model: nn.Module,
         x: Tensor,
         y: Tensor,
-        defense: Defense | None = None,
+        defense: Defense | Sequence[Defense] | None = None,
         generator: torch.Generator | None = None,
         task: Task | None = None,
         num_classes: int | None = None,
@@ -133,9 +138,12 @@ class Protocol(Described, ABC):
         task = Classification() if task is None else task
         outputs = check_batch(model, x, y, num_classes, task)
         draws = system_generator() if generator is None else generator
+        shape = tuple(x.shape[1:])
+        defense = as_defense(defense).for_model(model, shape, outputs)
+        shared = defense.protect_model(model, shape)
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
-        x, y, twin = x.detach().clone(), y.clone(), client_copy(model, self.batchnorm)
-        return ClientSide(twin, x, y, task, Defense() if defense is None else defense, draws), outputs
+        x, y, twin = x.detach().clone(), y.clone(), defense.protect_copy(client_copy(shared, self.batchnorm))
+        return ClientSide(twin, x, y, task, defense, draws, shared), outputs
 
     def send(self, client: ClientSide) -> Gradient:
         """The update of a client that sends one, as it leaves the client: for training, where nobody attacks."""

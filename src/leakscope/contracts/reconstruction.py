@@ -31,6 +31,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "guess.",
         "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
         "gradients were altered.",
+        "defence approximated": "The defence makes the client's network a random one, and the attack simulated its "
+        "mean; one that searches the random numbers too may recover more.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
     }
 )
@@ -48,6 +50,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "ill-conditioned": "Add another attack, such as head-first, or use dtype: float64",
         "not identifiable": "Give the protocol more rounds",
         "rounds disagree": "Lower the protocol's learning rate, or add another attack",
+        "defence approximated": "Add an attack that is trained on protected updates",
         "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
     }
 )

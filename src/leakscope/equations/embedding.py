@@ -133,6 +133,11 @@ def _observed_head(observation: Observation) -> Head:
         raise HeadRefused(f"something follows the last linear layer {head.module_name!r}, so its outputs are no logits")
     if head.weight_name not in observation.message.update:
         raise HeadRefused(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+    channel = observation.channel
+    if channel is not None and channel.unreliable:
+        raise HeadRefused(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
+    if channel is not None and channel.rounding == "sign":
+        raise HeadRefused("only the signs of the update are seen, and equations need its values")
     return head
 
 
@@ -168,7 +173,7 @@ def _factors(observation: Observation, scale: float) -> tuple[float | None, ...]
     """The scales to try: clipping multiplies the update, and may be what nobody tells of."""
     channel = observation.channel
     if observation.message.kind == "weight_delta":
-        return (scale,)
+        return (scale,) if channel is None or channel.clip is None else (scale, None)
     if channel is None:
         return (scale, None)
     if channel.clip is None:

@@ -7,6 +7,7 @@ from leakscope.federation.checkpoints import cached_training
 from leakscope.federation.defended import DefendedTraining, Diverged
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.secure_aggregation import SecureAggregation
 from leakscope.federation.training import FederatedTraining, Training, TrainingRun
 from leakscope.federation.vertical import Vertical
 
@@ -15,6 +16,7 @@ PROTOCOLS: Registry[Entry] = Registry(
     (
         Entry("fedsgd", FedSGD, "one gradient of the client's whole batch"),
         Entry("fedavg", FedAvg, "local training over epochs and batches; the difference of weights is sent"),
+        Entry("secure-aggregation", SecureAggregation, "only the mean of several clients' updates is seen"),
         Entry("vertical", Vertical, "workers own different features of the same samples; one gradient a round"),
     ),
     Protocol,

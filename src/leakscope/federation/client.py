@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
 
 from leakscope.contracts.defense import Gradient
 from leakscope.contracts.knowledge import Knowledge
@@ -67,14 +68,41 @@ def batch_gradient(client: ClientSide, reduction: Reduction = "mean") -> Gradien
     defense, draws = client.defense, client.generator
     x, y = defense.protect_batch(client.x, client.y, draws)
     if defense.needs_example_gradients:
-        # One backward pass an example: BatchNorm in train mode mixes examples, so it has no such gradients.
-        singles = [_gradient(client, x[i : i + 1], y[i : i + 1], "mean") for i in range(x.shape[0])]
-        stacked = {name: torch.stack([g[name] for g in singles]) for name in singles[0]}
-        each = defense.protect_example_gradients(stacked, draws)
+        each = defense.protect_example_gradients(example_gradients(client, x, y), draws)
         gradient = {k: v.mean(0) if reduction == "mean" else v.sum(0) for k, v in each.items()}
     else:
         gradient = _gradient(client, x, y, reduction)
     return defense.protect_gradient(gradient, draws)
+
+
+def example_gradients(client: ClientSide, x: Tensor, y: Tensor) -> Gradient:
+    """The gradient of each example by itself, stacked along a first axis: all at once where the model lets us.
+
+    BatchNorm in train mode mixes examples, so each goes through the model alone, as does one of a model that vmap does
+    not know.
+    """
+    mixes = any(isinstance(module, BATCHNORM) and module.training for module in client.model.modules())
+    if len(x) > 1 and not mixes:
+        state = torch.random.get_rng_state()
+        try:
+            return _mapped_gradients(client, x, y)
+        except RuntimeError:  # an operation that vmap does not know; a fault of the model is met again below
+            torch.random.set_rng_state(state)
+    singles = [_gradient(client, x[i : i + 1], y[i : i + 1], "mean") for i in range(len(x))]
+    return {name: torch.stack([g[name] for g in singles]) for name in singles[0]}
+
+
+def _mapped_gradients(client: ClientSide, x: Tensor, y: Tensor) -> Gradient:
+    fixed = {name: p.detach() for name, p in client.model.named_parameters() if not p.requires_grad}
+    fixed |= {name: value.detach().clone() for name, value in client.model.named_buffers()}
+
+    def loss(weights: Gradient, picture: Tensor, target: Tensor) -> Tensor:
+        outputs = functional_call(client.model, {**weights, **fixed}, (picture[None].clone(),))
+        return client.task.loss(outputs_of(outputs), target[None])
+
+    weights = {name: p.detach() for name, p in client.trained.items()}
+    each: Gradient = vmap(grad(loss), in_dims=(None, 0, 0), randomness="different")(weights, x, y)
+    return {name: each[name].detach() for name in weights}
 
 
 def _gradient(client: ClientSide, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:

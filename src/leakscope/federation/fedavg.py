@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.caps import COUNT
+from leakscope.contracts.chain import as_defense, composed
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
@@ -56,13 +57,24 @@ class FedAvg(OneMessage):
         return replace(super().easiest(), epochs=1, optimizer="sgd", momentum=0.0)
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
-        """Of the difference of weights: noise of every step adds up; clipping of single steps leaves no one factor."""
-        if not defense.acts_on_steps:
-            return super().channel(defense, examples)
-        step = defense.channel(examples=min(self.batch_size, examples))
-        if step is None or step.masked or isinstance(step.noise, Mapping) or self.optimizer != "sgd" or self.momentum:
+        """Of the difference of weights: noise of every step adds up; clipping is that of each step.
+
+        That of single examples is left out: in many steps it is next to nothing beside the noise that comes with it.
+        """
+        steps = [part for part in defense.parts if part.acts_on_steps]
+        rest = [part.channel(examples=examples) for part in defense.parts if not part.acts_on_steps]
+        if not steps:
+            return composed(rest)
+        step = as_defense(steps).channel(examples=min(self.batch_size, examples))
+        if step is None or type(step) is not Channel or self.optimizer != "sgd" or self.momentum:
             return None
-        return Channel(noise=self.lr * math.sqrt(self.steps(examples)) * step.noise)
+        if step.masked or step.rounding != "none" or isinstance(step.noise, Mapping):
+            return None
+        noise = self.lr * math.sqrt(self.steps(examples)) * step.noise
+        own = Channel(noise=noise, unreliable=step.unreliable, inexact=step.inexact)
+        if step.clip is not None and not step.clips_examples:
+            own = replace(own, clip=step.clip, clip_per="step")
+        return composed([own, *rest])
 
     def steps(self, examples: int) -> int:
         """Local steps on so many examples."""

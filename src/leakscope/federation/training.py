@@ -128,6 +128,11 @@ class FederatedTraining(Training):
     ) -> tuple[nn.Module, float]:
         """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
+        if defense is not None:
+            # Where the defence changes the model, that one is trained; in later rounds it is so already.
+            draws = round_generator(seed, number, chosen[0])
+            shared = self.protocol.client_side(model, *clients[chosen[0]], defense, draws, self.task)[0].shared
+            model = model if shared is None else shared
         probe = client_copy(model, self.protocol.batchnorm)
         loss = mean_loss(probe, [clients[client] for client in chosen], self.task)
         total = sum(len(clients[client][1]) for client in chosen)

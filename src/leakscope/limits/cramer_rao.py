@@ -9,10 +9,11 @@ Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
 lacks the division by the batch size), where it is loosened to the right-hand side. Here the trace itself is computed:
 exactly, or for large problems by Hutchinson's estimator and conjugate gradients on products with F alone.
 
-Noise may differ from tensor to tensor: everything is then in its units. Each example's gradient may be clipped, as in
-DP-SGD. Clipping by C has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere.
-Pruned and dropped entries are columns that are gone. The adversary is taken to know the labels and which entries were
-set to zero: one that does not can only do worse, so the floor holds for it too.
+Noise may differ from tensor to tensor: everything is then in its units. Of Laplace noise the Fisher information is
+twice that of Gaussian noise of the same variance. Each example's gradient may be clipped, as in DP-SGD. Clipping by C
+has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere. Pruned and dropped
+entries are columns that are gone. The adversary is taken to know the labels and which entries were set to zero: one
+that does not can only do worse, so the floor holds for it too.
 
 What it does not say: it speaks of unbiased estimates near the true inputs. A prior on natural pictures is a bias, and
 with one an attack may go below the floor. The order of the examples in a batch is taken for known. Where F is singular
@@ -176,6 +177,10 @@ def cramer_rao(
     2.0
     """
     _check(mapping, flat, method, probes, steps)
+    if channel.beyond_theory is not None:
+        raise ValueError(
+            f"channel: expected one of clipping, zeros and noise, got {channel!r}: {channel.beyond_theory}"
+        )
     if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clips_examples):
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
@@ -226,7 +231,7 @@ def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Chann
 
 def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, float]:
     """The map in units in which all noise is alike, and its level there."""
-    levels = {name: channel.level(name) for name in mapping.names}
+    levels = {name: channel.information_level(name) for name in mapping.names}
     if len(set(levels.values())) == 1 or not all(levels.values()):
         return mapping, max(levels.values())
     return dataclasses.replace(mapping, scales=levels), 1.0

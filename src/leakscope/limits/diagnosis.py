@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
 from leakscope.limits.effort import effort_of
@@ -146,6 +147,9 @@ def _obstacle(observation: Observation, result: Reconstruction, entries: int, th
         return "the number of examples is not known"
     if entries < unknowns:
         return None  # the count alone decides
+    channel = observation.channel
+    if type(channel) is Channel and channel.beyond_theory is not None:
+        return channel.beyond_theory
     if result.labels is None:
         return "the attack gives no labels, which the Jacobian needs"
     limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)

@@ -203,6 +203,8 @@ def _floor(
     mapping: GradientMap, flat: Tensor, channel: Channel, spectrum: Decomposition | str, exact: bool, **options: Any
 ) -> Floor | str:
     """The floor, or why there is none."""
+    if channel.beyond_theory is not None:
+        return channel.beyond_theory
     plan: tuple[Method, int] | str = ("auto", STEPS)
     if not exact:
         plan = affordable_floor(mapping, probes=options["probes"])
@@ -226,7 +228,9 @@ def _orders(
     facts: dict[str, float | None] = {}
     if channel is not None:
         # The noise of the channel is all the noise that there is. A defence that is not in it is left open.
-        noise = None if isinstance(channel.noise, Mapping) else channel.noise or None
+        noise = None
+        if channel.noise_law == "gaussian" and not isinstance(channel.noise, Mapping):
+            noise = channel.noise or None
         facts = {"sigma": noise, "noise": noise, "clip": channel.clip, "dropout": channel.dropout or None}
         if not isinstance(floor, str):
             facts["gradient_norm"] = floor.gradient_norm

@@ -67,7 +67,10 @@ class GradientMap:
     @classmethod
     def of(cls, observation: Observation, targets: Tensor, output_gradient: Tensor | None = None) -> GradientMap:
         """The map of an observation's model for a batch with these labels."""
-        return cls(Victim.of(observation), targets, observation.inputs, output_gradient)
+        victim = Victim.of(observation)
+        # Least squares average what rounding did; moved to what was seen, everything within its bounds would be alike.
+        victim = dataclasses.replace(victim, tensors=victim.tensors._replace(rounded={}))
+        return cls(victim, targets, observation.inputs, output_gradient)
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -32,12 +32,14 @@ class VictimTensors(NamedTuple):
     ``weights`` are those the update speaks of, ``fixed`` all others (frozen parameters and buffers), ``movement`` how
     far the client moved the weights, before minus after; empty where the client sent a gradient. ``survivors`` are ones
     where the defence let an entry through, as far as the adversary knows it; empty where nothing is known to be gone.
+    ``rounded`` is the gradient that was seen, where it was rounded to few values; empty elsewhere.
     """
 
     weights: Tensors
     fixed: Tensors
     movement: Tensors
     survivors: Tensors
+    rounded: Tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +86,9 @@ class Victim:
         buffers = frozenset(name for name, _ in model.named_buffers())
         movement = dict(message.update) if message.kind == "weight_delta" else {}
         channel = Channel() if observation.channel is None else observation.channel
-        tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update))
+        # A weight update may be compared in other units than it was rounded in.
+        rounded = dict(message.update) if channel.rounds_evenly and message.kind == "gradient" else {}
+        tensors = VictimTensors(weights, fixed, movement, channel.survivors(message.update), rounded)
         tied = _names(model, remove_duplicate=False) > _names(model, remove_duplicate=True)
         facts = (observation.reduction, observation.task, channel, targets, tied, records)
         return cls(model, tensors, buffers, *facts, tape)
@@ -113,12 +117,12 @@ class Victim:
     ) -> Answer:
         """The gradient a client steps along for this batch, and the recorded layers' inputs.
 
-        Where the adversary knows that each example's gradient is clipped, it is here too.
+        Where the adversary knows that each example's gradient is clipped, or that of each step, it is here too.
         """
 
         if not self.channel.clips_examples or len(x) < 2:
             gradient, recorded = self._derivative(tensors, x, targets, output_gradient)
-            return (self.channel.clip_update(gradient) if self.channel.clips_examples else gradient), recorded
+            return (gradient if self.channel.clip_per == "batch" else self.channel.clip_update(gradient)), recorded
 
         def clipped(picture: Tensor, target: Tensor) -> Tensors:
             return self.channel.clip_update(self._derivative(tensors, picture[None], target[None], output_gradient)[0])
@@ -149,7 +153,8 @@ class Victim:
 
     def sent_update(self, update: Tensors, tensors: VictimTensors) -> Tensors:
         """What the adversary expects to see of an update that a client made, as far as it knows the defence."""
-        return self.channel.stand_in(update, tensors.survivors)
+        expected = self.channel.stand_in(update, tensors.survivors)
+        return self.channel.settled(expected, tensors.rounded) if tensors.rounded else expected
 
 
 def _names(model: nn.Module, remove_duplicate: bool) -> int:

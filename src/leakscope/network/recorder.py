@@ -1,8 +1,7 @@
 """One place where hooks are set on a model: what layers receive and give, recorded, tapped, or cut.
 
-No caller's model keeps a hook: :func:`record_layers` and :func:`tap` work on private copies, the others take their
-hooks away when they are done.
-"""
+No caller's model keeps a hook: :func:`record_layers`, :func:`tap`, :func:`change_input` and :func:`change_output` work
+on private copies, the others take their hooks away when they are done."""
 
 from __future__ import annotations
 
@@ -110,6 +109,26 @@ def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
     for name in names:
         model.get_submodule(name).register_forward_pre_hook(partial(record, name))
     return tape
+
+
+def change_input(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """From now on the layer, of a private copy, reads ``change`` of its first input."""
+    layer.register_forward_pre_hook(partial(_changed_input, change))
+
+
+def change_output(layer: nn.Module, change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
+    """From now on the layer, of a private copy, gives ``change(layer, first input, output)``."""
+    layer.register_forward_hook(partial(_changed_output, change))
+
+
+def _changed_input(change: Callable[[Tensor], Tensor], _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return change(inputs[0]), *inputs[1:]
+
+
+def _changed_output(
+    change: Callable[[nn.Module, Tensor, Tensor], Tensor], module: nn.Module, inputs: tuple[Any, ...], output: Tensor
+) -> Tensor:
+    return change(module, inputs[0], output)
 
 
 class _Reached(Exception):

@@ -1,0 +1,136 @@
+"""Secure aggregation: the server sees the mean of several clients' updates, and no client's own.
+
+Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017. What the cryptography
+leaves to be seen is sum_l B_l G_l / sum_l B_l over the clients l of the cohort, B_l their numbers of examples and G_l
+their protected updates. For one gradient a client this is the gradient of one batch of all examples together, exactly.
+
+Promise: nobody learns whose example it was. The examples themselves are protected as those of a larger batch are, and
+no better: every attack on a batch applies, with the cohort's examples. Defences act at each client by itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
+
+import torch
+
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
+from leakscope.contracts.protocol import ClientSide, Protocol
+from leakscope.contracts.settings import setting
+from leakscope.contracts.task import Reduction
+from leakscope.federation.client import batchnorm_statistics, own_randomness, protected
+from leakscope.federation.fedavg import FedAvg
+from leakscope.federation.fedsgd import FedSGD
+
+_BY_NAME: Mapping[str, type[FedSGD] | type[FedAvg]] = {"fedsgd": FedSGD, "fedavg": FedAvg}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecureAggregation(Protocol):
+    """``clients`` that share the examples as equally as can be, each with ``protocol``; their weighted mean is seen."""
+
+    clients: int = setting(2, "Clients of the cohort.", ge=1)
+    protocol: FedSGD | FedAvg = field(default_factory=FedSGD)
+
+    def problems(self) -> list[str]:
+        if self.protocol.batchnorm != self.batchnorm:
+            return [f"batchnorm: expected that of the protocol, {self.protocol.batchnorm!r}, got {self.batchnorm!r}"]
+        return []
+
+    @classmethod
+    def build(cls, options: Mapping[str, Any]) -> Self:
+        """``protocol`` may be the words of a spec: fedsgd, fedavg, or {fedavg: {setting: value}}."""
+        words = options.get("protocol")
+        if isinstance(words, str) or (isinstance(words, Mapping) and len(words) == 1):
+            name, settings = (words, {}) if isinstance(words, str) else next(iter(words.items()))
+            if name not in _BY_NAME:
+                raise ValueError(f"protocol: expected {' or '.join(_BY_NAME)}, got {name!r}")
+            told = {"batchnorm": options["batchnorm"]} if "batchnorm" in options else {}
+            options = {**options, "protocol": _BY_NAME[name].build({**told, **(settings or {})})}
+        return super().build(options)
+
+    @property
+    def kind(self) -> UpdateKind:  # type: ignore[override]
+        return self.protocol.kind
+
+    def check(self, model: Any, x: Any) -> None:
+        self.protocol.check(model, x)
+        if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) < self.clients:
+            raise ValueError(
+                f"clients: expected at most the {len(x)} examples there are, got {self.clients}; lower it or give more"
+            )
+
+    def findings(self) -> tuple[str, ...]:
+        return tuple(finding for finding in self.protocol.findings() if finding != "trajectory")
+
+    def passes(self, examples: int) -> int:
+        return self.protocol.passes(examples)
+
+    def easiest(self) -> SecureAggregation:
+        """One client, whose update is then its own."""
+        return replace(self, batchnorm="eval", clients=1, protocol=self.protocol.easiest())
+
+    def channel(self, defense: Defense, examples: int) -> Channel | None:
+        """Of the mean: noise of all clients adds up; what is clipped or zeroed at each of several is no one thing."""
+        sizes = self._sizes(examples)
+        each = [self.protocol.channel(defense, size) for size in sizes]
+        if len(each) == 1:
+            return each[0]
+        noise = 0.0
+        for share, own in zip(self._shares(sizes), each, strict=True):
+            if own is None or type(own) is not Channel or isinstance(own.noise, Mapping):
+                return None
+            batch_clip = own.clip is not None and not own.clips_examples
+            if batch_clip or own.masked or own.rounding != "none" or own.noise_law != "gaussian":
+                return None
+            noise = math.hypot(noise, share * own.noise)
+        first = each[0]
+        assert first is not None
+        return dataclasses.replace(first, noise=noise)
+
+    def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
+        statistics = None
+        if knowledge.batchnorm_statistics:
+            with own_randomness(client.generator):
+                statistics = batchnorm_statistics(client.model, client.x)
+        sizes = self._sizes(len(client.x))
+        total: Gradient = {}
+        recipe = LocalTraining()
+        for places, share in zip(torch.arange(len(client.x)).split(sizes), self._shares(sizes), strict=True):
+            one = replace(client.at(places), model=copy.deepcopy(client.model))
+            with own_randomness(one.generator):
+                update, recipe = self.protocol._train(one)
+            for name, value in protected(one, update).items():
+                # Summed in double precision: the mean owes nothing to the number of clients.
+                total[name] = total.get(name, 0.0) + share * value.double()
+        mean = {name: value.to(client.trained[name].dtype) for name, value in total.items()}
+        message = Message(update=mean, kind=self.kind, batchnorm_statistics=statistics)
+        return (message,), self._of_the_cohort(recipe, sizes)
+
+    def _sizes(self, examples: int) -> list[int]:
+        return [len(part) for part in torch.arange(examples).tensor_split(self.clients)]
+
+    def _shares(self, sizes: list[int]) -> list[float]:
+        if self._reduction() == "sum":
+            return [1.0] * len(sizes)
+        return [size / sum(sizes) for size in sizes]
+
+    def _of_the_cohort(self, recipe: LocalTraining, sizes: list[int]) -> LocalTraining:
+        """The recipe of one client with all examples that makes as many steps: its batch is one of every client.
+
+        Up to the first order in the learning rate it makes the same update. Which examples met in a step is not told:
+        there is no such client.
+        """
+        batch = None if recipe.batch_size is None else sum(min(recipe.batch_size, size) for size in sizes)
+        return replace(recipe, batch_size=batch, batch_order=None)
+
+    def _reduction(self) -> Reduction:
+        return self.protocol._reduction()
