@@ -191,3 +191,16 @@ def test_an_honest_server_is_not_told_the_defence(generator: torch.Generator) ->
     assert seen.channel is None
     with pytest.raises(ValueError, match="channel is given although the knowledge denies it"):
         dataclasses.replace(seen, channel=Channel(noise=1e-3))
+
+
+# --- knowledge that is left out --------------------------------------------------------------------------------------
+
+
+def test_an_attack_that_ignores_the_defence_does_what_one_that_never_knew_it_does(generator: torch.Generator) -> None:
+    net, x, y = smooth_net(), pictures(1, generator), torch.tensor([2])
+    knowing = FedSGD().observe(net, x, y, GradientPruning(fraction=0.7), Knowledge.adaptive_server, generator)
+    attack = InvertingGradients(iterations=5, compile="never")
+    blind = dataclasses.replace(attack, ignore_defense=True)(knowing, seed=0).inputs
+    assert torch.equal(blind, attack(knowing.without_channel(), seed=0).inputs)
+    assert not torch.equal(blind, attack(knowing, seed=0).inputs)
+    assert "ignore_defense=True" in repr(dataclasses.replace(attack, ignore_defense=True))

@@ -17,7 +17,7 @@ from rich.text import Text
 from leakscope.cli.console import decibels, make_console, say
 from leakscope.report.words import duration
 from leakscope.results.names import short_names
-from leakscope.results.records import counted, first_line
+from leakscope.results.records import counted, finding_words, first_line
 
 #: Seconds between two lines where there is no terminal; a log that is silent for longer looks dead.
 PAUSE = 15.0
@@ -123,8 +123,8 @@ def rough(seconds: float) -> str:
 
 
 def job_kind(job: Event) -> str:
-    """The attack of a job, or its part of the theory."""
-    return f"theory ({job['finding']})" if job["finding"] else str(job["attack_name"])
+    """The attack of a job, its part of the theory, or a training."""
+    return finding_words(job["finding"]) if job["finding"] else str(job["attack_name"])
 
 
 def job_name(job: Event) -> str:

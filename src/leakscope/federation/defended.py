@@ -17,13 +17,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.defense import Defense
+from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification, Task
 from leakscope.federation.client import UpdateNotFinite
 from leakscope.federation.fedsgd import FedSGD
-from leakscope.federation.training import Client, Training, mean_loss, named_generator, round_generator, shared_model
+from leakscope.federation.training import Client, Training, mean_loss, named_generator, round_generator
 
 
 class Diverged(ValueError):
@@ -51,13 +51,12 @@ class DefendedTraining(Training):
         """The model after step ``number``, and the mean loss of its batches before it; Diverged where it breaks."""
         rows = [self.next_batch(len(y), number, seed, place) for place, (_, y) in enumerate(clients)]
         total, losses = sum(map(len, rows)), []
-        x, y = clients[0]
-        model = shared_model(self.protocol, model, (x[rows[0]], y[rows[0]]), defense, self.task)
-        after = copy.deepcopy(model)
-        trained = {name: p for name, p in after.named_parameters() if p.requires_grad}
+        after: nn.Module | None = None
         for place, ((x, y), own) in enumerate(zip(clients, rows, strict=True)):
             draws = round_generator(seed, number, place)
             client, _ = self.protocol.client_side(model, x[own], y[own], defense, draws, self.task)
+            if after is None:  # where the defence changes the model, that one is trained
+                after = copy.deepcopy(model if client.shared is None else client.shared)
             losses.append(len(own) / total * mean_loss(client.model, [(client.x, client.y)], self.task))
             if not math.isfinite(losses[-1]):
                 raise Diverged(f"round {number}: the loss is {losses[-1]}")
@@ -66,10 +65,9 @@ class DefendedTraining(Training):
             except UpdateNotFinite as error:
                 raise Diverged(f"round {number}: {error}") from error
             share = len(own) / total / (len(own) if self.protocol.adds_examples else 1)
-            with torch.no_grad():
-                for name, update in sent.items():
-                    trained[name].sub_(update.to(trained[name]), alpha=self.lr * share)
-        if not all(bool(torch.isfinite(p).all()) for p in trained.values()):
+            _step(after, sent, self.lr * share)
+        assert after is not None  # there is a client, or check_clients had refused
+        if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
             raise Diverged(f"round {number}: the weights are not finite")
         return after, math.fsum(losses)
 
@@ -94,3 +92,10 @@ class DefendedTraining(Training):
         """
         size = min(self.batch_size, examples)
         return math.ceil(self.rounds / (examples // size)) * self.protocol.passes(size)
+
+
+def _step(model: nn.Module, update: Gradient, size: float) -> None:
+    trained = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in update.items():
+            trained[name].sub_(value.to(trained[name]), alpha=size)

@@ -9,7 +9,17 @@ from __future__ import annotations
 import time
 
 from leakscope.contracts.registry import Registry
-from leakscope.papers import cafe, cafe_training, gradients, hybrid, idlg, sme, systematic_attack, systematic_features
+from leakscope.papers import (
+    cafe,
+    cafe_training,
+    gradients,
+    hybrid,
+    idlg,
+    sme,
+    systematic_attack,
+    systematic_defenses,
+    systematic_features,
+)
 from leakscope.papers.base import (
     Curves,
     Findings,
@@ -32,6 +42,7 @@ PAPERS: Registry[PaperTable] = Registry(
         *sme.TABLES,
         systematic_features.TABLE,
         *systematic_attack.TABLES,
+        *systematic_defenses.TABLES,
     ),
 )
 

@@ -11,17 +11,12 @@ from markupsafe import Markup, escape
 
 from leakscope.report.svg import Scale, level, line_at, opening, text_at, ticks
 
-#: Size of a letter of a label, roughly, and of a mark.
+#: Size of a letter of a label, roughly, of a line of it, and of a mark.
 _LETTER, _HEIGHT, _RADIUS = 8.0, 13.0, 6.0
-#: Where a label may stand beside its mark, the first that is free: shift of its left lower corner, in its own widths.
-_PLACES = (
-    (0.0, 9.0, 4.0),
-    (-1.0, -9.0, 4.0),
-    (-0.5, 0.0, -11.0),
-    (-0.5, 0.0, 20.0),
-    (0.0, 9.0, -9.0),
-    (0.0, 9.0, 17.0),
-)
+#: How far from its mark, and in which directions, a label may stand: the first place that is free.
+_RINGS = (15.0, 26.0, 38.0, 52.0, 68.0, 86.0, 106.0)
+_DIRECTIONS = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 113, 247)
+Box = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +80,8 @@ def front_plot(
         out.append(line_at("guess", left, right, f"{y(guess):.1f}", f"{y(guess):.1f}"))
         out.append(text_at("tick", right, f"{y(guess) + 15:.1f}", "guessed without the update", "end"))
     out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
-    places = _label_places(drawn, x, y, width)
-    for mark, (at, height_) in zip(drawn, places, strict=True):
-        out.append(_mark(mark, x, y, at, height_))
+    places = _label_places(drawn, x, y, (width, bottom))
+    out += [_mark(mark, x, y, place) for mark, place in zip(drawn, places, strict=True)]
     return Markup("".join(out) + "</svg>")
 
 
@@ -109,20 +103,36 @@ def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> str:
     return f'<polyline class="front-line" points="{line}"/>' if len(points) > 1 else ""
 
 
-def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, width: float) -> list[tuple[float, float]]:
-    """A place for each label that covers no mark and no other label, as far as there is one."""
+def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, room: tuple[float, float]) -> list[Box]:
+    """A box for each label that covers no mark and no other label, as far as there is one near enough."""
     taken = [(x(m.utility) - _RADIUS, y(m.leakage) - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for m in marks]
     places = []
     for mark in marks:
         length = _LETTER * len(mark.label)
-        choices = [(x(mark.utility) + share * length + a, y(mark.leakage) + b) for share, a, b in _PLACES]
-        boxes = [(left, lower - _HEIGHT + 3, length, _HEIGHT) for left, lower in choices]
-        inside = [n for n, box in enumerate(boxes) if box[0] >= 0 and box[0] + length <= width]
-        free = [n for n in inside if not any(_overlap(boxes[n], other) for other in taken)]
-        chosen = (free or inside or [0])[0]
-        taken.append(boxes[chosen])
-        places.append(choices[chosen])
+        boxes = [
+            _box(x(mark.utility), y(mark.leakage), length, ring, direction)
+            for ring in _RINGS
+            for direction in _DIRECTIONS
+        ]
+        inside = [
+            box for box in boxes if box[0] >= 0 and box[0] + length <= room[0] and 0 <= box[1] <= room[1] - _HEIGHT
+        ]
+        free = (box for box in inside if not any(_overlap(box, other) for other in taken))
+        chosen = next(free, (inside or boxes)[0])
+        taken.append(chosen)
+        places.append(chosen)
     return places
+
+
+def _box(x: float, y: float, length: float, ring: float, direction: float) -> Box:
+    """The box of a label whose middle stands at this distance and direction; wide ones are moved out of the way.
+
+    >>> [round(value) for value in _box(100, 100, 16, 15, 0)]
+    [109, 94, 16, 13]
+    """
+    across, up = math.cos(math.radians(direction)), math.sin(math.radians(direction))
+    middle = x + across * (ring + length / 2 - _RADIUS)
+    return middle - length / 2, y - up * ring - _HEIGHT / 2, length, _HEIGHT
 
 
 def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
@@ -135,12 +145,17 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     return not any((*apart, one[1] + one[3] <= other[1], other[1] + other[3] <= one[1]))
 
 
-def _mark(mark: Mark, x: Scale, y: Scale, label_x: float, label_y: float) -> str:
-    at, height = f"{x(mark.utility):.1f}", f"{y(mark.leakage):.1f}"
+def _mark(mark: Mark, x: Scale, y: Scale, label: Box) -> str:
+    at, height = x(mark.utility), y(mark.leakage)
     parts = [f'<g class="setting {mark.kind}"><title>{escape(mark.sentence)}</title>']
-    ends = [(x(low), x(high)) for low, high in [mark.utility_interval] if math.isfinite(low + high)]
-    parts += [line_at("spread", f"{low:.1f}", f"{high:.1f}", height, height) for low, high in ends]
-    ends = [(y(low), y(high)) for low, high in [mark.leakage_interval] if math.isfinite(low + high)]
-    parts += [line_at("spread", at, at, f"{low:.1f}", f"{high:.1f}") for low, high in ends]
-    parts.append(f'<circle cx="{at}" cy="{height}" r="{_RADIUS:g}"/>')
-    return "".join(parts) + text_at("label", f"{label_x:.1f}", f"{label_y:.1f}", mark.label) + "</g>"
+    for low, high in [mark.utility_interval]:
+        if math.isfinite(low + high):
+            parts.append(line_at("spread", f"{x(low):.1f}", f"{x(high):.1f}", f"{height:.1f}", f"{height:.1f}"))
+    for low, high in [mark.leakage_interval]:
+        if math.isfinite(low + high):
+            parts.append(line_at("spread", f"{at:.1f}", f"{at:.1f}", f"{y(low):.1f}", f"{y(high):.1f}"))
+    middle, centre = label[0] + label[2] / 2, label[1] + label[3] / 2
+    if math.hypot(middle - at, centre - height) > _RINGS[1]:  # too far to be read as its own without a line
+        parts.append(line_at("leader", f"{at:.1f}", f"{middle:.1f}", f"{height:.1f}", f"{centre:.1f}"))
+    parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{_RADIUS:g}"/>')
+    return "".join(parts) + text_at("label", f"{label[0]:.1f}", f"{label[1] + 10:.1f}", mark.label) + "</g>"

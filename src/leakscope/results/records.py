@@ -329,6 +329,15 @@ class FindingRow:
         return {"protocol": self.protocol, "defense": self.defense, "batch": self.batch, "seed": self.seed}
 
 
+def finding_words(kind: str) -> str:
+    """What a finding is among jobs.
+
+    >>> finding_words("floor"), finding_words(UTILITY)
+    ('theory (floor)', 'training')
+    """
+    return "training" if kind == UTILITY else f"theory ({kind})"
+
+
 def job_facts(job: JobRecord) -> dict[str, Any]:
     """A job as the store and the events of progress tell it."""
     facts: dict[str, Any] = plain(dataclasses.asdict(job))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from leakscope.results.names import name_settings
-from leakscope.results.records import FindingRow, Row, Status, counted
+from leakscope.results.records import FindingRow, Row, Status, counted, finding_words
 
 if TYPE_CHECKING:
     from leakscope.results.reasons import Reason
@@ -141,7 +141,7 @@ def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> li
     """Refused and failed jobs, a line for each attack and reason; of findings only what failed."""
     counts: dict[tuple[Status, str, str], int] = {}
     told = [(row.status, row.job.attack_name, row.reason) for row in rows if row.status != "done"]
-    told += [(row.status, f"theory ({row.kind})", row.reason) for row in findings if row.status == "failed"]
+    told += [(row.status, finding_words(row.kind), row.reason) for row in findings if row.status == "failed"]
     for status, name, reason in told:
         fate = (status, name, _REFUSAL.sub("", reason))
         counts[fate] = counts.get(fate, 0) + 1
