@@ -83,7 +83,9 @@ def test_in_a_spec_a_list_is_a_defence() -> None:
     assert part.identity() == repr(wanted)
     assert defense_part({"chain": part.options}).instance == wanted
     assert defense_part(["none", *spec]).instance == wanted
-    assert defense_part(wanted).instance == wanted
+    given = defense_part(wanted)
+    assert given.instance == wanted
+    assert defense_part({"chain": given.options}).instance == wanted
     with pytest.raises(ValueError, match="at least two"):
         defense_part(["gradient-noise"])
     with pytest.raises(ValueError, match="gradient-noise: sigma"):

@@ -73,8 +73,8 @@ class GradientQuantisation(Defense):
 def uniform(value: Tensor, bits: int, draws: Tensor | None = None) -> Tensor:
     """The nearest of 2^bits - 1 even values between -max|value| and max|value|; by ``draws`` in [0, 1), one beside it.
 
-    >>> uniform(torch.tensor([3.0, 1.4, -0.2]), bits=3).tolist()
-    [3.0, 1.0, 0.0]
+    >>> uniform(torch.tensor([3.0, 1.4, -0.8]), bits=3).tolist()
+    [3.0, 1.0, -1.0]
     """
     wide = value.double()
     step = wide.abs().max() / (2 ** (bits - 1) - 1) if value.numel() else wide.new_zeros(())
