@@ -261,9 +261,8 @@ def test_the_default_knowledge_follows_the_protocols() -> None:
     assert knowledge(protocols=[VERTICAL], knowledge={"batch_indices": False}) == Knowledge.eavesdropper
     assert knowledge(knowledge="vertical-server") == Knowledge.vertical_server
     (told,) = problems(knowledge="vertical")
-    assert (
-        "expected one of eavesdropper, honest_server, adaptive_server, vertical_server, malicious_server, full" in told
-    )
+    names = "eavesdropper, honest_server, adaptive_server, informed_server, vertical_server, malicious_server, full"
+    assert f"expected one of {names}" in told
 
 
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x]\n" + "".join(

@@ -108,7 +108,8 @@ class LearningToInvert(Attack):
             return self._learn(client, x, y, draws, progress)
 
         seen, message = observation, observation.message
-        parts = (self, seen.defense, seen.task, seen.training, seen.reduction, seen.batchnorm, message.kind, count)
+        facts = (seen.task, seen.training, seen.reduction, seen.batchnorm, message.kind, tuple(message.update))
+        parts = (self, seen.defense, count, *facts)
         tables: list[Mapping[str, Tensor]] = [seen.model.state_dict(), {"auxiliary inputs": x, "auxiliary targets": y}]
         numbers = self.clients * (self.features + count * seen.inputs.size)
         inversion: Inversion = shared("learning-to-invert", parts, seen.model, tables, draws, numbers, work)
