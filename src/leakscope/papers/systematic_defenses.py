@@ -166,7 +166,12 @@ def _run_attacks(cells: Cells, scale: str, seed: int, progress: Progress | None)
             for name in dict.fromkeys(attack for attack, _ in cell):
                 own = {measure: numbers for (attack, measure), numbers in cell.items() if attack == name}
                 lines = {
-                    f"{name}, {measure}": Line(f"B={batch}, {defence}, {name}", measure, mean, _note(spread))
+                    f"{name}, {measure}": Line(
+                        f"B={batch}, {defence}, {name}",
+                        measure,
+                        mean,
+                        _note(spread, scale == "smoke" and name in (_OURS, _WITHOUT)),
+                    )
                     for measure, (mean, spread) in own.items()
                 }
                 main = next(iter(lines))
@@ -199,8 +204,9 @@ def _values(
     return [{key: value for key, value in values.items() if key in lines} for values in measured]
 
 
-def _note(spread: float | None) -> str:
-    return "" if spread is None else f"published standard deviation over images {spread:g}"
+def _note(spread: float | None, cut_short: bool) -> str:
+    spoken = [] if spread is None else [f"published standard deviation over images {spread:g}"]
+    return "; ".join([*spoken, *(["search cut short"] if cut_short else [])])
 
 
 def run_table_5(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
