@@ -292,7 +292,7 @@ def _doubts(setting: SettingVerdict, known: bool, training: Training | None, lea
         yield "no attack made use of knowing the defence, so that it has not been tested"
     if setting.weakness:
         yield setting.weakness
-    elif setting.allowed_psnr - highest(example.psnr for example in setting.examples) > WIDE_GAP:
+    elif min(setting.allowed_psnr, LEGIBLE) - highest(example.psnr for example in setting.examples) > WIDE_GAP:
         yield f"theory allows {setting.allowed_psnr:.0f} dB"
     if not learnt:
         yield "even without a defence the training learns hardly more than a constant guess"
