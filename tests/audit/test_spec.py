@@ -103,7 +103,7 @@ def test_every_problem_is_told_once() -> None:
         "exampels: unknown key: expected one of",
         "did you mean examples",
         "examples: expected a multiple of batch (2), got 5",
-        "protocols[0]: expected one of fedsgd, fedavg, vertical, got 'fedsgdd'; did you mean fedsgd?",
+        "protocols[0]: expected one of fedsgd, fedavg, secure-aggregation, vertical, got 'fedsgdd'; did you mean fedsgd?",
         "protocols[1]: fedavg: epochs: expected a whole number of at least 1, got 0",
         "protocols[2]: fedavg: unknown setting 'epochz'",
         "defenses[0]: gradient-noise: sigma: expected",

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import leakscope.defenses
+from leakscope.audit.parts import protocol_part
 from leakscope.contracts.chain import Chain
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
@@ -257,3 +258,15 @@ def test_the_noise_of_a_cohort_is_what_its_channel_says() -> None:
         seen = protocol.observe(net, x, y, defense, Knowledge.adaptive_server, torch.Generator().manual_seed(0))
         assert seen.channel is not None
         assert float((entries(seen) - bare).std()) == pytest.approx(seen.channel.level("fc.weight"), rel=0.03)
+
+
+def test_secure_aggregation_in_the_words_of_a_spec_and_back() -> None:
+    words = {"secure-aggregation": {"clients": 3, "protocol": {"fedavg": {"epochs": 2}}}}
+    part = protocol_part(words)
+    assert part.instance == SecureAggregation(clients=3, protocol=FedAvg(epochs=2))
+    assert protocol_part({part.name: part.options}).instance == part.instance
+    assert protocol_part({"secure-aggregation": {"protocol": "FedSGD"}}).instance == SecureAggregation()
+    with pytest.raises(ValueError, match="expected fedsgd or fedavg"):
+        protocol_part({"secure-aggregation": {"protocol": "vertical"}})
+    with pytest.raises(ValueError, match="batchnorm: expected that of the protocol"):
+        SecureAggregation(protocol=FedSGD(batchnorm="train"))

@@ -41,9 +41,9 @@ def flat(update) -> torch.Tensor:
 
 def test_parts_act_in_the_order_of_the_list_at_each_hook() -> None:
     update = {"w": torch.tensor([3.0, 1.0, -2.0, 0.5])}
-    pruned_then_rounded = Chain(parts=(GradientPruning(fraction=0.5), GradientNoise(sigma=1.0)))
+    pruned_then_noisy = Chain(parts=(GradientPruning(fraction=0.5), GradientNoise(sigma=1.0)))
     noisy_then_pruned = Chain(parts=(GradientNoise(sigma=1.0), GradientPruning(fraction=0.5)))
-    first = pruned_then_rounded.protect_message(update, seeded())["w"]
+    first = pruned_then_noisy.protect_message(update, seeded())["w"]
     second = noisy_then_pruned.protect_message(update, seeded())["w"]
     assert int((first == 0).sum()) == 0
     assert int((second == 0).sum()) == 2
@@ -83,7 +83,9 @@ def test_in_a_spec_a_list_is_a_defence() -> None:
     assert part.identity() == repr(wanted)
     assert defense_part({"chain": part.options}).instance == wanted
     assert defense_part(["none", *spec]).instance == wanted
-    assert defense_part(wanted).instance == wanted
+    given = defense_part(wanted)
+    assert given.instance == wanted
+    assert defense_part({"chain": given.options}).instance == wanted
     with pytest.raises(ValueError, match="at least two"):
         defense_part(["gradient-noise"])
     with pytest.raises(ValueError, match="gradient-noise: sigma"):

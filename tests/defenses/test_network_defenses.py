@@ -1,4 +1,4 @@
-"""Defences of the network and the batch: mixup, dropout of units, Soteria and PRECODE; and attacks that know of them."""
+"""Defences of the network and the batch (mixup, dropout of units, Soteria, PRECODE), and attacks that know of them."""
 
 from __future__ import annotations
 

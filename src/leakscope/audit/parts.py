@@ -221,12 +221,19 @@ def _plain_fields(instance: Any) -> dict[str, Any]:
     """The settings of a dataclass; what JSON cannot hold is told by its repr."""
     settings = {}
     for field in dataclasses.fields(instance) if dataclasses.is_dataclass(instance) else ():
-        value = getattr(instance, field.name)
+        value = _in_words(getattr(instance, field.name))
         try:
             settings[field.name] = json.loads(json.dumps(value, allow_nan=False))
         except (TypeError, ValueError):
             settings[field.name] = without_addresses(repr(value))
     return settings
+
+
+def _in_words(value: Any) -> Any:
+    """A part within a part, the protocol of secure aggregation say, as a spec says it; all else as it is."""
+    if isinstance(value, tuple) and any(isinstance(item, Described) for item in value):
+        return [_in_words(item) for item in value]
+    return {type(value).__name__: _plain_fields(value)} if isinstance(value, Described) else value
 
 
 def _a(noun: str) -> str:

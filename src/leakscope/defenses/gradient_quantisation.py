@@ -34,28 +34,33 @@ class GradientQuantisation(Defense):
     """Round every entry of the message to one of few ``values``."""
 
     values: Literal["uniform", "sign", "float16", "bfloat16"] = setting("uniform", "What an entry may be.")
-    bits: int = setting(8, "Bits of an entry where values are uniform; 32 is the update as it is.", ge=2, le=32)
+    bits: int | None = setting(None, "Bits of an entry where values are uniform, 8 unless told.", ge=2, le=32)
     stochastic: bool = setting(False, "Whether uniform values are taken at random, so that the mean is kept.")
 
     def problems(self) -> list[str]:
-        if self.stochastic and self.values != "uniform":
-            return [f"stochastic: applies to values='uniform' only, got values={self.values!r}; set it to False"]
+        if self.values != "uniform":
+            chosen = {"bits": self.bits is not None, "stochastic": self.stochastic}
+            only = f"applies to values='uniform' only, got values={self.values!r}; leave it out"
+            return [f"{name}: {only}" for name, told in chosen.items() if told]
+        if self.bits is None:
+            # Filled in here, so that the repr, which identifies the defence, tells it.
+            object.__setattr__(self, "bits", 8)
         return []
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         return {name: self._rounded(value, generator) for name, value in update.items()}
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
-        if self.values == "uniform":
-            if self.bits == 32:
-                return Channel()
-            return Channel(rounding="stochastic" if self.stochastic else "uniform", bits=self.bits)
-        return Channel(rounding=self.values)
+        if self.values != "uniform" or self.bits is None:
+            return Channel(rounding=self.values)
+        if self.bits == 32:
+            return Channel()
+        return Channel(rounding="stochastic" if self.stochastic else "uniform", bits=self.bits)
 
     def _rounded(self, value: Tensor, generator: torch.Generator) -> Tensor:
         if self.values == "sign":
             return value.sign() * value.double().abs().mean().to(value)
-        if self.values != "uniform":
+        if self.values != "uniform" or self.bits is None:
             half = _HALF[self.values]
             most = torch.finfo(half).max
             return value.clamp(-most, most).to(half).to(value.dtype)
@@ -68,8 +73,8 @@ class GradientQuantisation(Defense):
 def uniform(value: Tensor, bits: int, draws: Tensor | None = None) -> Tensor:
     """The nearest of 2^bits - 1 even values between -max|value| and max|value|; by ``draws`` in [0, 1), one beside it.
 
-    >>> uniform(torch.tensor([3.0, 1.4, -0.2]), bits=3).tolist()
-    [3.0, 1.0, 0.0]
+    >>> uniform(torch.tensor([3.0, 1.4, -0.8]), bits=3).tolist()
+    [3.0, 1.0, -1.0]
     """
     wide = value.double()
     step = wide.abs().max() / (2 ** (bits - 1) - 1) if value.numel() else wide.new_zeros(())

@@ -59,7 +59,7 @@ class FedAvg(OneMessage):
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """Of the difference of weights: noise of every step adds up; clipping is that of each step.
 
-        That of single examples is left out: in many steps it is next to nothing beside the noise that comes with it.
+        That of single examples is left out: an adversary here simulates the steps without it.
         """
         steps = [part for part in defense.parts if part.acts_on_steps]
         rest = [part.channel(examples=examples) for part in defense.parts if not part.acts_on_steps]

@@ -24,6 +24,7 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
 from leakscope.contracts.protocol import ClientSide, Protocol
+from leakscope.contracts.registry import folded
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.federation.client import batchnorm_statistics, own_randomness, protected
@@ -51,10 +52,10 @@ class SecureAggregation(Protocol):
         words = options.get("protocol")
         if isinstance(words, str) or (isinstance(words, Mapping) and len(words) == 1):
             name, settings = (words, {}) if isinstance(words, str) else next(iter(words.items()))
-            if name not in _BY_NAME:
+            if folded(str(name)) not in _BY_NAME:
                 raise ValueError(f"protocol: expected {' or '.join(_BY_NAME)}, got {name!r}")
             told = {"batchnorm": options["batchnorm"]} if "batchnorm" in options else {}
-            options = {**options, "protocol": _BY_NAME[name].build({**told, **(settings or {})})}
+            options = {**options, "protocol": _BY_NAME[folded(str(name))].build({**told, **(settings or {})})}
         return super().build(options)
 
     @property

@@ -178,9 +178,7 @@ def cramer_rao(
     """
     _check(mapping, flat, method, probes, steps)
     if channel.beyond_theory is not None:
-        raise ValueError(
-            f"channel: expected one of clipping, zeros and noise, got {channel!r}: {channel.beyond_theory}"
-        )
+        raise ValueError(f"channel: expected clipping, zeros and noise only, got {channel!r}: {channel.beyond_theory}")
     if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clips_examples):
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
