@@ -176,7 +176,7 @@ def test_interrupt_ends_cleanly_and_keeps_rows(tmp_path: Path, executor: str) ->
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to the whole group
     _, errors = process.communicate(timeout=30)
     assert process.returncode != 0
-    # Of one process only; its traceback may have two parts where the interrupt met a library that was handling an error.
+    # Of one process only; the traceback has two parts where the interrupt met a library that was handling an error.
     assert errors.count(b"\nKeyboardInterrupt") == 1, errors.decode()
     assert errors.rstrip().endswith(b"\nKeyboardInterrupt"), errors.decode()
     assert group_is_gone(process.pid)

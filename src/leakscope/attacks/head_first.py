@@ -31,8 +31,8 @@ from leakscope.attacks.head_first_finish import CERTIFIED, Finish, Finisher
 from leakscope.attacks.head_first_rivals import (
     MOST_WORK,
     best_match,
-    explains_more,
     forward_work,
+    is_better,
     match_whole_update,
     rivals_for,
     unexplained,
@@ -258,7 +258,8 @@ class _Below:
         )
         best = _better(best, search)
         for rival in least_squares:
-            if explains_more(observation, self._unexplained(rival), self._unexplained(best)):
+            left = self._unexplained(best)
+            if is_better(observation, rival.inputs, self._unexplained(rival), best.inputs, left):
                 best = rival
         return best
 
