@@ -148,7 +148,7 @@ def test_objects_need_a_repr_that_tells_all() -> None:
 
 def test_unregistered_attack_has_a_name() -> None:
     part = spec(attacks=[doubles.Quotient()]).attacks[0]
-    assert (part.name, part.identity()) == ("quotient", "Quotient(slow=0.0)")
+    assert (part.name, part.identity()) == ("quotient", "Quotient(ignore_defense=False, slow=0.0)")
 
 
 def test_file(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from leakscope.federation import FedSGD
 from leakscope.results.store import StoreMismatch
 
 RATES = [0.1, 1.0]
+NOISE = repr(GradientNoise(sigma=0.5))
 
 
 def _examples(count: int = 120, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,8 +131,8 @@ def test_an_audit_trains_once_for_each_defence_and_seed_and_grows(tmp_path: Path
     assert [(f.defense, f.seed, f.status) for f in trainings] == [
         ("none", 0, "done"),
         ("none", 1, "done"),
-        ("GradientNoise(sigma=0.5)", 0, "done"),
-        ("GradientNoise(sigma=0.5)", 1, "done"),
+        (NOISE, 0, "done"),
+        (NOISE, 1, "done"),
     ]
     # A third defence, another seed of training and another example: nothing that is there is done again.
     more = [*["none"], {"gradient-noise": {"sigma": 0.5}}, {"gradient-pruning": {"fraction": 0.5}}]
@@ -186,10 +187,10 @@ def test_the_same_attack_without_its_knowledge_is_run_only_where_it_differs(tmp_
     blind = {"idlg": {"iterations": 3, "ignore_defense": True}}
     run = _audit(tmp_path / "run", attacks=[idlg, blind], utility=None)
     ignoring = [row for row in run.rows if "ignore_defense=True" in row.job.attack]
-    assert {(row.job.defense, row.job.control) for row in ignoring} == {("GradientNoise(sigma=0.5)", None)}
+    assert {(row.job.defense, row.job.control) for row in ignoring} == {(NOISE, None)}
     assert all(row.result is not None and not row.result.adaptive for row in ignoring)
     told = [line["text"] for line in run.store.meta("audited")]
     assert any("also run without it" in line for line in told)
     # Alone it is no repetition of anything, and is run everywhere.
     alone = _audit(tmp_path / "alone", attacks=[blind], utility=None)
-    assert {row.job.defense for row in alone.rows if row.counts} == {"none", "GradientNoise(sigma=0.5)"}
+    assert {row.job.defense for row in alone.rows if row.counts} == {"none", NOISE}

@@ -27,7 +27,8 @@ def _attempt(defense: str, psnrs: Sequence[float], attack: str = "A()", **facts:
         {"index": index, "psnr": psnr, "rmse": 10 ** (-psnr / 20), "identified": facts.get("identified", True)}
         for index, psnr in enumerate(psnrs)
     ]
-    control = {"control": facts["control"], "control_kind": "held-out"} if "control" in facts else {}
+    kind = "positive" if facts.get("control") == "planted" else "held-out"
+    control = {"control": facts["control"], "control_kind": kind} if "control" in facts else {}
     result = {"examples": examples, "adaptive": facts.get("adaptive", True)}
     key = f"{defense}{attack}{facts.get('control', '')}"
     return Row.read(key, 0, "done", {**job, **control}, result)
@@ -43,8 +44,10 @@ def _training(defense: str, accuracies: Sequence[float], **content: Any) -> list
     ]
 
 
-def _study(rows: list[Row], findings: list[FindingRow], tolerance: float = 0.02) -> Study:
-    study = make_study(judge(rows), rows, findings, tolerance)
+def _study(rows: list[Row], findings: list[FindingRow], tolerance: float = 0.02, planted: float = 90.0) -> Study:
+    """The study of rows whose attack finds what lies open: a planted example at so many dB."""
+    rows = [*rows, _attempt("none", [planted], control="planted")]
+    study = make_study(judge(rows, {"min_lift": 0.0}), rows, findings, tolerance)
     assert study is not None
     return study
 
@@ -122,6 +125,23 @@ def test_a_defence_that_nobody_knew_beats_nothing_and_is_not_chosen() -> None:
     assert "has not been tested" in found["Secret()"].doubts[0]
     assert found["N()"].on_front
     assert {choice.row.defense for choice in study.choices if choice.row is not None} <= {"none", "N()"}
+
+
+def test_attacks_that_miss_what_lies_open_recommend_nothing() -> None:
+    rows = [_attempt("none", [9.0]), _attempt("N()", [8.0])]
+    trainings = [*_training("none", [0.9]), *_training("N()", [0.9])]
+    study = _study(rows, trainings, planted=10.0)
+    assert not any(row.comparable or row.on_front for row in study.rows)
+    assert all("attack too weak to judge" in row.doubts[0] for row in study.rows)
+    assert not any(choice.row for choice in study.choices)
+    assert any(row.comparable for row in _study(rows, trainings).rows)
+
+
+def test_a_training_that_learns_nothing_without_a_defence_compares_nothing() -> None:
+    rows = [_attempt("none", [30.0]), _attempt("N()", [10.0])]
+    study = _study(rows, [*_training("none", [0.15]), *_training("N()", [0.14])])
+    assert not any(row.comparable for row in study.rows)
+    assert "hardly more than a constant guess" in " ".join(study.rows[1].doubts)
 
 
 def test_ties_are_settled_by_the_tolerance() -> None:

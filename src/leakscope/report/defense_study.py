@@ -37,7 +37,7 @@ def study_section(
         "heat": _heat(matrix, settings, rows),
         "pictures": _pictures(gallery, rows, named),
         "worths": [_worth(worth, named) for worth in study.worths if (worth.protocol, worth.defense) in named],
-        "notes": _notes(rows),
+        "notes": _notes(rows, named),
     }
 
 
@@ -216,16 +216,19 @@ def _worth(worth: Worth, named: Mapping[tuple[str, str], Setting]) -> dict[str, 
     }
 
 
-def _notes(rows: Sequence[StudyRow]) -> list[str]:
+def _notes(rows: Sequence[StudyRow], named: Mapping[tuple[str, str], Setting]) -> list[str]:
     notes = []
     bare = next((row for row in rows if row.defense == "none"), None)
     if bare is None:
         notes.append("Without the setting “no defence” among them, what a defence costs is not known; add none.")
-    elif bare.training is not None and bare.utility <= bare.training.chance + 0.1:
+    elif bare.training is not None and not bare.training.learns:
         notes.append(
-            "Even without a defence the model learns hardly more than a constant guess, so that costs say little: give "
-            "the training more rounds or other learning rates."
+            "Even without a defence the model learns hardly more than a constant guess, so that nothing is compared: "
+            "give the training more rounds or other learning rates."
         )
+    for weakness in dict.fromkeys(named[row.setting].verdict.weakness for row in rows):
+        if weakness:
+            notes.append(f"Nothing is compared where the attacks tell nothing: {weakness}.")
     if any(not row.known and row.examples for row in rows):
         notes.append(
             "Some defences were attacked by nobody who knew them. Let the adversary know the defence "

@@ -78,7 +78,6 @@ def front_plot(
     out.append(text_at("axis", f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"))
     if math.isfinite(guess):
         out.append(line_at("guess", left, right, f"{y(guess):.1f}", f"{y(guess):.1f}"))
-        out.append(text_at("tick", right, f"{y(guess) + 15:.1f}", "guessed without the update", "end"))
     out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
     places = _label_places(drawn, x, y, (width, bottom))
     out += [_mark(mark, x, y, place) for mark, place in zip(drawn, places, strict=True)]

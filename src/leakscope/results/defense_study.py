@@ -5,7 +5,8 @@ attack for each example, and never does worse than by a guess that needs no upda
 learn when every update is protected. A setting is on the front where no other leaks less at no higher cost, nor costs
 less at no more leakage; one from which more examples are identified beats nothing, however few decibels it leaks.
 
-A defence that no attack knew has not been tested: it is shown, but it beats nothing and is never recommended.
+What has not been tested is shown, but beats nothing and is never recommended: a defence that no attack knew, attacks
+that miss what lies open, and a training in which nothing is learnt even without a defence.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of
 from leakscope.results.pareto import dominates
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
+from leakscope.results.strength import WIDE_GAP
 from leakscope.results.verdict import Verdict
 
 #: PSNR below this apart counts as the same leakage (dB): what few examples tell apart is no finding.
 SAME_LEAKAGE = 1.0
+#: Accuracy above that of a constant guess from which on a training has learnt something.
+LEARNT = 0.1
 #: Limits for which the study names the cheapest defence (dB).
 LIMITS = (30.0, 25.0, 20.0, 15.0, 12.0)
 
@@ -45,10 +49,18 @@ class Training:
     epsilon: float = NAN
 
     @property
+    def is_accuracy(self) -> bool:
+        return not all(math.isnan(value) for value in self.accuracies)
+
+    @property
     def utilities(self) -> tuple[float, ...]:
         """What is lost where a defence costs something: the accuracy, or less the test loss where there is none."""
-        known = not all(math.isnan(value) for value in self.accuracies)
-        return self.accuracies if known else tuple(-loss for loss in self.test_losses)
+        return self.accuracies if self.is_accuracy else tuple(-loss for loss in self.test_losses)
+
+    @property
+    def learns(self) -> bool:
+        """Whether it learnt more than a constant guess knows; taken to where nobody can tell."""
+        return not self.is_accuracy or math.isnan(self.chance) or mean(self.accuracies) > self.chance + LEARNT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,6 +95,8 @@ class StudyRow:
     feature_error: float = NAN
     #: Whether an attack made use of knowing the defence; always where there is none.
     known: bool = False
+    #: Whether the attacks find what lies open, and the training learns something without a defence.
+    telling: bool = True
     doubts: tuple[str, ...] = ()
     on_front: bool = False
     #: Defence of a setting that is better, where there is one, and whether intervals bear that out.
@@ -95,8 +109,8 @@ class StudyRow:
 
     @property
     def comparable(self) -> bool:
-        """Whether it may stand on the front: attacked by somebody who knew it, and trained."""
-        return self.known and math.isfinite(self.leakage) and math.isfinite(self.utility)
+        """Whether it may stand on the front: attacked in earnest by somebody who knew it, and trained."""
+        return self.known and self.telling and math.isfinite(self.leakage) and math.isfinite(self.utility)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -218,6 +232,7 @@ def _row(
     embedding = next((f for f in findings if f.kind == "embedding" and f.setting == cell), None)
     known = setting.defense == "none" or any(row.result is not None and row.result.adaptive for row in attempts)
     names = Counter(example.attack_name for example in setting.examples)
+    learnt = undefended is None or undefended.learns
     return StudyRow(
         protocol=setting.protocol,
         defense=setting.defense,
@@ -240,7 +255,8 @@ def _row(
         allowed_psnr=setting.allowed_psnr,
         feature_error=_feature_error(embedding),
         known=known,
-        doubts=tuple(_doubts(setting, known, training)),
+        telling=not setting.weakness and learnt,
+        doubts=tuple(_doubts(setting, known, training, learnt)),
     )
 
 
@@ -269,11 +285,17 @@ def _feature_error(embedding: FindingRow | None) -> float:
     return embedding.value("span_error") if math.isnan(error) else error
 
 
-def _doubts(setting: SettingVerdict, known: bool, training: Training | None) -> Iterable[str]:
+def _doubts(setting: SettingVerdict, known: bool, training: Training | None, learnt: bool) -> Iterable[str]:
     if not setting.examples:
         yield "no attack gave a result"
     elif not known:
         yield "no attack made use of knowing the defence, so that it has not been tested"
+    if setting.weakness:
+        yield setting.weakness
+    elif min(setting.allowed_psnr, LEGIBLE) - highest(example.psnr for example in setting.examples) > WIDE_GAP:
+        yield f"theory allows {setting.allowed_psnr:.0f} dB"
+    if not learnt:
+        yield "even without a defence the training learns hardly more than a constant guess"
     if setting.missing:
         yield f"{counted(setting.missing, 'attempt')} not run yet"
     if setting.failed:
@@ -319,6 +341,8 @@ def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
     choices = []
     for protocol in dict.fromkeys(row.protocol for row in rows):
         own = [row for row in rows if row.protocol == protocol and row.comparable]
+        if not own:
+            continue
         guess = highest(row.highest_guess for row in own)
         answers: dict[StudyRow | None, list[float]] = {}
         for limit in LIMITS:

@@ -92,6 +92,8 @@ class SettingVerdict:
     #: Share of labels that the best attack named, and that it names from nothing; NaN where labels are known anyway.
     label_accuracy: float = NAN
     label_baseline: float = NAN
+    #: Why what the attacks did not recover means nothing; empty where it means something, or where they recovered.
+    weakness: str = ""
     flags: list[str] = field(default_factory=list)
     done: int = 0
     failed: int = 0
@@ -174,6 +176,7 @@ class Setting:
                 *doubts,
             ]
         psnrs = [e.psnr for e in examples if not math.isnan(e.psnr)]
+        weakness = self._weakness()
         return SettingVerdict(
             protocol=self.protocol,
             defense=self.defense,
@@ -188,6 +191,7 @@ class Setting:
             identification=self.identification,
             label_accuracy=self.labels.accuracy,
             label_baseline=self.labels.chance,
+            weakness="" if against or weakness is None else weakness.text,
             flags=self.flags,
             missing=self.missing,
             **self.fates,
@@ -257,12 +261,14 @@ class Setting:
             return [Reason(f"{near} {why}", "Look at the pictures, and limit identification (max_identification)")]
         return []
 
+    def _weakness(self) -> Reason | None:
+        return self.strength.doubt({row.job.attack for row in self.done}) if self.done else None
+
     def _doubts_of_strength(self) -> list[Reason]:
         """Attacks that would have missed a leak, and theory that allows one."""
         if not self.done:
             return []
-        doubt = self.strength.doubt({row.job.attack for row in self.done})
-        doubt = doubt or gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
+        doubt = self._weakness() or gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
         searches: dict[tuple[int, int], set[str]] = defaultdict(set)
         for row in self.done:
             if row.result is not None and row.result.diagnosis is not None:
