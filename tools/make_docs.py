@@ -65,7 +65,8 @@ def default(setting: Setting) -> str:
 
 
 def standard(entry: Any) -> str:
-    return ", ".join(_STANDARD[kind] for kind in entry.standard_for)
+    kinds = ", ".join(_STANDARD[kind] for kind in entry.standard_for)
+    return kinds if entry.standard_with is None else f"{kinds}, with the right `{entry.standard_with}`"
 
 
 def attacks() -> str:

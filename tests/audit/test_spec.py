@@ -230,6 +230,8 @@ def test_standard_attacks_follow_the_protocols_and_what_is_listed_besides() -> N
     assert "sme" in names(protocols=["fedsgd", fedavg])
     assert names(protocols=[fedavg], attacks=["standard", {"sme": {"iterations": 5}}]).count("sme") == 1
     assert names(attacks=["standard", "Inverting_Gradients"]).count("inverting-gradients") == 1
+    assert "robbing-the-fed" in names(knowledge="malicious_server")
+    assert "robbing-the-fed" not in names(knowledge="adaptive_server")
 
 
 VERTICAL = {"vertical": {"batch_size": 2}}

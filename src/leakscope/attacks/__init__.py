@@ -26,15 +26,20 @@ from leakscope.attacks.sapag import SAPAG
 from leakscope.attacks.sme import SME
 from leakscope.attacks.systematic_evaluation import SystematicEvaluation
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
 
 
 @dataclass(frozen=True)
 class AttackEntry(Entry):
-    """``standard_for``: kinds of messages for which ``attacks="standard"`` has it; see :func:`standard_attacks`."""
+    """``standard_for``: kinds of messages for which ``attacks="standard"`` has it; see :func:`standard_attacks`.
+
+    ``standard_with``: a power over the model without which it is not standard.
+    """
 
     standard_for: tuple[str, ...] = ()
+    standard_with: str | None = None
 
 
 _ONE_UPDATE = ("gradient", "weight_delta")
@@ -153,6 +158,8 @@ ATTACKS: Registry[AttackEntry] = Registry(
             "malicious server: an imprint block before the model, from whose bins inputs are read off exactly",
             "Fowl et al., Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models, "
             "ICLR 2022",
+            standard_for=_ONE_UPDATE,
+            standard_with="choose_structure",
         ),
         AttackEntry(
             "provable-reconstruction",
@@ -169,13 +176,19 @@ ATTACKS: Registry[AttackEntry] = Registry(
 STRONGEST_SEARCH = "head-first"
 
 
-def standard_attacks(protocols: Iterable[Protocol]) -> list[str]:
+def standard_attacks(protocols: Iterable[Protocol], knowledge: Knowledge | None = None) -> list[str]:
     """What "standard" means for these protocols: the strongest of each kind that fit one of them.
 
-    Those that do not apply to a model say so.
+    Where the server may choose the structure of the model, that which does is among them. Those that do not apply to a
+    model say so.
     """
     kinds = {"rounds" if protocol.sends_rounds else protocol.kind for protocol in protocols}
-    return [entry.name for entry in ATTACKS.values() if kinds & set(entry.standard_for)]
+    fitting = [entry for entry in ATTACKS.values() if kinds & set(entry.standard_for)]
+    return [
+        entry.name
+        for entry in fitting
+        if entry.standard_with is None or (knowledge is not None and knowledge.grants(entry.standard_with))
+    ]
 
 
 def make_attack(name: str, *, preset: str | None = None, **options: Any) -> Attack:

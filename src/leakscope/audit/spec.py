@@ -52,17 +52,19 @@ def _attacks(value: Any, info: ValidationInfo) -> Any:
     wanted: list[Any] = []
     for item in items:
         if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            names = [name for name in _standard(_protocols(info)) if folded(name) not in chosen]
+            names = [name for name in _standard(info) if folded(name) not in chosen]
             wanted += [*names, *_ignoring(names, info)]
         else:
             wanted.append(item)
     return wanted
 
 
-def _standard(protocols: list[Part]) -> list[str]:
+def _standard(info: ValidationInfo) -> list[str]:
     from leakscope.attacks import standard_attacks
+    from leakscope.contracts.knowledge import Knowledge
 
-    return standard_attacks(parts.protocol_objects(protocols))
+    granted = info.data.get("knowledge")  # missing where it is wrong, which is told anyway
+    return standard_attacks(parts.protocol_objects(_protocols(info)), Knowledge(**granted) if granted else None)
 
 
 def _ignoring(names: list[str], info: ValidationInfo) -> list[Any]:
