@@ -292,7 +292,7 @@ def test_without_indices_there_is_no_attack() -> None:
 @pytest.mark.parametrize("name", [name for name in ATTACKS if name != "cafe"])
 @pytest.mark.parametrize(
     "knowledge",
-    [dataclasses.replace(Knowledge.vertical_server, choose_weights=True, choose_structure=True), Knowledge.full],
+    [dataclasses.replace(Knowledge.full, labels="no"), Knowledge.full],
     ids=["server", "full"],
 )
 def test_attacks_on_one_update_refuse_rounds_and_name_the_one_that_reads_them(name, knowledge) -> None:
