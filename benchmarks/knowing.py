@@ -13,12 +13,12 @@ import argparse
 import json
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
+from knowing_table import IGNORING, KNOWING, cell, pairs, read_rows
 from leakscope import __version__
 from leakscope.attacks import HeadFirst
 from leakscope.contracts.defense import Defense
@@ -44,7 +44,7 @@ DEFENSES: Mapping[str, Defense] = {
     "8-bit": GradientQuantisation(bits=8),
     "sign": GradientQuantisation(values="sign"),
 }
-WAYS = {"knowing": False, "ignoring": True}
+WAYS = {KNOWING: False, IGNORING: True}
 
 
 def main() -> None:
@@ -58,7 +58,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     examples = data_of(["convnet"])["cifar10"]
-    rows = [json.loads(line) for line in options.out.read_text().splitlines()] if options.out.exists() else []
+    rows = read_rows(options.out)
     there = {(row["state"], row["defense"], row["image"], row["way"]) for row in rows}
     for state in options.states.split(","):
         net = victim("convnet", state, examples, options.cache)
@@ -78,19 +78,7 @@ def main() -> None:
                     rows.append(row)
                     with options.out.open("a", encoding="utf-8") as stream:
                         stream.write(json.dumps(row) + "\n")
-            print(state, name, line_of(rows, state, name), flush=True)
-
-
-def line_of(rows: list[dict[str, object]], state: str, name: str) -> str:
-    """Means of both ways and the interval of the gain."""
-    by_image: dict[object, dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        if row["state"] == state and row["defense"] == name:
-            by_image[row["image"]][str(row["way"])] = float(str(row["psnr"]))
-    pairs = [ways for ways in by_image.values() if len(ways) == len(WAYS)]
-    mean = {way: sum(ways[way] for ways in pairs) / len(pairs) for way in WAYS}
-    gains = torch.tensor([ways["knowing"] - ways["ignoring"] for ways in pairs], dtype=torch.float64)
-    return f"{mean['ignoring']:.1f} -> {mean['knowing']:.1f} dB, gain {gains.mean():.1f}, least {gains.min():.1f}"
+            print(state, name, cell(pairs(rows, state, name)), flush=True)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -22,23 +21,15 @@ from torch import nn
 import leakscope as ls
 from leakscope.attacks import make_attack
 from leakscope.attacks.shared_work import SharedWork
-from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.defense import Defense
 from leakscope.metrics import psnr
 
 ATTACKS = ("learning-to-invert", "inverting-gradients", "head-first", "idlg", "dlg")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Signs(Defense):
-    """Send the sign of each entry; it has no channel."""
-
-    def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
-        return {name: value.sign() for name, value in update.items()}
-
-
 DEFENSES: dict[str, Defense] = {
     "none": Defense(),
-    "sign": Signs(),
+    "sign": ls.defenses.GradientQuantisation(values="sign"),
     "pruning 0.9": ls.defenses.GradientPruning(fraction=0.9),
     "pruning 0.99": ls.defenses.GradientPruning(fraction=0.99),
     "noise 0.01": ls.defenses.GradientNoise(sigma=0.01),

@@ -225,6 +225,16 @@ def strength_summary() -> str:
     return table.summary(table.read_rows(BENCHMARKS / "strength.jsonl"))
 
 
+def defense_study() -> str:
+    table = script(BENCHMARKS / "defense_study_table.py")
+    return table.table(table.read_rows(BENCHMARKS / "defense_study.csv"))
+
+
+def knowing() -> str:
+    table = script(BENCHMARKS / "knowing_table.py")
+    return table.table(table.read_rows(BENCHMARKS / "knowing.jsonl"))
+
+
 def scaling() -> str:
     table = script(BENCHMARKS / "scaling_table.py")
     return table.tables(table.read_rows(BENCHMARKS / "scaling.jsonl"))
@@ -318,6 +328,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "rooms": rooms,
     "strength": strength,
     "strength-summary": strength_summary,
+    "defense-study": defense_study,
+    "knowing": knowing,
     "scaling": scaling,
     "imprint": imprint,
 }
