@@ -139,7 +139,10 @@ def test_everything_of_ones_own_in_one_file(mine: Path) -> None:
     done = audited(mine, "out", findings=True)
     assert {row.status for row in done.rows} == {"done"}
     assert sum(row.counts for row in done.rows) == 2 * 3 * 2 * 2
-    assert {row.job.attack for row in done.rows if row.counts} == {"MyAttack(steps=2)", "LinearLayer(tolerance=1e-05)"}
+    assert {row.job.attack for row in done.rows if row.counts} == {
+        "MyAttack(ignore_defense=False, steps=2)",
+        "LinearLayer(ignore_defense=False, tolerance=1e-05)",
+    }
     assert {row.job.attack_name for row in done.rows if row.counts} == {"mine:MyAttack", "linear-layer"}
     assert [row.kind for row in done.findings] == ["floor"] * 3 + ["embedding"] * 3, "MyProtocol names none"
     assert done.worst is not None
@@ -152,7 +155,13 @@ def test_everything_of_ones_own_in_one_file(mine: Path) -> None:
     }
     assert done.store.meta("spec")["attacks"][0] == {"name": "mine:MyAttack", "options": {"steps": 2}}
     page = write_report(mine / "out").read_text(encoding="utf-8")
-    for name in ("mine:MyAttack", "MyAttack(steps=2)", "Secret(factor=0.5)", "Known(factor=0.5)", "MyProtocol("):
+    for name in (
+        "mine:MyAttack",
+        "MyAttack(ignore_defense=False, steps=2)",
+        "Secret(factor=0.5)",
+        "Known(factor=0.5)",
+        "MyProtocol(",
+    ):
         assert name in page, name
 
 
@@ -215,7 +224,10 @@ def test_typed_on_the_command_line(mine: Path) -> None:
         ({"attacks": ["mine:Missing"]}, "mine has no 'Missing'. Callables in it: "),
         ({"attacks": ["yours:MyAttack"]}, "no module named 'yours'"),
         ({"attacks": [{"mine:MyAttack": {"steps": 4}}]}, "mine:MyAttack: steps: expected a whole number of at least 1"),
-        ({"attacks": [{"mine:MyAttack": {"step": 1}}]}, "unknown setting 'step': expected one of steps"),
+        (
+            {"attacks": [{"mine:MyAttack": {"step": 1}}]},
+            "unknown setting 'step': expected one of ignore_defense, steps",
+        ),
         ({"defenses": ["mine:MyAttack"]}, "defenses[0]: defence 'mine:MyAttack': expected a class that inherits"),
         ({"protocols": ["mine:Known"]}, "protocols[0]: protocol 'mine:Known': expected a class that inherits"),
         ({"data": "mine:model"}, "data 'mine:model': expected Examples, a pair (x, y) of tensors or"),
