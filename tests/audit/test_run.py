@@ -116,14 +116,14 @@ def test_troubles_become_rows(tmp_path: Path) -> None:
     troubles = [doubles.Trouble(how=how) for how in ("raise", "refuse", "missing")]
     done = run(tmp_path, attacks=[*troubles, doubles.Guess()], defenses=None, examples=1)
     told = {(row.job.attack, row.job.control): row for row in done.rows}
-    failed = told["Trouble(how='raise')", None]
+    failed = told["Trouble(ignore_defense=False, how='raise')", None]
     assert failed.status == "failed"
     assert failed.error is not None
     assert failed.error.startswith("RuntimeError: the line search failed\n")
     assert "audit_doubles.py" in failed.error
-    assert told["Trouble(how='refuse')", None].status == "refused"
-    assert told["Trouble(how='refuse')", None].error == "NotApplicable: only models without bias"
-    assert told["Trouble(how='missing')", "noise"].status == "refused"
+    assert told["Trouble(ignore_defense=False, how='refuse')", None].status == "refused"
+    assert told["Trouble(ignore_defense=False, how='refuse')", None].error == "NotApplicable: only models without bias"
+    assert told["Trouble(ignore_defense=False, how='missing')", "noise"].status == "refused"
     assert told["Guess(flags=(), nan=False)", None].status == "done"
     assert done.verdict.outcome == "inconclusive"
 

@@ -153,7 +153,10 @@ def test_everything_of_ones_own_in_one_file(mine: Path) -> None:
         ("Secret(factor=0.5)", None),
         ("Known(factor=0.5)", "halved"),
     }
-    assert done.store.meta("spec")["attacks"][0] == {"name": "mine:MyAttack", "options": {"steps": 2}}
+    assert done.store.meta("spec")["attacks"][0] == {
+        "name": "mine:MyAttack",
+        "options": {"ignore_defense": False, "steps": 2},
+    }
     page = write_report(mine / "out").read_text(encoding="utf-8")
     for name in (
         "mine:MyAttack",
