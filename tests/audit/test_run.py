@@ -124,7 +124,7 @@ def test_troubles_become_rows(tmp_path: Path) -> None:
     assert told["Trouble(ignore_defense=False, how='refuse')", None].status == "refused"
     assert told["Trouble(ignore_defense=False, how='refuse')", None].error == "NotApplicable: only models without bias"
     assert told["Trouble(ignore_defense=False, how='missing')", "noise"].status == "refused"
-    assert told["Guess(flags=(), nan=False)", None].status == "done"
+    assert told["Guess(ignore_defense=False, flags=(), nan=False)", None].status == "done"
     assert done.verdict.outcome == "inconclusive"
 
 
