@@ -27,13 +27,11 @@ import torch
 from torch import nn
 
 from leakscope.attacks.gaussian_neurons import with_gaussian_neurons
-from leakscope.contracts.channel import Channel
-from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.defense import Defense
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
-from leakscope.contracts.settings import setting
-from leakscope.defenses import GradientNoise, GradientPruning
+from leakscope.defenses import GradientClipping, GradientNoise, GradientPruning
 from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 from leakscope.federation import FedAvg, FedSGD
@@ -59,19 +57,6 @@ PUBLISHED = (
     ("local steps", 3.0, ((0.181, 0.067), (0.186, 0.127), (0.192, 0.079), (0.202, 0.073))),
     ("local steps", 5.0, ((0.213, 0.071), (0.210, 0.087), (0.218, 0.081), (0.223, 0.069))),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClippedUpdate(Defense):
-    """The whole update scaled down to a norm of at most ``norm``."""
-
-    norm: float = setting(4.0, "The largest norm.", gt=0)
-
-    def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
-        return self.channel().clip_update(update)
-
-    def channel(self, *, examples: int = 1, reduction: str = "mean") -> Channel:
-        return Channel(clip=self.norm)
 
 
 @dataclass(frozen=True)
@@ -147,7 +132,7 @@ def observed(size: Scale, x: torch.Tensor, y: torch.Tensor, defence: str, streng
         protocol = FedAvg(epochs=int(strength), batch_size=len(x), lr=LEARNING_RATE)
     protections: Mapping[str, Defense] = {
         "pruning": GradientPruning(fraction=min(strength, 0.99)),
-        "clipping": ClippedUpdate(norm=max(strength, 1e-9)),
+        "clipping": GradientClipping(norm=max(strength, 1e-9)),
         "noise": GradientNoise(sigma=strength),
     }
     return protocol.observe(
