@@ -34,11 +34,24 @@ ROOMS: Mapping[str, str] = {
     "report": "results in, pages and text tables out",
     "audit": "spec, set-up, plan, jobs (attempts, controls, findings), executors, the run",
     "papers": "published tables as data, and the settings that reproduce them",
+    "integrations": "other people's libraries: Flower, Opacus, pytest; each loaded only when it is used",
     "cli": "arguments in, calls out",
 }
 #: What the adversary works in, and what must stay out of its reach.
 ADVERSARY = ("labels", "equations", "matching", "attacks")
-TRUTH = ("data", "federation", "defenses", "metrics", "results", "report", "audit", "papers", "cli", "limits")
+TRUTH = (
+    "data",
+    "federation",
+    "defenses",
+    "metrics",
+    "results",
+    "report",
+    "audit",
+    "papers",
+    "integrations",
+    "cli",
+    "limits",
+)
 
 
 def room_of(path: Path) -> str | None:
