@@ -10,6 +10,7 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
 3. *From near to exact.* In ReLU networks masks are decoded and what is then linear is solved
    (:mod:`leakscope.attacks.head_first_finish`), and the residual is a certificate. Further rounds of matching and
    solving go on from there until one ends with it. Networks without kinks are finished by Gauss-Newton steps.
+   Under noise of a known level the most probable pictures are looked for (:mod:`leakscope.attacks.head_first_noise`).
 
 Where the head tells nothing (pruned, too many examples, several local steps) the whole update is matched, as
 ``inverting-gradients`` does with its default settings, and on networks without kinks as ``idlg`` does
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first_finish import CERTIFIED, Finish, Finisher
+from leakscope.attacks.head_first_noise import with_known_noise
 from leakscope.attacks.head_first_rivals import (
     MOST_WORK,
     best_match,
@@ -43,7 +45,6 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.head_solution import HeadRefused
-from leakscope.equations.noise_test import NoiseTest, noise_test
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.search import Watch
@@ -100,6 +101,17 @@ class HeadFirst(Attack):
     ) -> Reconstruction:
         # Matching the whole update then begins where inverting-gradients begins with this seed.
         untouched = generator.clone_state()
+        result, embedding = self._without_noise(observation, generator, untouched, progress)
+        return with_known_noise(result, observation, embedding, untouched, self.iterations, progress)
+
+    def _without_noise(
+        self,
+        observation: Observation,
+        generator: torch.Generator,
+        untouched: torch.Generator,
+        progress: Progress | None,
+    ) -> tuple[Reconstruction, Embedding | None]:
+        """What is found by taking the update as it is, and what its head told."""
         try:
             embedding = recover_embedding(observation, generator)
             if several_steps(observation) and not embedding.exact:
@@ -108,10 +120,10 @@ class HeadFirst(Attack):
             note = f"the head tells nothing, so the whole update is matched, as inverting-gradients does: {error}"
             rivals = rivals_for(observation, self.iterations)
             result = best_match(match_whole_update(rivals, observation, untouched, progress), observation)
-            return dataclasses.replace(
-                result, notes=(note, *result.notes), info={**result.info, "way": WHOLE_UPDATE, "certificate": None}
-            )
-        return _Below(self, observation, embedding, generator, untouched, progress).reconstruct()
+            info = {**result.info, "way": WHOLE_UPDATE, "certificate": None}
+            return dataclasses.replace(result, notes=(note, *result.notes), info=info), None
+        below = _Below(self, observation, embedding, generator, untouched, progress)
+        return below.reconstruct(), embedding
 
 
 class _Below:
@@ -306,20 +318,8 @@ class _Below:
         progress, total = self.progress, max(self.attack.iterations, self.steps)
         return None if progress is None else (lambda done, _, value: progress(before + done, total, value))
 
-    def _noise_test(self, found: _Candidate) -> NoiseTest | None:
-        """Whether these inputs explain the update down to a known noise, which stands for a certificate there."""
-        channel = self.observation.channel
-        if channel is None or not channel.noisy or self.observation.message.kind != "gradient":
-            return None
-        victim, held = self.victim, self._held_output_gradients(found.inputs)
-        update, _ = victim.gradient(victim.tensors, found.inputs, self._targets(), held)
-        return noise_test(self.update, victim.sent_update(update, victim.tensors), channel, found.inputs.numel())
-
     def _result(self, found: _Candidate) -> Reconstruction:
         embedding, observation = self.embedding, self.observation
-        test = self._noise_test(found)
-        if test is not None:
-            self.notes.append(test.describe())
         certified = found.certificate < CERTIFIED
         flags = list(() if certified else found.flags)
         known = observation.labels is not None or observation.label_counts is not None
@@ -344,6 +344,5 @@ class _Below:
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
                 "certificate": found.certificate if math.isfinite(found.certificate) else None,
-                **({} if test is None else {"noise_p_value": test.p_value, "noise_ratio": test.ratio}),
             },
         )

@@ -1,0 +1,205 @@
+"""What ``head-first`` does under noise of a known level: the most probable pictures instead of an exact solution.
+
+Minus the logarithm of the probability of pictures x, given an update of which every entry carries noise of level s:
+``sum over entries of rho((observed - g(x)) / s) + RATE * sum over pixels of |all differences there|``, the noise's
+likelihood and a Laplace prior of natural pictures. rho is a square that becomes linear beyond a few levels, so that
+what is still far away does not outweigh the rest.
+
+Two things make it findable. Where the loss is a softmax's, its derivative by the outputs is held, as everywhere in
+``head-first``; of one example it is the head's leading singular vector, which the noise hardly moves. And the level is
+inflated at first: to each row's own size, so that every layer counts alike from afar, then less and less. Searches
+begin at grey and at what was found without the knowledge, and of all these pictures the most probable is taken, by the
+client's own loss: knowing the level can replace a result only by one that explains the update better.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.attack import Progress
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.equations.embedding import Embedding
+from leakscope.equations.noise_test import noise_test
+from leakscope.matching import Adam, Pixels, Victim
+from leakscope.matching.priors import total_variation
+from leakscope.matching.search import Evaluation, search
+from leakscope.matching.victim import Tensors
+from leakscope.network.layers import find_head
+
+MOST_PROBABLE = "most probable"
+#: One over the scale of the prior: how probable a difference of one between neighbours is. Looked at on tuning images.
+RATE = 8.0
+#: Residuals of so many levels of noise are where the square becomes linear; Laplace noise is linear nearly from zero.
+BEND = {"gaussian": 2.0, "laplace": math.sqrt(2)}
+#: The inflation of the level in a search's last step, relative to the size of a row.
+LAST = 1e-3
+#: Bias gradients do not depend on the picture while the output gradient is held, and count from here on.
+WITH_BIASES = 0.02
+
+
+@dataclass(frozen=True)
+class _Way:
+    """A search: the step size of Adam, and the level's inflation in its first step."""
+
+    lr: float
+    first: float
+
+
+FROM_AFAR, FROM_NEAR = _Way(lr=0.1, first=1.0), _Way(lr=0.01, first=0.1)
+
+
+def noise_channel(observation: Observation) -> Channel | None:
+    """The channel where it is known to be noise on every entry of one gradient of pictures, and nothing after it."""
+    channel = observation.channel
+    if channel is None or observation.message.kind != "gradient" or observation.has_rounds:
+        return None
+    altered = channel.masked or channel.rounding != "none" or channel.inexact or channel.unreliable
+    noisy = all(channel.level(name) > 0 for name in observation.message.update)
+    pictures = len(observation.input_shape) > 1 and observation.inputs.bounded
+    return channel if noisy and pictures and not altered else None
+
+
+def with_known_noise(
+    result: Reconstruction,
+    observation: Observation,
+    embedding: Embedding | None,
+    generator: torch.Generator,
+    iterations: int,
+    progress: Progress | None = None,
+) -> Reconstruction:
+    """``result``, or more probable pictures, and whether they explain the update down to its noise."""
+    channel = noise_channel(observation)
+    if channel is None or result.labels is None:
+        return result
+    posterior = _Posterior(observation, channel, result.labels, _output_gradients(observation, embedding))
+    own = posterior.value(result.inputs)
+    steps = int(result.info.get("steps", 0))
+    tell = None if progress is None else _after(progress, steps, 2 * iterations)
+    afar = posterior.start(len(result.inputs), generator)
+    near = observation.inputs.project(result.inputs)
+    found = [
+        posterior.search(posterior.to_unit(near), FROM_NEAR, iterations, tell),
+        posterior.search(afar, FROM_AFAR, iterations, None if tell is None else _after(tell, iterations, iterations)),
+    ]
+    values = [posterior.value(inputs) for inputs in found]
+    best = min(range(len(found)), key=values.__getitem__)
+    if values[best] < own:
+        way = {"way": MOST_PROBABLE, "certificate": None}
+        # Flags of a search that was left behind say nothing of this one.
+        flags = tuple(flag for flag in result.flags if flag != "did not converge")
+        result = dataclasses.replace(result, inputs=found[best], flags=flags, info={**result.info, **way})
+    test = noise_test(observation.message.update, posterior.sent(result.inputs), channel, result.inputs.numel())
+    notes = () if test is None else (test.describe(),)
+    facts = {} if test is None else {"noise_p_value": test.p_value, "noise_ratio": test.ratio}
+    info = {**result.info, **facts, "steps": steps + 2 * iterations, "surprise": min(own, *values)}
+    return dataclasses.replace(result, notes=(*result.notes, *notes), info=info)
+
+
+class _Posterior:
+    """Minus the logarithm of the probability of pictures, but for a constant, as a function of them."""
+
+    def __init__(self, observation: Observation, channel: Channel, labels: Tensor, held: Tensor | None) -> None:
+        self.observation, self.channel, self.held = observation, channel, held
+        self.victim, self.canvas = Victim.of(observation), Pixels()
+        self.observed = dict(observation.message.update)
+        self.labels = labels.to(observation.device)
+        self.count = sum(value.numel() for value in self.observed.values())
+        self.bend = BEND[channel.noise_law]
+        self.row_squares = {name: _row_squares(value) for name, value in self.observed.items()}
+
+    def start(self, examples: int, generator: torch.Generator) -> Tensor:
+        like = next(iter(self.observed.values()))
+        return self.canvas.initial(examples, self.observation.inputs, generator, like)
+
+    def to_unit(self, inputs: Tensor) -> Tensor:
+        return self.observation.inputs.to_unit(inputs)
+
+    def sent(self, inputs: Tensor, held: Tensor | None = None) -> Tensors:
+        gradient, _ = self.victim.gradient(self.victim.tensors, inputs, self.labels, held)
+        return self.victim.sent_update(gradient, self.victim.tensors)
+
+    def value(self, inputs: Tensor) -> float:
+        """By the client's own loss and the level as it is."""
+        with torch.no_grad():
+            value = float(self._objective(self.to_unit(inputs), self.sent(inputs), inflation=0.0))
+        return value if math.isfinite(value) else math.inf
+
+    def search(self, pictures: Tensor, way: _Way, iterations: int, progress: Progress | None) -> Tensor:
+        """The inputs to which a search leads from ``pictures`` in [0, 1]."""
+        space = self.observation.inputs
+
+        def evaluate(rows: Tensor, step: int) -> Evaluation:
+            inflation = way.first * (LAST / way.first) ** (step / iterations)
+            with torch.enable_grad():
+                point = rows.detach().requires_grad_()
+                drawn = point.reshape(pictures.shape)
+                update = self.sent(self.canvas.to_model(drawn, space), self.held)
+                objective = self._objective(drawn, update, inflation) / self.count
+                (gradient,) = torch.autograd.grad(objective, point)
+            return objective.detach()[None], objective.detach().reshape(1, 1), gradient
+
+        result = search(
+            evaluate,
+            pictures.detach().flatten()[None],
+            Adam(lr=way.lr),
+            project=lambda rows: self.canvas.project_rows(rows, space),
+            iterations=iterations,
+            keep="last",
+            watch=lambda done, values, _: None if progress is None else progress(done, iterations, float(values[0])),
+        )
+        return self.canvas.to_model(result.points.reshape(pictures.shape), space)
+
+    def _objective(self, pictures: Tensor, update: Tensors, inflation: float) -> Tensor:
+        terms = [RATE * _differences(pictures)]
+        for name, value in self.observed.items():
+            if inflation > WITH_BIASES and value.dim() == 1:
+                continue
+            variance = self.channel.level(name) ** 2 + inflation**2 * self.row_squares[name]
+            squares = (update[name] - value).square() / variance
+            terms.append(self.bend**2 * (torch.sqrt(1 + squares / self.bend**2) - 1).sum())
+        return torch.stack(terms).sum()
+
+
+def _differences(pictures: Tensor) -> Tensor:
+    """The length of all differences at a pixel, summed over pixels and pictures."""
+    return total_variation(pictures, "joint") * (pictures.numel() / pictures.shape[1])
+
+
+def _row_squares(value: Tensor) -> Tensor:
+    """The mean square of each output unit's row; of a vector as a whole."""
+    axes = tuple(range(1, value.dim())) or (0,)
+    return value.square().mean(axes, keepdim=True)
+
+
+def _output_gradients(observation: Observation, embedding: Embedding | None) -> Tensor | None:
+    """The loss's derivative by the outputs, as well as it is known; None where the labels must do."""
+    like = next(iter(observation.message.update.values()))
+    single = _leading(observation) if observation.num_examples == 1 else None
+    if single is not None:
+        return single.to(like)
+    return None if embedding is None else embedding.output_gradients.to(like)
+
+
+def _leading(observation: Observation) -> Tensor | None:
+    """Of one example, by the head's leading singular vector: its direction, with the length that the bias gives it."""
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError:
+        return None
+    update = observation.message.update
+    if not head.last or head.bias_name is None or not {head.weight_name, head.bias_name} <= set(update):
+        return None
+    direction = torch.linalg.svd(update[head.weight_name].double(), full_matrices=False).U[:, 0]
+    return (direction * (direction @ update[head.bias_name].double()))[None]
+
+
+def _after(progress: Progress, before: int, steps: int) -> Callable[[int, int, float], None]:
+    return lambda done, _, value: progress(before + done, before + steps, value)
