@@ -57,14 +57,21 @@ FROM_AFAR, FROM_NEAR = _Way(lr=0.1, first=1.0), _Way(lr=0.01, first=0.1)
 
 
 def noise_channel(observation: Observation) -> Channel | None:
-    """The channel where it is known to be noise on every entry of one gradient of pictures, and nothing after it."""
+    """The channel where it is known to be noise on every entry of one gradient of pictures, and nothing but noise.
+
+    Rounding to evenly spaced values is noise of the size of their spacing.
+    """
     channel = observation.channel
     if channel is None or observation.message.kind != "gradient" or observation.has_rounds:
         return None
-    altered = channel.masked or channel.rounding != "none" or channel.inexact or channel.unreliable
-    noisy = all(channel.level(name) > 0 for name in observation.message.update)
     pictures = len(observation.input_shape) > 1 and observation.inputs.bounded
-    return channel if noisy and pictures and not altered else None
+    altered = channel.masked or channel.inexact or channel.unreliable
+    if not pictures or altered or not (channel.rounding == "none" or channel.rounds_evenly):
+        return None
+    if channel.rounds_evenly:
+        update = observation.message.update
+        channel = channel.with_least_noise({name: channel.rounding_level(value) for name, value in update.items()})
+    return channel if all(channel.level(name) > 0 for name in observation.message.update) else None
 
 
 def with_known_noise(
@@ -124,7 +131,7 @@ class _Posterior:
 
     def sent(self, inputs: Tensor, held: Tensor | None = None) -> Tensors:
         gradient, _ = self.victim.gradient(self.victim.tensors, inputs, self.labels, held)
-        return self.victim.sent_update(gradient, self.victim.tensors)
+        return self.channel.stand_in(gradient, {})
 
     def value(self, inputs: Tensor) -> float:
         """By the client's own loss and the level as it is."""

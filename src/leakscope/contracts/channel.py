@@ -145,12 +145,24 @@ class Channel(Described):
         >>> Channel(rounding="uniform", bits=2).settled(simulated, seen)
         {'w': tensor([1.0000, 0.1000])}
         """
-        share = (0.5 if self.rounding == "uniform" else 1.0) / (2 ** (self.bits - 1) - 1)
-        reach = {name: share * seen[name].abs().max() for name in update if name in seen}
+        reach = {name: self._reach(seen[name]) for name in update if name in seen}
         return {
             name: value - (value - seen[name]).clamp(-reach[name], reach[name]) if name in reach else value
             for name, value in update.items()
         }
+
+    def rounding_level(self, seen: Tensor) -> float:
+        """The standard deviation of what even rounding adds to an entry of a tensor.
+
+        >>> round(Channel(rounding="uniform", bits=2).rounding_level(torch.tensor([0.0, 1.0])), 4)
+        0.2887
+        """
+        # The nearest value errs evenly within half a spacing; up or down errs twice as far, most often a little.
+        return float(self._reach(seen)) / math.sqrt(3 if self.rounding == "uniform" else 6)
+
+    def _reach(self, seen: Tensor) -> Tensor:
+        """How far rounding moves a value of this tensor at most."""
+        return seen.abs().max() * (0.5 if self.rounding == "uniform" else 1.0) / (2 ** (self.bits - 1) - 1)
 
     # -- what theory uses --
 
