@@ -38,9 +38,7 @@ class Mode(StrEnum):
 
 
 _FILES = ".safetensors, .pt, .pth or .npz"
-Before = Annotated[
-    Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's own.")
-]
+Before = Annotated[Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's.")]
 After = Annotated[Path | None, typer.Option(help=f"Weights the client returned ({_FILES}).")]
 Update = Annotated[Path | None, typer.Option(help=f"An update instead of --after ({_FILES}); say its --kind.")]
 UpdateKind = Annotated[
@@ -114,9 +112,7 @@ class Captured:
         if self.model is None:
             problems.append("--model: expected a name (leakscope list models) or package.module:factory, got none")
         if self.before is None and self.model is not None and ":" not in self.model:
-            problems.append(
-                "--before: expected the weights the client received, for a reference model has none of them"
-            )
+            problems.append("--before: expected the weights the client received, which no reference model has")
         if (self.mean is None) != (self.std is None):
             problems.append("--mean and --std: expected both or neither")
         if self.mean is not None and self.range is not None:

@@ -71,12 +71,15 @@ def understood(observation: Observation) -> list[str]:
     norm = float(torch.stack([value.double().norm() for value in message.update.values()]).norm())
     words = {"gradient": "a gradient", "weight_delta": "weights before minus weights after"}
     tensors = counted(len(message.update), "tensor")
-    lines = [f"Update: {words[message.kind]}; {tensors}, {entries:,} numbers, norm {norm:.3g}."]
+    count = observation.num_examples
+    examples = "an unknown number of examples" if count is None else counted(count, "example")
+    lines = [f"Update of {examples}: {words[message.kind]}; {tensors}, {entries:,} numbers, norm {norm:.3g}."]
     if made is not None and made.sign is not None:
         lines.append(f"Sign: {made.sign}: {made.sign_reason}.")
     lines += [] if made is None else [f"Note: {note}." for note in made.notes]
     lines.append(f"BatchNorm is taken in {observation.batchnorm} mode." if _has_batchnorm(observation) else "")
-    lines += [line.replace("It ", "The adversary ", 1) for line in knowledge.describe()[1:-1]]
+    known = [line for line in knowledge.describe()[1:] if line.startswith(("It knows", "It does not know the labels"))]
+    lines += [line.replace("It ", "The adversary ", 1) for line in known]
     return [line for line in lines if line]
 
 

@@ -85,14 +85,12 @@ def order_of(shapes: Sequence[tuple[int, ...] | None], model: nn.Module) -> tupl
     state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
     parameters = dict(model.named_parameters())
     orders = {
-        "the state dict in its order, buffers included": list(state),
         "the state dict in its order without the batch counters": [n for n in state if not n.endswith(COUNTER)],
-        "the parameters in their order": list(parameters),
+        "the state dict in its order, buffers included": list(state),
         "the trained parameters in their order": [name for name, value in parameters.items() if value.requires_grad],
+        "the parameters in their order": list(parameters),
     }
-    if len(state) == len(parameters):
-        orders.pop("the state dict in its order, buffers included")
-    distinct = {tuple(names): order for order, names in reversed(orders.items())}
+    distinct = {tuple(names): order for order, names in orders.items()}  # of equal ones the last names it
     same_count = {names: order for names, order in distinct.items() if len(names) == len(shapes)}
     if not same_count:
         counts = ", ".join(f"{len(names)} ({order})" for names, order in reversed(distinct.items()))

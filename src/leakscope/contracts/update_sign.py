@@ -4,10 +4,11 @@ With cross-entropy of logits z = W f + b the gradient by row k of (W, b) is the 
 For a class that no example has, y_k = 0: the row is a sum of (f, 1) with positive weights. So along any direction a
 with a'(f, 1) > 0 for every f (the bias alone; where features are not negative, their usual direction too) the numbers
 t_k = a'(row k) are positive for every class that is absent, and n examples leave at most n of them negative. In an
-update of the opposite sign at most n are positive. Where more than n are on one side only, the sign is plain.
+update of the opposite sign at most n are positive.
 
-The rows add up to zero, whatever the examples: what their sum holds is noise, rounding, weight decay, or a defence. It
-gives the deviation of a single entry, and an entry of t counts only where it is several deviations away from zero.
+The rows add up to zero, whatever the examples. So the n most negative numbers outweigh the n most positive ones, unless
+no more than n are positive: then both signs are possible. What the sum of the rows holds is noise, rounding, weight
+decay, or a defence; it gives the deviation of a single entry, and a surplus counts only where it is several of them.
 All of this holds for a sum of gradients with positive weights: several local steps, momentum, a mean of clients.
 """
 
@@ -25,10 +26,12 @@ from torch import Tensor, nn
 from leakscope.contracts.task import outputs_of
 
 SignAnswer = Literal["right", "wrong", "cannot be told"]
-#: Deviations of the noise that an entry must be away from zero to count: one in a million by chance.
-DEVIATIONS = 5.0
-#: Entries below this share of the largest are taken for rounding.
-ROUNDING = 1e-5
+#: Deviations of the noise that a surplus must have to count: one in thirty thousand by chance.
+DEVIATIONS = 4.0
+#: A surplus below this share of all there is may come of anything, such as a little weight decay.
+SURPLUS = 0.02
+#: How well weights are stored: a difference of weights is no better than that.
+ROUNDING = torch.finfo(torch.float32).eps
 #: Inputs on which the features are looked at.
 PROBES = 8
 COUNTER = "num_batches_tracked"
@@ -52,6 +55,13 @@ class LogitLayer:
     weight_name: str
     bias_name: str | None
     features: Tensor
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def rounding(self) -> float:
+        """What the difference of two such biases may be off by rounding; that of the weights shows in their sum."""
+        return 0.0 if self.bias is None else ROUNDING * float(self.bias.abs().max())
 
     @property
     def direction(self) -> Tensor | None:
@@ -81,7 +91,8 @@ def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int
     like = next(iter(weights.values()))
     draws = torch.Generator().manual_seed(0)
     sizes = torch.logspace(-1, 1, PROBES).reshape(-1, *[1] * len(input_shape))
-    probes = (sizes * torch.randn((PROBES, *input_shape), generator=draws)).to(like)
+    # Mostly positive, as pictures are: their features then point the way that real ones do.
+    probes = (sizes * (1 + torch.randn((PROBES, *input_shape), generator=draws))).to(like)
     try:
         with torch.random.fork_rng(devices=[]):
             outputs = outputs_of(twin(probes))
@@ -94,7 +105,8 @@ def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int
         bias_name = bias if bias in weights and weights[bias].dim() == 1 else None
         features = _features(outputs, weights[name], None if bias_name is None else weights[bias_name])
         if features is not None:
-            return LogitLayer(name, bias_name, features)
+            bias_value = None if bias_name is None else weights[bias_name].detach()
+            return LogitLayer(name, bias_name, features, weights[name].detach(), bias_value)
     return None
 
 
@@ -137,53 +149,99 @@ def check_sign(
         return _open(f"the update holds nothing of the last layer ({layer.weight_name})")
     if num_examples is None:
         return _open("the number of examples is not known; with it the signs of the last layer can be counted")
-    numbers, deviation = row_numbers(update, layer)
+    rows = head_rows(update, layer)
+    numbers = row_numbers(rows, layer)
     if numbers is None:
         return _open("the last layer has no bias and its features may have either sign")
-    return count_signs(numbers, deviation, num_examples)
+    answer = weigh_signs(numbers, row_deviation(rows[0]) + layer.rounding, num_examples)
+    # Where the examples are learnt already, weight decay is all that moves the weights, and it has signs of its own.
+    decayed = without_decay(rows, layer)
+    other = weigh_signs(row_numbers(decayed, layer), row_deviation(decayed[0]) + layer.rounding, num_examples)
+    if other.answer != answer.answer:
+        return _open("without what may be weight decay the last layer answers differently")
+    return answer
 
 
-def row_numbers(update: Mapping[str, Tensor], layer: LogitLayer) -> tuple[Tensor | None, float]:
-    """t_k for each class, and the deviation that noise gives it."""
-    weight = update[layer.weight_name].detach().double().cpu()
-    # The rows add up to zero but for the noise; a sum of C entries has C times the variance of one.
-    deviation = float(weight.sum(0).square().mean().div(len(weight)).sqrt())
-    seen = None if layer.bias_name is None else update.get(layer.bias_name)
-    bias = None if seen is None else seen.detach().double().cpu()
+#: Rows of the last layer's weight, and its bias where it has one; float64.
+Rows = tuple[Tensor, Tensor | None]
+
+
+def head_rows(tensors: Mapping[str, Tensor], layer: LogitLayer) -> Rows:
+    """The last layer's part of an update, or of the weights."""
+    bias = None if layer.bias_name is None else tensors.get(layer.bias_name)
+    return tensors[layer.weight_name].detach().double().cpu(), None if bias is None else bias.detach().double().cpu()
+
+
+def without_decay(rows: Rows, layer: LogitLayer) -> Rows:
+    """The rows without their part along the weights themselves."""
+    weight, bias = (None if value is None else value.detach().double().cpu() for value in (layer.weight, layer.bias))
+    assert weight is not None
+    share = float((rows[0] * weight).sum() / weight.square().sum().clamp_min(1e-300))
+    moved = rows[1] if rows[1] is None or bias is None else rows[1] - share * bias
+    return rows[0] - share * weight, moved
+
+
+def row_deviation(weight: Tensor) -> float:
+    """The deviation of one entry: the rows add up to zero but for noise, and a sum of C has C times the variance.
+
+    >>> row_deviation(torch.tensor([[1.0, -2.0], [-1.0, 2.0]]))
+    0.0
+    """
+    return float(weight.sum(0).square().mean().div(len(weight)).sqrt())
+
+
+def row_numbers(rows: Rows, layer: LogitLayer) -> Tensor | None:
+    """t_k for each class, along a direction of length one."""
+    weight, bias = rows
     direction = layer.direction
     if direction is None:
-        return bias, deviation
+        return bias
     along = weight @ direction.cpu()
     if bias is None:
-        return along, deviation
-    # (f, 1) along (direction, 1/length): both parts are positive, and each counts by what it holds of a usual feature.
+        return along
+    # (f, 1) along (length x direction, 1): the direction that a usual feature itself has.
     length = float(layer.features.double().norm(dim=1).mean()) or 1.0
-    joined = (along * length + bias) / math.hypot(length, 1.0)
-    return joined, deviation
+    return (along * length + bias) / math.hypot(length, 1.0)
 
 
-def count_signs(numbers: Tensor, deviation: float, num_examples: int) -> SignCheck:
-    """The answer from how many of the numbers are clearly positive and negative.
+def weigh_signs(numbers: Tensor | None, deviation: float, num_examples: int) -> SignCheck:
+    """The answer from the numbers t of all classes, of which noise has moved each by its ``deviation``.
+
+    n examples make at most n numbers negative, and all add up to zero. So the n most negative ones together outweigh
+    the n most positive ones; in the opposite sign it is the other way round. Equal weights leave the sign open.
 
     >>> one_example = torch.tensor([0.1, 0.2, -0.5, 0.2])
-    >>> count_signs(one_example, 0.0, 1).answer, count_signs(-one_example, 0.0, 1).answer
+    >>> weigh_signs(one_example, 0.0, 1).answer, weigh_signs(-one_example, 0.0, 1).answer
     ('right', 'wrong')
-    >>> count_signs(one_example, 0.2, 1).answer, count_signs(one_example, 0.0, 3).answer
+    >>> weigh_signs(one_example, 0.1, 1).answer, weigh_signs(one_example, 0.0, 3).answer
     ('cannot be told', 'cannot be told')
     """
-    floor = max(DEVIATIONS * deviation, ROUNDING * float(numbers.abs().max()))
-    positive, negative = int((numbers > floor).sum()), int((numbers < -floor).sum())
+    assert numbers is not None
     most = min(num_examples, len(numbers))
-    facts = f"of {len(numbers)} classes {negative} have a clearly negative gradient in the last layer and {positive} a "
-    facts += f"clearly positive one, and {num_examples} example{'s' if num_examples > 1 else ''} can make at most "
-    if positive > most >= negative:
-        return SignCheck("right", f"{facts}{most} negative")
-    if negative > most >= positive:
-        return SignCheck("wrong", f"{facts}{most} negative")
+    size = float(numbers.abs().sum()) / 2
+    ordered = numbers.sort().values
+    surplus = float(-ordered[:most].clamp(max=0).sum() - ordered[-most:].clamp(min=0).sum())
+    floor = max(DEVIATIONS * deviation, SURPLUS * size / len(numbers))
+    positive, negative = int((numbers > floor).sum()), int((numbers < -floor).sum())
+    examples = f"{num_examples} example{'s' if num_examples > 1 else ''}"
     if positive > most and negative > most:
-        return _open(f"{facts}{most} negative: this is no gradient of cross-entropy of so few examples")
-    noisy = " beyond its noise" if positive + negative < len(numbers) and deviation > 0 else ""
-    return _open(f"{facts}{most} negative, so that both signs are possible{noisy}")
+        facts = f"of {len(numbers)} classes {negative} go down and {positive} go up in the last layer"
+        return _open(f"{facts}: this is no gradient of cross-entropy of {examples}")
+    if abs(float(numbers.sum())) > DEVIATIONS * deviation * math.sqrt(len(numbers)) + SURPLUS * size:
+        # Adam's steps do not add up to zero, but have the signs of gradients: more rows than examples decide.
+        surplus = size * ((positive > most) - (negative > most))
+    noise = DEVIATIONS * deviation * math.sqrt(2 * most)
+    if abs(surplus) <= max(noise, SURPLUS * size):
+        why = "the noise is too large" if noise > SURPLUS * size else "both signs are possible"
+        return _open(f"with {examples} and {len(numbers)} classes {why} in the last layer")
+    most_words = f"the {most} most negative row{'s' if most > 1 else ''} of the last layer"
+    if surplus > 0:
+        return SignCheck("right", f"{most_words} outweigh the {most} most positive, as {examples} make them")
+    return SignCheck(
+        "wrong",
+        f"the {most} most positive rows of the last layer outweigh the {most} most negative, and "
+        f"{examples} cannot make them so",
+    )
 
 
 def _by_counters(counters: Mapping[str, float]) -> SignCheck | None:

@@ -13,14 +13,14 @@ from leakscope.contracts.reconstruction import FLAGS, REMEDIES
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.report.template import FileName, fill, write_page
-from leakscope.results.records import counted
+from leakscope.results.records import counted, highest
 
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
 _ONE_GRADIENT = (
-    "The client may have taken several local steps. What is left unexplained is that of one gradient at the weights it "
-    "received, so that even the true inputs would leave something."
+    "What is left unexplained is that of one gradient at the weights the client received. If it took several local "
+    "steps, even the true inputs would leave something."
 )
 _HIDDEN = "Originals are left out of this page; --pictures shows them."
 
@@ -29,9 +29,11 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
     """The HTML page of a :class:`leakscope.audit.captured.CapturedResult`; ``pictures`` shows the originals too."""
     reconstruction, observation = result.reconstruction, result.observation
     shape = tuple(observation.input_shape)
+    headline, _, lead = result.confidence().partition(": ")
     context = {
         "title": title,
-        "confidence": result.confidence(),
+        "headline": headline,
+        "lead": f"{lead[:1].upper()}{lead[1:]}",
         "tiles": _tiles(result),
         "examples": _examples(result, pictures),
         "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
@@ -39,7 +41,7 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "hidden": _HIDDEN if result.truth is not None and not pictures else "",
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
-        "one_gradient": _ONE_GRADIENT if result.one_gradient else "",
+        "one_gradient": _ONE_GRADIENT if result.one_gradient and not explained(result.left) else "",
         "flags": [(flag, FLAGS.get(flag, ""), REMEDIES.get(flag, "")) for flag in reconstruction.flags],
         "notes": list(reconstruction.notes),
         "diagnosis": reconstruction.diagnosis,
@@ -55,6 +57,15 @@ def write_captured(result: Any, path: FileName, title: str, pictures: bool = Fal
     return write_page(path, render_captured(result, title, pictures))
 
 
+def explained(left: float | None) -> bool:
+    """Whether next to nothing is left, so that one gradient is what the update is.
+
+    >>> explained(1e-5), explained(0.4), explained(None)
+    (True, False, False)
+    """
+    return left is not None and left < 0.01
+
+
 def _tiles(result: Any) -> list[tuple[str, str]]:
     reconstruction = result.reconstruction
     certificate = reconstruction.info.get("certificate")
@@ -62,12 +73,10 @@ def _tiles(result: Any) -> list[tuple[str, str]]:
         ("Inputs", str(len(reconstruction.inputs))),
         ("Left unexplained", words.short(result.left)),
         ("Certificate", words.short(certificate) if isinstance(certificate, float) else "none"),
-        ("Time", words.duration(reconstruction.info["seconds"])),
     ]
-    if result.evaluation is not None:
-        best = max((row["psnr"] for row in result.evaluation.rows), default=float("nan"))
-        tiles.insert(1, ("Best PSNR", f"{words.fixed(best, 1)} dB"))
-    return tiles
+    if result.evaluation is None:
+        return [*tiles, ("Time", words.duration(reconstruction.info["seconds"]))]
+    return [*tiles, ("Best PSNR", f"{words.fixed(highest(row['psnr'] for row in result.evaluation.rows), 1)} dB")]
 
 
 def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
