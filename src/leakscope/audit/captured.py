@@ -21,6 +21,7 @@ from leakscope.audit.controls import noise_of_equal_norm
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.labels import recover_labels
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
 
@@ -147,7 +148,13 @@ def _blind_inputs(observation: Observation, result: Reconstruction, labels: Tens
 
 
 def _labels_of(observation: Observation, result: Reconstruction) -> Tensor | None:
-    return observation.labels if result.labels is None else result.labels
+    """The labels that an attack has, or those that the update tells; None where nothing tells them."""
+    if result.labels is not None:
+        return result.labels
+    try:
+        return recover_labels(observation).labels
+    except ValueError:  # no head to read, or a number of examples that is not known
+        return None
 
 
 def _left(observation: Observation, inputs: Tensor, labels: Tensor | None) -> float | None:
