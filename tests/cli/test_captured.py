@@ -105,14 +105,14 @@ def opacus(folder: Path) -> tuple[str, str, list[str]]:
 
 def batchnorm(folder: Path) -> tuple[str, str, list[str]]:
     """A network with BatchNorm, whose clients send its buffers."""
-    net = build_model("resnet8", input_shape=(1, 8, 8), num_classes=CLASSES)
-    client, x = copy.deepcopy(net).train(), torch.rand((2, 1, 8, 8), generator=torch.Generator().manual_seed(2))
+    net, x = build_model("captured_nets:batchnorm_net"), private(2)[0]
+    client = copy.deepcopy(net).train()
     rule = torch.optim.SGD(client.parameters(), lr=0.01)
     nn.functional.cross_entropy(client(x), torch.tensor([1, 4])).backward()
     rule.step()
     for name, model in (("before", net), ("after", client)):
         torch.save(model.state_dict(), folder / f"{name}.pt")
-    model = ["--model", "resnet8", "--input", "1x8x8", "--classes", "10", "--examples", "2", "--range", "0,1"]
+    model = ["--model", "captured_nets:batchnorm_net", *MODEL[2:], "--examples", "2"]
     return "before.pt", "after.pt", [*model, "--attack", "inverting-gradients:iterations=2,restarts=1"]
 
 

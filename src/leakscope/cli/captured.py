@@ -122,9 +122,9 @@ class Captured:
     def observe(self, command: str) -> Observation:
         """The observation of what the files hold."""
         self.check()
+        from leakscope.audit.captured_files import read_captured
         from leakscope.contracts.captured import observe_captured
         from leakscope.models import MODELS, build_model
-        from leakscope.models.captured_files import read_captured
 
         assert self.model is not None
         shape, classes = None if self.input is None else parse_shape(self.input), self.classes
