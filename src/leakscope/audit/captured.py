@@ -31,6 +31,11 @@ BLIND_DRAWS = 3
 NO_BETTER = 0.9
 #: ... and one that leaves less than this share of it stands out.
 STANDS_OUT = 0.5
+_STANDS_OUT = "Stands out from its zero-information baseline"
+_ONE_GRADIENT = (
+    "That is judged by one gradient at the weights the client received; if it took several local steps, even the true "
+    "inputs would leave something."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +76,8 @@ class CapturedResult:
 
     def confidence(self) -> str:
         """What the attack's result may be taken for, in a sentence, by what it leaves unexplained alone."""
-        return confidence_words(self.left, [one.left for one in self.baselines])
+        words = confidence_words(self.left, [one.left for one in self.baselines])
+        return f"{words} {_ONE_GRADIENT}" if self.one_gradient and not words.startswith(_STANDS_OUT) else words
 
 
 def confidence_words(left: float | None, baselines: list[float | None]) -> str:
@@ -93,7 +99,7 @@ def confidence_words(left: float | None, baselines: list[float | None]) -> str:
         )
     facts = f"it leaves {left:.2g} of the update unexplained where inputs that know nothing leave {least:.2g}"
     if left < STANDS_OUT * least:
-        return f"Stands out from its zero-information baseline: {facts}."
+        return f"{_STANDS_OUT}: {facts}. Other inputs may explain it as well; see the diagnosis."
     return f"Somewhat better than its zero-information baseline: {facts}. Part of it may be the client's."
 
 

@@ -234,14 +234,14 @@ def weigh_signs(numbers: Tensor | None, deviation: float, num_examples: int) -> 
     if abs(surplus) <= max(noise, SURPLUS * size):
         why = "the noise is too large" if noise > SURPLUS * size else "both signs are possible"
         return _open(f"with {examples} and {len(numbers)} classes {why} in the last layer")
-    most_words = f"the {most} most negative row{'s' if most > 1 else ''} of the last layer"
+    first, second = ("negative", "positive") if surplus > 0 else ("positive", "negative")
+    if most == 1:
+        facts = f"the most {first} row of the last layer outweighs the most {second} one"
+    else:
+        facts = f"the {most} most {first} rows of the last layer outweigh the {most} most {second} ones"
     if surplus > 0:
-        return SignCheck("right", f"{most_words} outweigh the {most} most positive, as {examples} make them")
-    return SignCheck(
-        "wrong",
-        f"the {most} most positive rows of the last layer outweigh the {most} most negative, and "
-        f"{examples} cannot make them so",
-    )
+        return SignCheck("right", f"{facts}, as it must be with {examples}")
+    return SignCheck("wrong", f"{facts}, which cannot be with {examples}")
 
 
 def _by_counters(counters: Mapping[str, float]) -> SignCheck | None:

@@ -18,10 +18,6 @@ from leakscope.results.records import counted, highest
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
-_ONE_GRADIENT = (
-    "What is left unexplained is that of one gradient at the weights the client received. If it took several local "
-    "steps, even the true inputs would leave something."
-)
 _HIDDEN = "Originals are left out of this page; --pictures shows them."
 
 
@@ -41,7 +37,6 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "hidden": _HIDDEN if result.truth is not None and not pictures else "",
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
-        "one_gradient": _ONE_GRADIENT if result.one_gradient and not explained(result.left) else "",
         "flags": [(flag, FLAGS.get(flag, ""), REMEDIES.get(flag, "")) for flag in reconstruction.flags],
         "notes": list(reconstruction.notes),
         "diagnosis": reconstruction.diagnosis,
@@ -55,15 +50,6 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
 def write_captured(result: Any, path: FileName, title: str, pictures: bool = False) -> Path:
     """Write the page of an attack on a captured update to ``path``."""
     return write_page(path, render_captured(result, title, pictures))
-
-
-def explained(left: float | None) -> bool:
-    """Whether next to nothing is left, so that one gradient is what the update is.
-
-    >>> explained(1e-5), explained(0.4), explained(None)
-    (True, False, False)
-    """
-    return left is not None and left < 0.01
 
 
 def _tiles(result: Any) -> list[tuple[str, str]]:
