@@ -167,6 +167,15 @@ def test_several_steps_leave_a_blend_of_which_nothing_is_claimed() -> None:
     assert "a blend of 3 steps" in " ".join(seen.made.notes)
 
 
+@pytest.mark.parametrize("count", [1.5, 0.25])
+def test_counters_of_a_mean_of_clients_are_no_single_step(count: float) -> None:
+    net, (x, y) = batchnorm_net(), examples(3)
+    after = trained(net, x, y).state_dict() | {"1.num_batches_tracked": np.array(count)}
+    seen = Observation.from_state_dicts(net.state_dict(), after, model=net, num_examples=3, **FACTS)
+    assert seen.message.batchnorm_statistics is None
+    assert (seen.batchnorm, seen.training.epochs) == ("train", None)
+
+
 def test_buffers_that_did_not_move_mean_eval_mode() -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     states = net.state_dict(), trained(net, x, y, mode=False).state_dict()

@@ -75,7 +75,10 @@ def running_movement(
     if all(torch.equal(before[name].double(), after[name].double()) for name in known):
         return RunningMovement(False, note="the running statistics did not move: BatchNorm was in eval mode")
     counts = set(counted_steps(before, after).values())
-    steps = int(counts.pop()) if len(counts) == 1 else told_steps
+    if len(counts) > 1 or any(not count.is_integer() for count in counts):
+        words = "the BatchNorm layers' counters disagree or are no whole numbers: a layer that runs twice, or a mean"
+        return RunningMovement(True, note=f"{words} of clients. Statistics of one batch cannot be told")
+    steps = int(counts.pop()) if counts else told_steps
     if steps is None:
         return RunningMovement(True, note="the running statistics moved in an unknown number of steps")
     if steps != 1:
