@@ -137,7 +137,7 @@ def test_round_trip_through_files(preset, batch, tmp_path: Path) -> None:
         lambda p: (p / "update.json").write_text("{}"),
         lambda p: (p / "update.json").write_text("not json"),
         lambda p: (p / "update.json").write_text("[]"),
-        lambda p: (p / "update.json").write_text((p / "update.json").read_text().replace('"format": 2', '"format": 9')),
+        lambda p: (p / "update.json").write_text((p / "update.json").read_text().replace('"format": 3', '"format": 9')),
         lambda p: (p / "update.safetensors").write_bytes((p / "update.safetensors").read_bytes()[:-50]),
     ],
 )
@@ -469,7 +469,7 @@ def test_files_of_the_first_format_are_still_read(preset: str, batch, tmp_path: 
     seen = FedAvg(epochs=1, batch_size=2, lr=0.1).observe(small_net(), *batch, knowledge=knowledge).without_channel()
     seen.save(tmp_path / "old")
     facts = json.loads((tmp_path / "old.json").read_text())
-    for name in ("task", "output_shape", "channel"):
+    for name in ("task", "output_shape", "channel", "made"):
         del facts[name]
     del facts["knowledge"]["defense"]
     space = facts.pop("inputs")

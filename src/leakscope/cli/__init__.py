@@ -14,6 +14,7 @@ from leakscope.audit.output import unfailing_output
 from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
 from leakscope.cli.help import PlainCommand, PlainGroup
+from leakscope.cli.importing import import_update
 from leakscope.cli.inspection import inspect
 from leakscope.cli.limits import limits
 from leakscope.cli.listing import list_names
@@ -36,6 +37,7 @@ app = typer.Typer(
 )
 app.command(cls=PlainCommand)(audit)
 app.command(cls=PlainCommand)(attack)
+app.command(name="import", cls=PlainCommand)(import_update)
 app.command(cls=PlainCommand)(limits)
 app.command(cls=PlainCommand)(inspect)
 app.command(cls=PlainCommand)(reproduce)

@@ -9,11 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
+from leakscope.cli import captured as options
+from leakscope.cli.captured import Captured, Sign
 from leakscope.cli.parsing import parse_part
+
+PAGE = "report.html"
 
 
 def attack(
-    observation: Annotated[Path, typer.Argument(help="A saved observation (.safetensors with a .json beside it).")],
+    observation: Annotated[
+        Path | None,
+        typer.Argument(help="A saved observation (.safetensors with a .json beside it); or the files below."),
+    ] = None,
     attack: Annotated[str, typer.Option(help="Name with options, such as dlg:iterations=500.")] = "head-first",
     model: Annotated[str | None, typer.Option(help="Name or package.module:factory; default the one stored.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the attack.")] = 0,
@@ -21,65 +28,139 @@ def attack(
     diagnose: Annotated[
         bool, typer.Option("--diagnose", help="Say why it is what it is even where that takes minutes.")
     ] = False,
+    control: Annotated[
+        bool, typer.Option("--control/--no-control", help="Run it on noise in place of the update too, as a baseline.")
+    ] = True,
+    truth: Annotated[
+        Path | None,
+        typer.Option(help="Measure against this: .npz, .safetensors or .pt with x and y, a picture, or a folder."),
+    ] = None,
+    pictures: Annotated[bool, typer.Option("--pictures", help="Show originals of --truth in the page.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
+    before: options.Before = None,
+    after: options.After = None,
+    update: options.Update = None,
+    kind: options.UpdateKind = None,
+    sign: options.UpdateSign = Sign.check,
+    input: options.Input = None,
+    classes: options.Classes = None,
+    examples: options.Examples = None,
+    lr: options.Rate = None,
+    epochs: options.Epochs = None,
+    batch_size: options.BatchSize = None,
+    optimizer: options.ClientOptimizer = None,
+    momentum: options.Momentum = None,
+    value_range: options.Range = None,
+    mean: options.Mean = None,
+    std: options.Std = None,
+    labels: options.Labels = None,
+    batchnorm: options.BatchNorm = None,
 ) -> None:
     """Attack a captured update.
 
-    What was recovered is written: pictures, tensors and the attack's own opinion.
+    What was recovered is written: pictures, tensors, the attack's own opinion, and a page that shows them beside what
+    knows nothing of the client. Give a saved observation, or what the command import takes.
     """
+    captured = Captured(
+        before=before, after=after, update=update, kind=kind, sign=sign, model=model, input=input, classes=classes,
+        examples=examples, lr=lr, epochs=epochs, batch_size=batch_size, optimizer=optimizer, momentum=momentum,
+        range=value_range, mean=mean, std=std, labels=labels, batchnorm=batchnorm,
+    )  # fmt: skip
+    if pictures and truth is None:
+        raise ValueError("--pictures: expected with --truth only; what was recovered is always shown")
+    observed = captured.observe("attack") if observation is None else _stored(observation, captured)
+    settings = {"seed": seed, "device": device, "control": control, "thorough": diagnose}
+    result = _attacked(observed, attack, truth, observation is None, settings)
+    title = ", ".join(path.name for path in ([observation] if observation else captured.sources))
+    _write(result, {"attack": repr(result.attack), "seed": seed}, out, title, pictures)
+    _tell(result, out)
+
+
+def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, settings: dict[str, Any]) -> Any:
+    """The result of the attack so named; of a ``new`` observation it is told first how it was understood."""
+    from leakscope.audit.captured import attack_captured
     from leakscope.audit.parts import attack_part
-    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.audit.truth import read_truth
+    from leakscope.cli.console import make_console, say
+    from leakscope.cli.importing import understood
     from leakscope.cli.progress import step_progress
-    from leakscope.contracts.files import read_observation_files
-    from leakscope.contracts.observation import Observation
-    from leakscope.limits import diagnose as explain
-    from leakscope.models import MODELS, build_model
+
+    recover = attack_part(parse_part(attack)).instance
+    known = None if truth is None else read_truth(truth, observed)
+    console = make_console()
+    for line in understood(observed) if new else ():
+        say(console, line)
+    with step_progress() as progress:
+        return attack_captured(observed, recover, truth=known, progress=progress, **settings)
+
+
+def _tell(result: Any, out: Path) -> None:
+    """What people read of it."""
+    from leakscope.cli.console import make_console, say, say_path
     from leakscope.results.records import counted
 
+    console, recovered = make_console(), result.reconstruction
+    for line in (*recovered.flags, *recovered.notes):
+        say(console, f"Note: {line}")
+    say(console, f"{recovered.diagnosis.outcome}: {recovered.diagnosis.reason}")
+    say(console, result.confidence())
+    if result.evaluation is not None:
+        values = ", ".join(f"{row['psnr']:.1f}" for row in result.evaluation.rows)
+        say(console, f"PSNR against the truth, dB: {values}")
+    time = f"{recovered.info['seconds']:.1f} s"
+    say_path(console, f"Returned {counted(len(recovered.inputs), 'input')} in {time}:", out)
+    say_path(console, "Page:", out / PAGE)
+
+
+def _stored(observation: Path, captured: Captured) -> Any:
+    """The observation in a file."""
+    from leakscope.contracts.files import read_observation_files
+    from leakscope.contracts.observation import Observation
+    from leakscope.models import MODELS, build_model
+
+    typed = [name for name in captured.typed() if name != "--model"]
+    if typed:
+        raise ValueError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
     tensors, facts = read_observation_files(observation)
-    name = model or facts["model_name"]
+    name = captured.model or facts["model_name"]
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
-    if not isinstance(name, str) or (model is None and name not in MODELS):
+    if not isinstance(name, str) or (captured.model is None and name not in MODELS):
         raise ValueError(f"{observation}: does not name a reference model; pass --model")
     # A model with more weights than the file holds is not the one observed, and need not be made to see that.
     held = sum(value.numel() for value in tensors.values())
     shape, classes = tuple(facts["inputs"]["shape"]), facts["num_classes"]
-    net = build_model(name, input_shape=shape, num_classes=classes, most=held)
-    observed = Observation.load(observation, net)
-    recover = attack_part(parse_part(attack)).instance
-    with step_progress() as progress:
-        result = recover(observed, seed=seed, device=device, progress=progress)
-    result = dataclasses.replace(result, diagnosis=explain(observed, result, thorough=diagnose))
-    _write(result, observed, {"attack": repr(recover), "seed": seed}, out)
-    console = make_console()
-    for line in (*result.flags, *result.notes):
-        say(console, f"Note: {line}")
-    say(console, f"{result.diagnosis.outcome}: {result.diagnosis.reason}")
-    say_path(console, f"Returned {counted(len(result.inputs), 'input')} in {result.info['seconds']:.1f} s:", out)
+    return Observation.load(observation, build_model(name, input_shape=shape, num_classes=classes, most=held))
 
 
-def _write(result: Any, observed: Any, facts: dict[str, Any], out: Path) -> None:
-    """What an attack recovered: tensors, pictures, and the attack's own opinion beside ``facts``."""
+def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: bool) -> None:
+    """What an attack recovered: tensors, pictures, the attack's own opinion beside ``facts``, and the page."""
     from safetensors.torch import save
 
     from leakscope.contracts.disk import atomic_write, private_folder
+    from leakscope.report import write_captured
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
 
     private_folder(out)
-    tensors = {"inputs": result.inputs.cpu().contiguous(), "scores": result.scores.cpu().contiguous()}
+    recovered, made = result.reconstruction, result.observation.made
+    tensors = {"inputs": recovered.inputs.cpu().contiguous(), "scores": recovered.scores.cpu().contiguous()}
     atomic_write(out / "reconstruction.safetensors", save(tensors))
-    if result.inputs.dim() == 4:
-        unit = observed.inputs.to_unit(result.inputs.cpu()).clamp(0, 1)
-        for number, picture in enumerate(unit):
+    if recovered.inputs.dim() == 4:
+        for number, picture in enumerate(result.unit_inputs.clamp(0, 1)):
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
     summary = {
         **facts,
-        "labels": None if result.labels is None else result.labels.tolist(),
-        "scores": result.scores.tolist(),
-        "flags": list(result.flags),
-        "notes": list(result.notes),
-        "diagnosis": dataclasses.asdict(result.diagnosis),
-        "info": dict(result.info),
+        "labels": None if recovered.labels is None else recovered.labels.tolist(),
+        "scores": recovered.scores.tolist(),
+        "flags": list(recovered.flags),
+        "notes": list(recovered.notes),
+        "diagnosis": dataclasses.asdict(recovered.diagnosis),
+        "info": dict(recovered.info),
+        "left_unexplained": result.left,
+        "baselines": [{"name": one.name, "left_unexplained": one.left} for one in result.baselines],
+        "confidence": result.confidence(),
+        "made": None if made is None else made.facts(),
+        "measures": None if result.evaluation is None else list(result.evaluation.rows),
     }
     atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
+    write_captured(result, out / PAGE, title, pictures)

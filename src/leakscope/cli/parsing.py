@@ -61,3 +61,15 @@ def parse_shape(text: str) -> tuple[int, ...]:
         return tuple(int(size) for size in text.lower().split("x"))
     except ValueError as error:
         raise ValueError(f"--input: expected sizes such as 3x32x32, got {text!r}") from error
+
+
+def parse_numbers(option: str, text: str) -> tuple[float, ...]:
+    """Numbers with commas between them.
+
+    >>> parse_numbers("--mean", "0.5, 0.25")
+    (0.5, 0.25)
+    """
+    try:
+        return tuple(float(number) for number in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"{option}: expected numbers such as 0.5,0.25, got {text!r}") from error

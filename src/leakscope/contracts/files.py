@@ -24,13 +24,15 @@ from leakscope.contracts.checks import brief, expected, is_whole, refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.inputs import space_from_facts
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.made import Made, problems_of_made
 from leakscope.contracts.observation import LocalTraining, Message, Observation
 from leakscope.contracts.task import TASKS, CustomLoss, Task
 
-FORMAT_VERSION = 2
+#: 2: input spaces and tasks (0.5); 3: how the observation was made.
+FORMAT_VERSION = 3
 #: Fields of an observation that JSON holds as they are.
 _PLAIN = ("model_name", "num_classes", "num_examples", "reduction", "batchnorm")
-_FACTS = {*_PLAIN, "format", "inputs", "output_shape", "task", "knowledge", "channel", "training", "messages"}
+_FACTS = {*_PLAIN, "format", "inputs", "output_shape", "task", "knowledge", "channel", "training", "messages", "made"}
 
 
 def tensor_file(path: str | os.PathLike[str]) -> Path:
@@ -50,6 +52,7 @@ def save_observation(observation: Observation, path: str | os.PathLike[str]) -> 
     private_folder(target.parent)
     facts = {name: getattr(observation, name) for name in _PLAIN} | {
         "format": FORMAT_VERSION,
+        "made": (observation.made or Made(by="leakscope.Observation.save")).facts(),
         "randomness": observation.randomness,
         "inputs": observation.inputs.facts(),
         "output_shape": list(observation.output_shape),
@@ -118,6 +121,7 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             label_counts=tensors.get("label_counts"),
             training=LocalTraining(**training),
             randomness=facts.get("randomness"),  # versions up to 0.5 did not say
+            made=Made.from_facts(facts["made"]),
             **{name: facts[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
@@ -161,6 +165,8 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
         raise ValueError(f"{beside}: expected a mapping of facts, got {type(facts).__name__}")
     if facts.get("format") == 1:
         facts = _of_format_1(facts)
+    if facts.get("format") == 2:
+        facts = {**facts, "format": FORMAT_VERSION, "made": None}
     missing = _FACTS - set(facts)
     if missing:
         raise ValueError(f"{beside}: missing {', '.join(sorted(missing))}")
@@ -186,6 +192,7 @@ def _fact_problems(facts: Mapping[str, Any]) -> list[str]:
         *expected("'mean' or 'sum'", lambda value: value in ("mean", "sum"), reduction=facts["reduction"]),
         *expected("'eval' or 'train'", lambda value: value in ("eval", "train"), batchnorm=facts["batchnorm"]),
         *expected("a name or null", lambda n: n is None or isinstance(n, str), model_name=facts["model_name"]),
+        *(f"made: {line}" for line in problems_of_made(facts["made"])),
     ]
     return problems or _size_problems(facts)
 
@@ -209,7 +216,7 @@ def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:
     """Files of versions up to 0.4 knew boxes and classification only."""
     space = {"kind": "box", "shape": facts.get("input_shape"), "range": facts.get("value_range")}
     added = {"output_shape": [facts.get("num_classes")], "task": {"name": "classification", "options": {}}}
-    return {**facts, **added, "format": FORMAT_VERSION, "inputs": space, "channel": None}
+    return {**facts, **added, "format": 2, "inputs": space, "channel": None}
 
 
 def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

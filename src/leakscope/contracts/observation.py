@@ -24,9 +24,11 @@ from leakscope.contracts.checks import expected, is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.made import Made
 from leakscope.contracts.randomness import Randomness
 from leakscope.contracts.spool import Spool, StoredTensors
 from leakscope.contracts.task import Classification, Reduction, Task
+from leakscope.contracts.update_tensors import frozen_tensors, update_problems
 
 UpdateKind = Literal["gradient", "weight_delta"]
 BatchNormMode = Literal["eval", "train"]
@@ -98,9 +100,9 @@ class Message:
                 f"Message.update: expected a mapping of parameter names to tensors, got "
                 f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
             )
-        object.__setattr__(self, "update", _frozen_tensors(self.update))
+        object.__setattr__(self, "update", frozen_tensors(self.update))
         if self.batchnorm_statistics is not None:
-            object.__setattr__(self, "batchnorm_statistics", _frozen_tensors(self.batchnorm_statistics))
+            object.__setattr__(self, "batchnorm_statistics", frozen_tensors(self.batchnorm_statistics))
 
     def sorted_by(self, order: Mapping[str, int]) -> Message:
         """The same message with its tensors in this order; those without a place come last."""
@@ -130,7 +132,7 @@ class Observation:
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
     ``randomness`` is where the client's draws came from, None where nobody knows. ``defense`` is the defence itself,
     whose code an adversary who knows it can run; ``auxiliary`` are inputs and targets of examples of the same kind,
-    none of them the client's.
+    none of them the client's. ``made`` says how a captured one came about; no attack reads it.
     """
 
     model: nn.Module = field(repr=False)
@@ -151,6 +153,7 @@ class Observation:
     output_shape: tuple[int, ...] = ()
     model_name: str | None = None
     randomness: Randomness | None = None
+    made: Made | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
@@ -176,7 +179,7 @@ class Observation:
             problems += [f"auxiliary: {line}" for line in self._problems_of_auxiliary(self.auxiliary)]
         parameters = dict(self.model.named_parameters())
         for message in self.messages:
-            problems += _update_problems(message, parameters)
+            problems += update_problems(message.update, parameters, message.partial)
         indices = [message.indices for message in self.messages if message.indices is not None]
         if examples is not None and any(not 0 <= i < examples for batch in indices for i in batch):
             problems.append(f"batch indices: expected sample numbers in 0..{examples - 1}, got others")
@@ -252,6 +255,35 @@ class Observation:
             knowledge=knowledge,
             **facts,
         )
+
+    @classmethod
+    def from_state_dicts(
+        cls, before: Mapping[str, Any] | None, after: Mapping[str, Any], *, model: nn.Module, **facts: Any
+    ) -> Observation:
+        """The observation of a client that received ``before`` and returned ``after``, buffers included.
+
+        ``facts`` are the fields of :class:`leakscope.contracts.captured.CaptureFacts`: input_shape and num_classes, and
+        what else is known. Swapped arguments are noticed where the update shows it. ``before`` None: the model's own.
+        """
+        from leakscope.contracts.captured import CaptureFacts, observe_weights
+
+        facts = {"made_by": "leakscope.Observation.from_state_dicts", **facts}
+        return observe_weights(before, after, model, CaptureFacts(**facts))
+
+    @classmethod
+    def from_arrays(
+        cls, arrays: Any, *, model: nn.Module, before: Any = None, kind: str = "weights", **facts: Any
+    ) -> Observation:
+        """The observation of a list of arrays in the model's order, as Flower sends them, or of a mapping of names.
+
+        ``kind`` "weights": the client's weights after training; "gradient", or "weight_delta" = before minus after: an
+        update, whose sign is checked. ``before`` are the weights it received, None the model's own; ``facts`` as in
+        :meth:`from_state_dicts`.
+        """
+        from leakscope.contracts.captured import observe_captured
+
+        facts = {"made_by": "leakscope.Observation.from_arrays", **facts}
+        return observe_captured(arrays, kind, before, model, facts)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -351,38 +383,3 @@ def held_bytes(message: Message) -> int:
     if isinstance(update, StoredTensors):
         return 0
     return sum(value.numel() * value.element_size() for value in update.values())
-
-
-def _layout(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Shapes and precision of tensors; what is on disk is not read for them."""
-    return tensors.layout() if isinstance(tensors, StoredTensors) else tensors
-
-
-def _frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    if isinstance(tensors, StoredTensors):
-        return tensors
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
-    return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
-
-
-def _update_problems(message: Message, parameters: Mapping[str, Tensor]) -> list[str]:
-    problems, update = [], message.update
-    # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
-    expected_names = [] if message.partial else [name for name, value in parameters.items() if value.requires_grad]
-    missing = [name for name in expected_names if name not in update]
-    if not update:
-        problems.append("update: expected at least one tensor, got none")
-    extra = [name for name in update if name not in parameters]
-    if missing:
-        problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
-    if extra:
-        problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
-    for name, value in _layout(update).items():
-        expected = parameters.get(name)
-        if expected is not None and expected.dtype != value.dtype:
-            problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")
-        if expected is not None and expected.shape != value.shape:
-            problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
-    return problems

@@ -65,7 +65,7 @@ def load_folder(
         check_room(root, len(chosen) * math.prod(size) * len(mode))
     pixels: list[Tensor] = []
     for file, _ in chosen:
-        picture = _picture(file, mode, size)
+        picture = read_picture(file, mode, size)
         if pixels and picture.shape != pixels[0].shape:
             raise ValueError(
                 f"{file}: expected a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}, got "
@@ -88,7 +88,8 @@ def _size(resize: object) -> tuple[int, int] | None:
     return int(sizes[0]), int(sizes[1])
 
 
-def _picture(file: Path, mode: str, size: tuple[int, int] | None) -> Tensor:
+def read_picture(file: Path, mode: str, size: tuple[int, int] | None = None) -> Tensor:
+    """The bytes (channels, height, width) of a picture in Pillow's ``mode``, brought to ``size``; or a ValueError."""
     try:
         with warnings.catch_warnings():
             # Pillow warns of huge pictures, refused below, and of damaged metadata, which is harmless.

@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.caps import BYTES
+from leakscope.contracts.captured_state import WRAPPERS
 from leakscope.contracts.files import read_tensors
 
 #: Where training scripts put a state dictionary in a checkpoint.
-_WRAPPERS = ("state_dict", "model_state_dict", "model", "net", "weights")
-#: What DataParallel and torch.compile put before every name.
-_PREFIXES = ("module.", "_orig_mod.")
+_ENTRIES = ("state_dict", "model_state_dict", "model", "net", "weights")
 
 
 def load_weights(model: nn.Module, path: Path) -> None:
@@ -30,7 +29,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The state dictionary in a ``.safetensors`` file, or in one that torch wrote (``.pt``, ``.pth``)."""
-    content = _of_safetensors(path) if path.suffix == ".safetensors" else _of_torch(path)
+    content = _of_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
     return _plain_names(_state(path, content))
 
 
@@ -41,7 +40,8 @@ def _of_safetensors(path: Path) -> Any:
         raise ValueError(f"weights: {error}") from error
 
 
-def _of_torch(path: Path) -> Any:
+def read_torch_file(path: Path) -> Any:
+    """What ``torch.save`` wrote, as far as it is tensors and plain values; nothing that runs code when it is read."""
     size = path.stat().st_size
     if not path.is_file():  # a device or a pipe may never end
         raise ValueError(f"weights: {path}: expected a file, got something else")
@@ -66,7 +66,7 @@ def _of_torch(path: Path) -> Any:
 
 def _state(path: Path, content: Any) -> dict[str, Tensor]:
     if isinstance(content, Mapping) and not any(isinstance(value, Tensor) for value in content.values()):
-        inner = next((content[name] for name in _WRAPPERS if isinstance(content.get(name), Mapping)), None)
+        inner = next((content[name] for name in _ENTRIES if isinstance(content.get(name), Mapping)), None)
         content = content if inner is None else inner
     if not isinstance(content, Mapping) or not content:
         raise ValueError(f"weights: {path}: expected a state dictionary, got {type(content).__name__}")
@@ -85,7 +85,7 @@ def _plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     >>> list(_plain_names({"module.fc.weight": torch.zeros(1), "module.fc.bias": torch.zeros(1)}))
     ['fc.weight', 'fc.bias']
     """
-    for prefix in _PREFIXES:
+    for prefix in WRAPPERS:
         if all(name.startswith(prefix) for name in weights):
             return _plain_names({name.removeprefix(prefix): value for name, value in weights.items()})
     return weights

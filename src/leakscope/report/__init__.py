@@ -1,5 +1,6 @@
 """Rows of a store in, one self-contained HTML page out; the comparison of two stores; the page of a published table."""
 
+from leakscope.report.captured import render_captured, write_captured
 from leakscope.report.compare import (
     Comparison,
     Difference,

@@ -1,0 +1,155 @@
+"""What real systems have in their hands: state dicts with wrappers' names and buffers, lists of arrays in some order.
+
+Everything that does not fit the model is listed at once: missing and extra tensors, wrong shapes and types, entries
+that are not finite. Nothing is guessed: of a list of arrays the count and the shapes must say which order it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.checks import brief
+from leakscope.contracts.update_sign import COUNTER
+
+#: What is put before every name, and by what.
+WRAPPERS = {"module.": "DataParallel", "_module.": "Opacus", "_orig_mod.": "torch.compile"}
+
+
+@dataclass(frozen=True, eq=False)
+class CapturedState:
+    """Tensors by the model's own names, in float64 where they are floats; ``notes`` say how they were read."""
+
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    notes: tuple[str, ...] = ()
+
+
+def read_state(
+    what: str, content: Any, model: nn.Module, *, trained_only: bool = False
+) -> tuple[CapturedState, list[str]]:
+    """The state in ``content``, a mapping of names or a list in order, and what is wrong with it, one line each.
+
+    ``trained_only``: parameters that are not trained may be missing, as in an update.
+    """
+    if isinstance(content, Mapping):
+        named, notes = plain_names(content, model)
+        problems: list[str] = []
+    elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
+        names, note, problems = order_of([_shape(value) for value in content], model)
+        named, notes = dict(zip(names, content, strict=False)), (note,) if note else ()
+    else:
+        kinds = "a mapping of names to tensors, or a list of arrays"
+        return CapturedState({}, {}), [f"{what}: expected {kinds}, got {type(content).__name__}"]
+    if problems:
+        return CapturedState({}, {}), [f"{what}: {line}" for line in problems]
+    state, problems = _checked(named, model, trained_only)
+    return CapturedState(state.parameters, state.buffers, tuple(f"{what}: {note}" for note in notes)), [
+        f"{what}: {line}" for line in problems
+    ]
+
+
+def plain_names(content: Mapping[Any, Any], model: nn.Module) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Names as the model has them, and which wrapper's prefix was taken away.
+
+    >>> plain_names({"_module.weight": 1, "_module.bias": 2}, nn.Linear(1, 1))
+    ({'weight': 1, 'bias': 2}, ("names begin with '_module.', as Opacus makes them",))
+    """
+    named, notes = {str(name): value for name, value in content.items()}, []
+    own = set(model.state_dict())
+    while named and not own & set(named):
+        prefix = next((one for one in WRAPPERS if all(name.startswith(one) for name in named)), None)
+        if prefix is None:
+            break
+        named = {name.removeprefix(prefix): value for name, value in named.items()}
+        notes.append(f"names begin with {prefix!r}, as {WRAPPERS[prefix]} makes them")
+    return named, tuple(notes)
+
+
+def order_of(shapes: Sequence[tuple[int, ...] | None], model: nn.Module) -> tuple[list[str], str, list[str]]:
+    """The names of arrays that come in an order, which order that is, and why none fits.
+
+    >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+    >>> order_of([(3, 2), (3,), (3,), (3,)], net)[1]
+    '4 arrays are the parameters in their order'
+    >>> order_of([(3, 2), (3,), (3,), (3,), (3,), (3,), ()], net)[1]
+    '7 arrays are the state dict in its order, buffers included'
+    >>> order_of([(2, 3), (3,), (3,), (3,)], net)[2]
+    ['array 0 (0.weight): expected shape (3, 2), got (2, 3)']
+    """
+    state = {name: tuple(value.shape) for name, value in model.state_dict().items()}
+    parameters = dict(model.named_parameters())
+    orders = {
+        "the state dict in its order without the batch counters": [n for n in state if not n.endswith(COUNTER)],
+        "the state dict in its order, buffers included": list(state),
+        "the trained parameters in their order": [name for name, value in parameters.items() if value.requires_grad],
+        "the parameters in their order": list(parameters),
+    }
+    distinct = {tuple(names): order for order, names in orders.items()}  # of equal ones the last names it
+    same_count = {names: order for names, order in distinct.items() if len(names) == len(shapes)}
+    if not same_count:
+        counts = ", ".join(f"{len(names)} ({order})" for names, order in reversed(distinct.items()))
+        return [], "", [f"expected {counts}, got {len(shapes)} arrays"]
+    wrong = {names: _misfits(names, shapes, state) for names in same_count}
+    fitting = [names for names, lines in wrong.items() if not lines]
+    if len(fitting) > 1:
+        return [], "", [f"{len(shapes)} arrays fit more than one order; pass a mapping of names to arrays"]
+    if not fitting:
+        return [], "", min(wrong.values(), key=len)
+    return list(fitting[0]), f"{len(shapes)} arrays are {same_count[fitting[0]]}", []
+
+
+def _misfits(names: Sequence[str], got: Sequence[tuple[int, ...] | None], state: Mapping[str, Any]) -> list[str]:
+    return [
+        f"array {place} ({name}): expected shape {state[name]}, got {'no array' if shape is None else shape}"
+        for place, (name, shape) in enumerate(zip(names, got, strict=True))
+        if shape != state[name] and not (name.endswith(COUNTER) and shape == (1,))
+    ]
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    shape = getattr(value, "shape", () if isinstance(value, int | float) else None)
+    return None if shape is None else tuple(shape)
+
+
+def _checked(named: Mapping[str, Any], model: nn.Module, trained_only: bool) -> tuple[CapturedState, list[str]]:
+    parameters = dict(model.named_parameters())
+    state = model.state_dict()
+    needed = [name for name, value in parameters.items() if value.requires_grad or not trained_only]
+    problems = [f"missing: {name} {tuple(parameters[name].shape)}" for name in needed if name not in named]
+    problems += [f"extra: {name}, which the model does not have" for name in named if name not in state]
+    kept: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
+    for name, value in named.items():
+        if name not in state:
+            continue
+        tensor, problem = _tensor(value, state[name])
+        if tensor is None:
+            problems.append(f"{name}: {problem}")
+        elif name in parameters:
+            kept[0][name] = tensor
+        elif state[name].data_ptr() not in {p.data_ptr() for p in parameters.values()}:  # a tied weight's other name
+            kept[1][name] = tensor
+    return CapturedState(*kept), problems
+
+
+def _tensor(value: Any, expected: Tensor) -> tuple[Tensor | None, str]:
+    """The value in float64 (integers as they are), or why it does not fit."""
+    try:
+        tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
+    except (TypeError, ValueError, RuntimeError):
+        return None, f"expected numbers, got {brief(value)}"
+    if expected.dim() == 0 and tensor.shape == (1,):
+        tensor = tensor.reshape(())
+    if tensor.shape != expected.shape:
+        return None, f"expected shape {tuple(expected.shape)}, got {tuple(tensor.shape)}"
+    if tensor.is_complex() or (expected.is_floating_point() and not tensor.is_floating_point()):
+        return None, f"expected floats such as {expected.dtype}, got {tensor.dtype}"
+    broken = int((~torch.isfinite(tensor)).sum())
+    if broken:
+        return None, f"{broken} of {tensor.numel()} entries are NaN or infinite"
+    return tensor.double(), ""

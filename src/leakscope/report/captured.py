@@ -1,0 +1,136 @@
+"""The page of an attack on a captured update: one self-contained HTML file.
+
+The room of audits comes after this one, so a result is read here by the names of its fields alone. Without the truth
+the page claims no measure; originals are drawn only where somebody asked for them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from leakscope.contracts.reconstruction import FLAGS, REMEDIES
+from leakscope.report import words
+from leakscope.report.pictures import Picture, channel_note, draw
+from leakscope.report.template import FileName, fill, write_page
+from leakscope.results.records import counted, highest
+
+MAX_SHOWN = 64
+#: Measures with the truth, and how many digits they are shown with.
+MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
+_HIDDEN = "Originals are left out of this page; --pictures shows them."
+
+
+def render_captured(result: Any, title: str, pictures: bool = False) -> str:
+    """The HTML page of a :class:`leakscope.audit.captured.CapturedResult`; ``pictures`` shows the originals too."""
+    reconstruction, observation = result.reconstruction, result.observation
+    shape = tuple(observation.input_shape)
+    headline, _, lead = result.confidence().partition(": ")
+    context = {
+        "title": title,
+        "headline": headline,
+        "lead": f"{lead[:1].upper()}{lead[1:]}",
+        "tiles": _tiles(result),
+        "examples": _examples(result, pictures),
+        "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
+        "picture_note": channel_note(shape),
+        "hidden": _HIDDEN if result.truth is not None and not pictures else "",
+        "rows": _rows(result),
+        "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
+        "flags": [(flag, FLAGS.get(flag, ""), REMEDIES.get(flag, "")) for flag in reconstruction.flags],
+        "notes": list(reconstruction.notes),
+        "diagnosis": reconstruction.diagnosis,
+        "threat": observation.knowledge.describe(),
+        "made": _made(observation),
+        "facts": _facts(result),
+    }
+    return fill("captured.html.j2", context)
+
+
+def write_captured(result: Any, path: FileName, title: str, pictures: bool = False) -> Path:
+    """Write the page of an attack on a captured update to ``path``."""
+    return write_page(path, render_captured(result, title, pictures))
+
+
+def _tiles(result: Any) -> list[tuple[str, str]]:
+    reconstruction = result.reconstruction
+    certificate = reconstruction.info.get("certificate")
+    tiles = [
+        ("Inputs", str(len(reconstruction.inputs))),
+        ("Left unexplained", words.short(result.left)),
+        ("Certificate", words.short(certificate) if isinstance(certificate, float) else "none"),
+    ]
+    if result.evaluation is None:
+        return [*tiles, ("Time", words.duration(reconstruction.info["seconds"]))]
+    return [*tiles, ("Best PSNR", f"{words.fixed(highest(row['psnr'] for row in result.evaluation.rows), 1)} dB")]
+
+
+def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
+    """Each recovered input, and with the truth the original that it was matched with."""
+    reconstruction, unit = result.reconstruction, result.unit_inputs.clamp(0, 1)
+    order = [] if result.evaluation is None else result.evaluation.order.tolist()
+    blind = result.baselines[-1]
+    drawn = result.observation.inputs.to_unit(blind.inputs.cpu()).clamp(0, 1)
+    examples = []
+    for number, value in enumerate(unit[:MAX_SHOWN]):
+        place = order.index(number) if number in order else None
+        original: Picture | None = None
+        if pictures and place is not None:
+            original = draw(result.truth[place], alt=f"original {place}", identity=f"o{number}")
+        row = {} if place is None else result.evaluation.rows[place]
+        labels = reconstruction.labels
+        examples.append(
+            {
+                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}"),
+                "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}"),
+                "original": original,
+                "label": None if labels is None else labels[number].tolist(),
+                "score": float(reconstruction.scores.reshape(-1)[min(number, reconstruction.scores.numel() - 1)]),
+                "psnr": row.get("psnr"),
+            }
+        )
+    return examples
+
+
+def _rows(result: Any) -> list[dict[str, Any]]:
+    """What was recovered beside inputs that hold nothing of the client."""
+    pairs = [("what the attack recovered", result.left, result.evaluation)]
+    pairs += [(one.name, one.left, one.evaluation) for one in result.baselines]
+    return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
+
+
+def _means(evaluation: Any) -> list[str]:
+    if evaluation is None:
+        return []
+    cells = []
+    for name, (_, digits) in MEASURED.items():
+        values = [row[name] for row in evaluation.rows]
+        cells.append(words.fixed(sum(values) / len(values) if values else float("nan"), digits))
+    return cells
+
+
+def _made(observation: Any) -> list[tuple[str, str]]:
+    made = observation.made
+    if made is None:
+        return [("Made by", "not said: the file is of an older version")]
+    rows = [("Made by", f"{made.by}, leakscope {made.version}"), ("From", ", ".join(made.sources))]
+    rows += [("Sign", f"{made.sign}: {made.sign_reason}")] if made.sign is not None else []
+    return [(name, value) for name, value in rows if value] + [("Read", note) for note in made.notes]
+
+
+def _facts(result: Any) -> list[tuple[str, str]]:
+    observation, message = result.observation, result.observation.message
+    entries = sum(value.numel() for value in message.update.values())
+    kinds = {"gradient": "gradient", "weight_delta": "weights before minus weights after"}
+    rows = [
+        ("Attack", repr(result.attack)),
+        ("Seed", str(result.reconstruction.info["seed"])),
+        ("Model", observation.model_name or "of your own"),
+        ("Update", f"{kinds[message.kind]}, {counted(len(message.update), 'tensor')}, {entries:,} numbers"),
+        ("Examples", str(observation.num_examples or words.DASH)),
+        ("Shape of an example", " × ".join(map(str, observation.input_shape))),
+        ("BatchNorm", f"{observation.batchnorm} mode"),
+        ("Statistics of the batch", "known" if message.batchnorm_statistics is not None else "not known"),
+        ("Value range", "known" if observation.inputs.bounded else "not known: pictures show values in [0, 1]"),
+    ]
+    return rows
