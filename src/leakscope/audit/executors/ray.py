@@ -46,6 +46,9 @@ BOARD_SECONDS, NODES_SECONDS = 0.5, 5.0
 STRANDED_SECONDS = 30.0
 #: Bytes of the object store of a cluster that an audit starts for itself, and for each byte of its set-up.
 STORE_BYTES, STORE_SHARE = 2**28, 4
+#: What the processes of a cluster of our own inherit: nothing is told to anybody, and workers are no less urgent than
+#: those of other executors.
+_OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 #: Packages whose version decides what a row holds.
 _PACKAGES = ("leakscope", "torch", "numpy")
 
@@ -106,8 +109,7 @@ class RayCluster(Executor):
             _reach(self.address)
             options["address"] = self.address
         try:
-            # What the processes of a cluster of our own inherit; nothing of an audit is told to anybody.
-            with inheritance(threads), _variables(RAY_USAGE_STATS_ENABLED="0"), _signals_restored(), _no_warnings():
+            with inheritance(threads), _variables(_OURS), _signals_restored(), _no_warnings():
                 ray.init(**options)
         except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
             where = "started here" if self.address is None else f"reached at {self.address}"
@@ -383,7 +385,7 @@ def _first(error: Exception) -> str:
 
 
 @contextlib.contextmanager
-def _variables(**values: str) -> Iterator[None]:
+def _variables(values: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
