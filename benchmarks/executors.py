@@ -4,8 +4,8 @@ python benchmarks/executors.py runs [--jobs 10 100 1000] [--executors processes 
 python benchmarks/executors.py speedup [--jobs 24] [--repeats 2] [--executors processes ray]
 
 runs: so many short jobs with each executor and number of workers, a line of JSON each, appended to the file: wall-clock
-seconds until the first job and from there on, processor seconds of jobs by their own clocks, bytes of the folder, and
-the share of a processor that the machine had to give meanwhile. Meant for docs/scaling.md.
+seconds until the first job and from there on, processor seconds of the audit's own process and of all that it started
+(these hold on a busy machine too), bytes of the folder, and how many processors were busy meanwhile, with whatever.
 speedup: equal jobs of about a second by one worker and by two, in turn: the ratio of wall-clock times, which means
 something on an idle machine only, and the accounting that holds on a busy one: which share of their time workers are
 busy with jobs. The start of workers is not in it.
@@ -14,10 +14,12 @@ busy with jobs. The start of workers is not in it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,55 +33,78 @@ CLIENTS = 50
 
 
 def short_jobs(jobs: int) -> dict[str, Any]:
-    """Jobs of some hundredths of a second: twenty steps of a search on a small network."""
+    """Jobs of some hundredths of a second: a first layer that gives its input away, of a small network."""
     clients = min(jobs, CLIENTS)
-    return _spec("mlp", {"iterations": 20, "compile": "never"}, clients, jobs // clients)
+    return _spec("mlp", "linear-layer", clients, jobs // clients)
 
 
 def equal_jobs(jobs: int) -> dict[str, Any]:
-    return _spec("convnet", {"iterations": 100, "compile": "never"}, jobs, 1)
+    """Jobs of about a second: a hundred steps of a search."""
+    return _spec("convnet", {"inverting-gradients": {"iterations": 100, "compile": "never"}}, jobs, 1)
 
 
-def _spec(model: str, settings: dict[str, Any], examples: int, seeds: int) -> dict[str, Any]:
+def _spec(model: str, attack: Any, examples: int, seeds: int) -> dict[str, Any]:
     return {
         "model": model,
         "data": "tiles",
         "examples": examples,
         "seeds": seeds,
-        "attacks": [{"inverting-gradients": settings}],
+        "attacks": [attack],
         "controls": False,
         "findings": False,
     }
 
 
 def measure(spec: dict[str, Any], executor: str, workers: int) -> dict[str, Any]:
-    """One run: seconds to the first job, seconds from there to the last row, seconds of jobs, bytes on disk."""
-    times: list[float] = []
+    """One run: until the first job starts, from there to the last row, and what it leaves on disk."""
+    moments: list[Moment] = []
 
     def note(event: dict[str, Any]) -> None:
-        if event["event"] in ("started", "finished"):
-            times.append(time.perf_counter())
+        last = event["event"] == "finished" and event["completed"] == event["total"]
+        if last or (event["event"] == "started" and not moments):
+            moments.append(Moment.now())
 
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         psutil.cpu_percent()
-        began = time.perf_counter()
+        began = Moment.now()
         result = run_spec({**spec, "executor": executor, "workers": workers}, out, progress=note)
         busy = psutil.cpu_percent() / 100 * (psutil.cpu_count() or 1)
         assert {row.status for row in result.rows} == {"done"}, [row.error for row in result.rows if row.error][:1]
         size = sum(file.stat().st_size for file in out.rglob("*") if file.is_file())
-    wall, took = times[-1] - times[0], sum(row.seconds or 0.0 for row in result.rows)
+    first, end = moments
     return {
         "executor": executor,
         "workers": workers,
         "jobs": len(result.rows),
-        "start_seconds": round(times[0] - began, 2),
-        "wall_seconds": round(wall, 2),
-        "job_seconds": round(took, 2),
+        "start_seconds": round(first.wall - began.wall, 2),
+        "start_cpu_seconds": round(first.own - began.own + first.others - began.others, 2),
+        "wall_seconds": round(end.wall - first.wall, 2),
+        "job_seconds": round(sum(row.seconds or 0.0 for row in result.rows), 2),
+        "own_cpu_seconds": round(end.own - first.own, 2),
+        "worker_cpu_seconds": round(end.others - first.others, 2),
         "bytes": size,
         "processors_busy": round(busy, 2),
         "processors": psutil.cpu_count(),
     }
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Clocks: the wall's, this process's processor seconds, and those of all processes that it started."""
+
+    wall: float
+    own: float
+    others: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        others = 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                others += times.user + times.system
+        return cls(time.perf_counter(), time.process_time(), others)
 
 
 def runs(counts: list[int], executors: list[str], workers: list[int], out: Path) -> None:
@@ -103,7 +128,9 @@ def speedup(jobs: int, repeats: int, executors: list[str]) -> None:
             f"ratio {ratio:.2f} on this machine now"
         )
         print(f"  busy with jobs: one worker {shares[0]:.1%} of its time, two {shares[1]:.1%} of theirs")
-        print(f"  a job took {one['job_seconds'] / jobs:.2f} s beside none, {two['job_seconds'] / jobs:.2f} s beside one")
+        print(
+            f"  a job took {one['job_seconds'] / jobs:.2f} s beside none, {two['job_seconds'] / jobs:.2f} s beside one"
+        )
         print(f"  ratio on two free processors, by this accounting: {2 * shares[1] / shares[0]:.2f}")
 
 
@@ -116,7 +143,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RUNS)
     asked = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.pop("LEAKSCOPE_DATA", None)  # perceptual measures, where their weights are there, make a job longer
     if asked.what == "runs":
         runs(asked.jobs or [10, 100, 1000], asked.executors, asked.workers, asked.out)
     else:

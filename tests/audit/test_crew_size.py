@@ -94,7 +94,9 @@ def test_the_choice_is_measured_told_once_and_changes_no_row(
     serial = run(tmp_path / "serial", findings=False)
     monkeypatch.setattr(processes, "default_workers", lambda threads: 2)
     monkeypatch.setattr(
-        processes._Processes, "_paces", lambda self, asked: [Pace(10.0 if len(asked) == 1 else 10 * pace, 1)] * len(asked)
+        processes._Processes,
+        "_paces",
+        lambda self, asked: [Pace(10.0 if len(asked) == 1 else 10 * pace, 1)] * len(asked),
     )
     done, told = audited(tmp_path / "auto")
     assert [event["workers"] for event in told] == [workers]

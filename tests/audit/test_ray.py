@@ -18,6 +18,7 @@ from test_executors import SLOW, start, wait_for_rows
 from leakscope.audit import EXECUTORS, AuditSpec, ExecutorError, SpecError
 from leakscope.audit.executors import ray as module
 from leakscope.audit.executors.ray import resource_problem
+from leakscope.audit.executors.ray_connection import OURS
 from leakscope.audit.executors.ray_worker import Board, RayWorker
 from leakscope.results import Store
 from process_groups import group_is_gone
@@ -34,7 +35,7 @@ def cluster() -> Iterator[Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SLOW", "yes")
-        for name, value in module._OURS.items():
+        for name, value in OURS.items():
             patch.setenv(name, value)
         made = Cluster(initialize_head=True, head_node_args={**NODE, "num_gpus": 1, "include_dashboard": False})
     try:
@@ -206,7 +207,9 @@ def test_settings_are_checked_with_the_spec() -> None:
 
 
 def test_nodes_that_no_job_fits_on() -> None:
-    assert resource_problem([], 1, 0.0, "cpu") == "ray: expected a node with 1 CPU, got none. Lower threads, or add nodes"
+    assert (
+        resource_problem([], 1, 0.0, "cpu") == "ray: expected a node with 1 CPU, got none. Lower threads, or add nodes"
+    )
     assert "got one of 0 CPUs" in str(resource_problem([{"CPU": 0.0}], 1, 0.0, "cpu"))
     assert "gpus: expected with device cuda" in str(resource_problem([{"CPU": 1.0}], 1, 0.0, "cuda:0"))
     assert resource_problem([{"CPU": 1.0}], 1, 0.0, "cpu") is None

@@ -110,7 +110,7 @@ def make_plan(setup: Setup) -> list[Job]:
 
 
 def count_plan(setup: Setup) -> Iterator[Job]:
-    """The jobs of :func:`make_plan`, with their numbers for keys: to be counted, which needs no look at the examples."""
+    """The jobs of :func:`make_plan`, with numbers for keys: to be counted without a look at the examples."""
     return (Job(str(number), number, **place) for number, place in enumerate(_places(setup)))
 
 

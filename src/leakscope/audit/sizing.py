@@ -12,7 +12,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,15 +23,16 @@ from leakscope.audit.attempts import Bench
 from leakscope.audit.estimate import ALL_SECONDS, Trial, try_out
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.memory import MOST_BYTES, PeakMemory, update_bytes
+from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, count_plan, describe
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.caps import FLOAT, JOBS
 
-#: Seconds in which a worker starts, and in which the audit's own process writes one row; by the runs of docs/scaling.md.
+#: Seconds in which a worker starts, and in which the audit's own process writes a row; by the runs of docs/scaling.md.
 START_SECONDS, ROW_SECONDS = 6.0, 0.01
 #: Bytes of a row, of each example in it, and of the curves beside it; by the same runs.
-ROW_BYTES, EXAMPLE_BYTES, CURVE_BYTES = 6000, 700, 3000
+ROW_BYTES, EXAMPLE_BYTES, CURVE_BYTES = 3000, 500, 3000
 #: From so much of what a processor could have done on, the machine counts as free.
 FREE_SHARE = 0.8
 
@@ -40,6 +41,8 @@ FREE_SHARE = 0.8
 class Cell:
     """Jobs of one kind. ``seconds`` of a processor for each, None where nothing like it could be timed."""
 
+    #: Short names of protocol and defence.
+    setting: str
     protocol: str
     defense: str
     attack: str
@@ -97,7 +100,7 @@ class Sizing:
             "alike": "taken over from a job of the same attack in another setting",
             "at least": "a lower bound, as no step ended in time",
         }
-        told = [f"{by[name] / total:.0%} {text}" for name, text in words.items() if by[name]]
+        told = [f"{by[name] / total:.0%} {text}" for name, text in words.items() if by[name] >= 0.005 * total]
         return f"Of the core-hours {', '.join(told)}."
 
     def document(self) -> dict[str, Any]:
@@ -203,7 +206,7 @@ class _Trials:
     """Times of one job of each kind, as far as the seconds go; first one of each attack and protocol, then the rest."""
 
     def __init__(self, setup: Setup, firsts: Mapping[_Kind, Job], seconds: float) -> None:
-        self._setup = setup
+        self._setup, self._firsts = setup, firsts
         self._timed: dict[_Kind, tuple[Trial | None, float]] = {}
         spent = wall = rise = 0.0
         rest, update = psutil.Process().memory_info().rss, 0
@@ -235,8 +238,7 @@ class _Trials:
         for other in kind.relatives(self._timed):
             seconds, _ = self.of(other)
             if seconds is not None:
-                defense = "none" if other.defense is None else self._setup.spec.defenses[other.defense].name
-                return seconds, f"as under {self._setup.spec.protocols[other.protocol].name}, {defense}"
+                return seconds, f"as {_setting(self._setup, self._firsts[other])}"
         return None, "not timed"
 
 
@@ -257,4 +259,18 @@ def _cell(setup: Setup, job: Job, jobs: int, seconds: float | None, timed: str) 
     if job.finding is not None and FINDINGS[job.finding].per == "training":
         kind = "training"
     name = facts.attack_name if job.control is None or job.attack is None else f"{facts.attack_name} on {job.control}"
-    return Cell(facts.protocol, facts.defense, name, kind, jobs, seconds, timed)
+    return Cell(_setting(setup, job), facts.protocol, facts.defense, name, kind, jobs, seconds, timed)
+
+
+def _setting(setup: Setup, job: Job) -> str:
+    """Short names of protocol and defence; of several with the same name, their place among them."""
+    names = [_short(setup.spec.protocols, job.protocol)]
+    if job.defense is not None:
+        names.append(_short(setup.spec.defenses, job.defense))
+    return ", ".join(names)
+
+
+def _short(parts: Sequence[Part], place: int) -> str:
+    name = parts[place].name
+    same = [number for number, part in enumerate(parts) if part.name == name]
+    return name if len(same) == 1 else f"{name} {same.index(place) + 1}"

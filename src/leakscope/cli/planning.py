@@ -51,10 +51,10 @@ def _print(sizing: Sizing) -> None:
     from leakscope.cli.console import make_console, print_table, say
     from leakscope.results.records import counted
 
-    heads = ("protocol", "defence", "attack", "jobs", "s a job", "core-hours", "timed")
+    heads = ("setting", "attack or finding", "jobs", "s a job", "core-hours", "timed")
     rows = [
         (
-            *(cell.protocol, cell.defense, cell.attack, f"{cell.jobs:,}"),
+            *(cell.setting, cell.attack, f"{cell.jobs:,}"),
             "-" if cell.seconds is None else f"{'≥ ' if cell.timed == 'at least' else ''}{cell.seconds:.2g}",
             f"{cell.core_hours:.3g}",
             cell.timed,
@@ -91,5 +91,3 @@ def _span(hours: float) -> str:
         if hours < limit:
             return f"{hours * factor:.{0 if hours * factor >= 10 or unit == 's' else 1}f} {unit}"
     return f"{hours / 24:.0f} days"
-
-

@@ -11,14 +11,10 @@ import contextlib
 import math
 import os
 import pickle
-import signal
-import socket
 import sys
-import threading
 import time
-import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +23,8 @@ import torch
 from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.executors.crew import Crew, Worker
 from leakscope.audit.executors.processes import default_workers
+from leakscope.audit.executors.ray_connection import alive_nodes, connection, library
 from leakscope.audit.executors.ray_worker import Board, RayWorker
-from leakscope.audit.executors.worker import inheritance
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
 from leakscope.audit.versions import versions
@@ -38,17 +34,10 @@ from leakscope.results.records import counted
 
 #: How often a job is begun again whose worker or node was lost; one that ends every worker is a failed row after that.
 RETRIES = 2
-#: Seconds for the head of a cluster to answer.
-CONNECT_SECONDS = 5.0
 #: Seconds between two looks at the board, and at the nodes where no worker is ready.
 BOARD_SECONDS, NODES_SECONDS = 0.5, 5.0
 #: Seconds without a node that could do a job after which the audit ends.
 STRANDED_SECONDS = 30.0
-#: Bytes of the object store of a cluster that an audit starts for itself, and for each byte of its set-up.
-STORE_BYTES, STORE_SHARE = 2**28, 4
-#: What the processes of a cluster of our own inherit: nothing is told to anybody, and workers are no less urgent than
-#: those of other executors.
-_OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 #: Packages whose version decides what a row holds.
 _PACKAGES = ("leakscope", "torch", "numpy")
 
@@ -63,14 +52,14 @@ class RayCluster(Executor):
     gpus: float = setting(0.0, "GPUs of a worker, also a share of one such as 0.25.", ge=0, le=1024)
 
     def check(self, setup: Setup) -> None:
-        _library()
+        ray = library()
         _pack(setup)
         threads = setup.spec.threads
-        if self.address is None and not _library().is_initialized():
+        if self.address is None and not ray.is_initialized():
             nodes: list[dict[str, float]] = [{"CPU": float(self._processors(threads)), "GPU": _gpus_here()}]
         else:
-            with self._connection(threads, 0) as ray:
-                nodes = _alive(ray)
+            with connection(self.address, self._processors(threads), threads, 0) as ray:
+                nodes = alive_nodes(ray)
         problem = resource_problem(nodes, threads, self.gpus, setup.spec.device)
         if problem is not None:
             raise ExecutorError(problem)
@@ -79,8 +68,8 @@ class RayCluster(Executor):
         if not groups:
             return
         threads, jobs, packed = setup.spec.threads, sum(len(group) for group in groups), _pack(setup)
-        with self._connection(threads, len(packed)) as ray:
-            free = places(_alive(ray), threads, self.gpus)
+        with connection(self.address, self._processors(threads), threads, len(packed)) as ray:
+            free = places(alive_nodes(ray), threads, self.gpus)
             count = min(self.workers or free, jobs)
             if self.workers is None:
                 reason = f"the cluster has {counted(free, 'place')} of {_demand(threads, self.gpus)}"
@@ -91,40 +80,6 @@ class RayCluster(Executor):
     def _processors(self, threads: int) -> int:
         """What a cluster of our own is given."""
         return threads * (self.workers or default_workers(threads))
-
-    @contextlib.contextmanager
-    def _connection(self, threads: int, size: int) -> Iterator[Any]:
-        """Ray, connected; one that was connected before stays so. ``size``: bytes that its store is to hold."""
-        ray = _library()
-        if ray.is_initialized():
-            self._check_same_cluster(ray.get_runtime_context().gcs_address)
-            yield ray
-            return
-        options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "job_config": _without_folder()}
-        if self.address is None:
-            room = max(STORE_BYTES, STORE_SHARE * size)
-            options |= {"address": "local", "num_cpus": self._processors(threads), "object_store_memory": room}
-            options |= {"include_dashboard": False}
-        else:
-            _reach(self.address)
-            options["address"] = self.address
-        try:
-            with inheritance(threads), _variables(_OURS), _signals_restored(), _no_warnings():
-                ray.init(**options)
-        except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
-            where = "started here" if self.address is None else f"reached at {self.address}"
-            raise ExecutorError(f"ray: no cluster could be {where}. {type(error).__name__}: {_first(error)}") from error
-        try:
-            yield ray
-        finally:
-            ray.shutdown()
-
-    def _check_same_cluster(self, connected: str) -> None:
-        if self.address not in (None, "auto", connected):
-            raise ExecutorError(
-                f"address: this process is connected to the Ray cluster at {connected} already, got {self.address}. "
-                "Leave the address out, or call ray.shutdown() before."
-            )
 
 
 @dataclass(eq=False, kw_only=True)
@@ -149,7 +104,11 @@ class _Actors(Crew[_Actor]):
         self._ray, self._gpus = ray, executor.gpus
         self._packed = ray.put(packed)
         self._kind = ray.remote(RayWorker).options(
-            num_cpus=self._threads, num_gpus=self._gpus, max_restarts=0, max_task_retries=0, scheduling_strategy="SPREAD"
+            num_cpus=self._threads,
+            num_gpus=self._gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
         )
         self._losses: Counter[str] = Counter()
         self._by_key = {job.key: job for job in self._jobs}
@@ -242,7 +201,7 @@ class _Actors(Crew[_Actor]):
         if any(worker.ready for worker in self._workers) or now < self._nodes_at:
             return
         self._nodes_at = now + NODES_SECONDS
-        if places(_alive(self._ray), self._threads, self._gpus) > 0:
+        if places(alive_nodes(self._ray), self._threads, self._gpus) > 0:
             self._stranded_since = None
             return
         self._stranded_since = now if self._stranded_since is None else self._stranded_since
@@ -300,24 +259,8 @@ def _demand(threads: int, gpus: float) -> str:
     return counted(threads, "CPU") + (f" and {gpus:g} GPU" if gpus else "")
 
 
-def _alive(ray: Any) -> list[dict[str, float]]:
-    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
-
-
 def _gpus_here() -> float:
     return float(torch.cuda.device_count()) if torch.cuda.is_available() else 0.0
-
-
-def _library() -> Any:
-    try:
-        import ray
-        import ray.exceptions
-    except ImportError as error:
-        raise ExecutorError(
-            f"executor: 'ray' needs the package ray ({error}). Install it with pip install leakscope[ray], or use "
-            "executor 'processes'."
-        ) from error
-    return ray
 
 
 def _pack(setup: Setup) -> bytes:
@@ -337,40 +280,10 @@ def _search_path() -> list[str]:
     return [*(entry for entry in sys.path if entry not in here), *own_folders(), os.getcwd()]
 
 
-def _without_folder() -> Any:
-    """Ray puts the current folder first on the search path of workers, where a file of it stands in for a library."""
-    from ray.job_config import JobConfig
-
-    class WithoutFolder(JobConfig):  # type: ignore[misc]
-        def _runtime_env_has_working_dir(self) -> bool:
-            return True
-
-    return WithoutFolder()
-
-
-def _reach(address: str) -> None:
-    """ExecutorError at once where nothing answers; Ray itself tries for long."""
-    if address == "auto":
-        return
-    host, _, port = address.rpartition(":")
-    if "//" in address or not host or not port.isdecimal():
-        raise ExecutorError(
-            f"address: expected HOST:PORT of the cluster's head such as 10.0.0.1:6379, or auto, got {address!r}. Run "
-            "the audit on a machine of the cluster"
-        )
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
-    except (OSError, OverflowError) as error:
-        raise ExecutorError(
-            f"address: nothing answers at {address} ({error}). Expected HOST:PORT of the head, as ray start --head "
-            "prints it"
-        ) from error
-
-
 def _cause(error: Exception) -> str:
     """Why Ray gave a worker up, in its words, without what names machines.
 
-    >>> _cause(RuntimeError("The actor died.\\n\\tip: 10.0.0.1\\nThe actor is dead because its node has died. Node Id: 1"))
+    >>> _cause(RuntimeError("The actor died.\\n\\tip: 10.0.0.1\\nIt is dead because its node has died. Node Id: 1"))
     'its node has died'
     """
     text = str(error)
@@ -378,44 +291,3 @@ def _cause(error: Exception) -> str:
         if mark in text:
             return text.split(mark, 1)[1].split(".")[0].split("\n")[0].strip()
     return type(error).__name__
-
-
-def _first(error: Exception) -> str:
-    return (str(error).strip().splitlines() or ["no message"])[0]
-
-
-@contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _signals_restored() -> Iterator[None]:
-    """Ray has SIGTERM end the process on the spot; the audit's own way out is to stay."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = {number: signal.getsignal(number) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            if handler is not None:
-                signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
