@@ -46,6 +46,12 @@ def cluster() -> Iterator[Any]:
         made.shutdown()
 
 
+@pytest.fixture
+def unconnected() -> None:
+    if ray.is_initialized():
+        ray.shutdown()
+
+
 def on(cluster: Any, out: Path, **changes: Any) -> Any:
     return run(out, **{"executor": {"ray": {"address": cluster.address}}, **changes})
 
@@ -94,8 +100,10 @@ def test_the_rows_of_serial_and_resumed(cluster: Any, tmp_path: Path) -> None:
 
 
 def test_what_a_job_does_to_its_worker_costs_that_job_alone(cluster: Any, tmp_path: Path) -> None:
+    """With two workers, of which one has long been idle when the other is lost with all that is left."""
+    cluster.add_node(**NODE)
     attacks = [doubles.Guess(), doubles.Trouble(how="kill"), doubles.Trouble(how="hang"), doubles.Quotient()]
-    done = on(cluster, tmp_path, attacks=attacks, timeout=1.5, **ONE)
+    done = on(cluster, tmp_path, attacks=attacks, timeout=1.5, workers=2, **ONE)
     assert [row.status for row in done.rows] == ["done", "failed", "failed", "done"]
     assert str(done.rows[1].error).startswith("WorkerDied: 3 workers were lost while they did this job, the last one")
     assert done.rows[2].error == "TimeoutError: stopped after more than 1.5 s"
@@ -133,6 +141,13 @@ def test_a_model_that_is_another_elsewhere(cluster: Any, tmp_path: Path) -> None
         on(cluster, tmp_path, model=doubles.Elsewhere(), attacks=[doubles.Guess()], **ONE)
 
 
+@pytest.mark.usefixtures("unconnected")
+def test_a_cluster_by_its_address(cluster: Any, tmp_path: Path) -> None:
+    done = on(cluster, tmp_path, attacks=[doubles.Guess()], workers=1, **ONE)
+    assert [row.status for row in done.rows] == ["done"]
+    assert not ray.is_initialized()
+
+
 @pytest.mark.slow
 def test_interrupt_ends_the_cluster_keeps_rows_and_the_next_run_goes_on(tmp_path: Path) -> None:
     out = tmp_path / "out"
@@ -156,12 +171,6 @@ def test_interrupt_ends_the_cluster_keeps_rows_and_the_next_run_goes_on(tmp_path
     rows = run(out, **settings).rows
     assert timeless(rows) == timeless(run(tmp_path / "whole", **settings).rows)
     assert [row for row in rows if row.key in {one.key for one in survived}] == survived
-
-
-@pytest.fixture
-def unconnected() -> None:
-    if ray.is_initialized():
-        ray.shutdown()
 
 
 @pytest.mark.usefixtures("unconnected")

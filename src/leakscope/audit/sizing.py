@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +88,7 @@ class Sizing:
     @property
     def confidence(self) -> str:
         """How sure the core-hours are, in a sentence."""
-        by: Counter[str] = Counter()
+        by: defaultdict[str, float] = defaultdict(float)
         for cell in self.cells:
             by[cell.timed if cell.timed in ("whole", "steps", "at least", "not timed") else "alike"] += cell.core_hours
         total = sum(by.values())

@@ -129,7 +129,7 @@ class _Actors(Crew[_Actor]):
         awaited = [*asked, *([] if self._posted is None else [self._posted])]
         answered, _ = self._ray.wait(awaited, timeout=self._wait_seconds()) if awaited else ([], [])
         for answer in answered:
-            if answer is self._posted:
+            if answer == self._posted:
                 self._read_board()
             elif asked[answer] in self._workers:
                 self._listen(asked[answer])
@@ -168,6 +168,10 @@ class _Actors(Crew[_Actor]):
         self._stop(worker)
         lost = f"{RETRIES + 1} workers were lost while they did this job"
         self._replace(worker, f"WorkerDied: {lost}, the last one because {_cause(error)}")
+        # What was given back may be all that is left, and the others may have gone idle before.
+        for colleague in list(self._workers):
+            if colleague.ready and colleague.answer is None:
+                self._assign(colleague)
 
     def _stop(self, worker: _Actor) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):

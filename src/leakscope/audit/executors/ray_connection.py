@@ -83,7 +83,7 @@ def _without_folder() -> Any:
     """Ray puts the current folder first on the search path of workers, where a file of it stands in for a library."""
     from ray.job_config import JobConfig
 
-    class WithoutFolder(JobConfig):  # type: ignore[misc]
+    class WithoutFolder(JobConfig):
         def _runtime_env_has_working_dir(self) -> bool:
             return True
 
