@@ -22,7 +22,8 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
 from leakscope.attacks import ATTACKS
-from leakscope.audit import CONTROLS, EXECUTORS, FINDINGS
+from leakscope.audit import CONTROLS, EXECUTORS, FINDINGS, Executor
+from leakscope.audit.executors.ray import RayCluster
 from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec, UtilitySpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.attack import Attack
@@ -240,6 +241,15 @@ def scaling() -> str:
     return table.tables(table.read_rows(BENCHMARKS / "scaling.jsonl"))
 
 
+def executor_runs() -> str:
+    table = script(BENCHMARKS / "executors_table.py")
+    return table.table(table.read_rows(BENCHMARKS / "executor_runs.jsonl"))
+
+
+def executor_settings() -> str:
+    return settings_table(RayCluster, Executor)
+
+
 def pictures() -> dict[str, str]:
     """The drawn files of docs by name: plots of committed figures."""
     table = script(BENCHMARKS / "scaling_table.py")
@@ -331,6 +341,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "defense-study": defense_study,
     "knowing": knowing,
     "scaling": scaling,
+    "executor-runs": executor_runs,
+    "executor-settings": executor_settings,
     "imprint": imprint,
 }
 

@@ -43,7 +43,7 @@ def examples(count: int = 4) -> tuple[Tensor, Tensor]:
 
 
 def in_worker() -> bool:
-    return multiprocessing.parent_process() is not None
+    return multiprocessing.parent_process() is not None or Path(sys.argv[0]).name == "default_worker.py"  # of Ray
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,6 +160,18 @@ class Fatal(nn.Module):
         if in_worker() and len(x) == 1:
             os._exit(7)
         out: Tensor = self.inner(x)
+        return out
+
+
+class Elsewhere(nn.Module):
+    """Answers otherwise in a worker: code of the same name that is not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x) + (1.0 if in_worker() else 0.0)
         return out
 
 

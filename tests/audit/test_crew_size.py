@@ -94,7 +94,9 @@ def test_the_choice_is_measured_told_once_and_changes_no_row(
     serial = run(tmp_path / "serial", findings=False)
     monkeypatch.setattr(processes, "default_workers", lambda threads: 2)
     monkeypatch.setattr(
-        processes._Crew, "_paces", lambda self, asked: [Pace(10.0 if len(asked) == 1 else 10 * pace, 1)] * len(asked)
+        processes._Processes,
+        "_paces",
+        lambda self, asked: [Pace(10.0 if len(asked) == 1 else 10 * pace, 1)] * len(asked),
     )
     done, told = audited(tmp_path / "auto")
     assert [event["workers"] for event in told] == [workers]
@@ -125,7 +127,7 @@ def test_a_model_that_cannot_be_measured_costs_rows_and_not_the_audit(
 
 def test_a_worker_without_room_for_its_jobs_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "default_workers", lambda threads: 2)
-    monkeypatch.setattr(processes._Crew, "_paces", lambda self, asked: [Pace(10.0, 1)] * len(asked))
+    monkeypatch.setattr(processes._Processes, "_paces", lambda self, asked: [Pace(10.0, 1)] * len(asked))
     monkeypatch.setattr(processes, "memory_room", lambda workers, needed: 1)
     done, told = audited(tmp_path)
     assert [event["workers"] for event in told] == [2, 1]

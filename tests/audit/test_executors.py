@@ -13,7 +13,7 @@ import pytest
 from audit_doubles import run, timeless
 
 from leakscope.audit import ExecutorError
-from leakscope.audit.executors import processes as module
+from leakscope.audit.executors import crew as module
 from leakscope.audit.executors.processes import default_workers
 from leakscope.results import Store
 from process_groups import group_is_gone

@@ -111,7 +111,7 @@ def test_every_problem_is_told_once() -> None:
         "attacks[0]: expected one of",
         "policy: max_psnr: expected a number",
         "threads: expected",
-        "executor: unknown executor 'cloud': expected one of serial, processes, or package.module:Name for your own",
+        "executor: unknown executor 'cloud': expected one of serial, processes, ray, or package.module:Name for",
         "device: expected",
     ):
         assert expected in told, (expected, told)

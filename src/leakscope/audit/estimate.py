@@ -69,7 +69,7 @@ def try_out(setup: Setup, job: Job) -> Trial | None:
         with _alarm(SILENT_SECONDS):
             outcome = Bench(_uncompiled(setup)).run(job, watch)
     except _Enough:
-        return _extrapolated(started, times, setup.spec.attacks[job.attack or 0].instance)
+        return _extrapolated(started, times, None if job.attack is None else setup.spec.attacks[job.attack].instance)
     return Trial(outcome.seconds) if outcome.status == "done" else None
 
 

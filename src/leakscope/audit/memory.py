@@ -51,14 +51,14 @@ class Updates:
             self._made.move_to_end(whose)
             return self._made[whose]
         # Room first, for one as large as any so far: two at a time may be too much for the memory.
-        sizes = {key: _bytes(update) for key, update in self._made.items()}
+        sizes = {key: update_bytes(update) for key, update in self._made.items()}
         while sizes and sum(sizes.values()) + max(sizes.values()) > self._most:
             sizes.pop(self._made.popitem(last=False)[0])
         self._made[whose] = make()
         return self._made[whose]
 
 
-def _bytes(update: Observation) -> int:
+def update_bytes(update: Observation) -> int:
     """What it takes in memory: messages, and the model that the client was sent."""
     model = sum(value.numel() * value.element_size() for value in update.model.state_dict().values())
     return model + sum(held_bytes(message) for message in update.messages)

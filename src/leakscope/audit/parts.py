@@ -90,6 +90,25 @@ def task_part(value: Any) -> Part:
     return _part(value, TASKS)
 
 
+def executor_part(value: Any) -> Part:
+    """Where jobs run: a name, or a name with the settings that only this executor has."""
+    from leakscope.audit.executors import EXECUTORS
+    from leakscope.contracts.settings import check_settings
+
+    if isinstance(value, Part):
+        return value
+    if not isinstance(value, str | Mapping):
+        raise ValueError(f"expected the name of an executor, got {value!r}")
+    name, options = _named(value, EXECUTORS.kind)
+    known = name if ":" in name else EXECUTORS.find(name).name
+    settings = EXECUTORS.target(name).own_settings()
+    try:
+        check_settings(settings, options)
+    except ValueError as error:
+        raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
+    return Part(name=known, options=options)
+
+
 def protocol_objects(parts: Sequence[Part]) -> list[Protocol]:
     return [part.instance for part in parts]
 

@@ -106,8 +106,16 @@ def _training_of(course: Course) -> dict[str, Any]:
 def make_plan(setup: Setup) -> list[Job]:
     """Every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
     keys = _Keys(setup)
-    places = (*_attempts(setup), *_findings(setup))
-    return [Job(keys.of(**place), number, **place) for number, place in enumerate(places)]
+    return [Job(keys.of(**place), number, **place) for number, place in enumerate(_places(setup))]
+
+
+def count_plan(setup: Setup) -> Iterator[Job]:
+    """The jobs of :func:`make_plan`, with numbers for keys: to be counted without a look at the examples."""
+    return (Job(str(number), number, **place) for number, place in enumerate(_places(setup)))
+
+
+def _places(setup: Setup) -> Iterator[dict[str, Any]]:
+    return chain(_attempts(setup), _findings(setup))
 
 
 def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:

@@ -156,7 +156,7 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
     rehearse(setup)
     jobs = make_plan(setup)
     limits = spec.workers, spec.timeout, progress is not None, Budget(spec.budget)
-    executor: Executor = EXECUTORS.target(spec.executor)(*limits)
+    executor: Executor = EXECUTORS.target(spec.executor.name)(*limits, **spec.executor.options)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
@@ -252,8 +252,8 @@ def _told_data(setup: Setup) -> dict[str, Any]:
 
 
 def _told_spec(setup: Setup) -> dict[str, Any]:
-    """The spec as results tell it: without folders, and without the file of private data."""
-    spec = setup.spec.normalised()
+    """The spec as results tell it: without folders, addresses of machines, and the file of private data."""
+    spec = {**setup.spec.normalised(), "executor": setup.spec.executor.name}
     if setup.spec.show_names:
         return spec
     sections = [spec["data"], *((spec["utility"] or {}).get(name) for name in ("train", "test"))]

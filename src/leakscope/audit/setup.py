@@ -310,6 +310,11 @@ def model_fingerprint(model: nn.Module, probe: Tensor | None = None) -> str:
     return digest.hexdigest()
 
 
+def is_intact(setup: Setup) -> bool:
+    """Whether the model is still what it was when its fingerprint was taken, by its weights and its answers."""
+    return model_fingerprint(setup.model, _probe(setup.data)) == setup.model_fingerprint
+
+
 def _probe(data: Examples) -> Tensor:
     return torch.rand((2, *data.x.shape[1:]), generator=torch.Generator().manual_seed(0))
 

@@ -96,15 +96,6 @@ def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
     return [find_name(str(kind), table) for kind in _listed(value)]
 
 
-def _executor(value: str) -> str:
-    from leakscope.audit.executors import EXECUTORS
-
-    if ":" in value:
-        EXECUTORS.target(value)  # the user's own: package.module:Class
-        return value
-    return EXECUTORS.find(value).name
-
-
 def _policy(value: Any) -> Any:
     return Policy.build(value) if isinstance(value, Mapping) else value
 
@@ -206,8 +197,11 @@ class AuditSpec(Strict):
         "precision of attacks, `float32` or `float64`; default: that of the update", None
     )
     threads: int = key("threads per job", 1, ge=1, le=1024)
-    executor: Annotated[str, AfterValidator(_executor)] = key(
-        "where jobs run, `serial`, `processes` or `package.module:Class`; on the command line `processes`", "serial"
+    executor: Annotated[Part, BeforeValidator(parts.executor_part)] = key(
+        "where jobs run, `serial`, `processes`, [`ray`](scaling.md) or `package.module:Class`; on the command line "
+        "`processes`",
+        "serial",
+        validate_default=True,
     )
     workers: Annotated[int | None, BeforeValidator(_workers)] = key(
         "parallel jobs, or `auto`: as many as the processors and the memory allow and as measurably help; default: "
@@ -217,7 +211,7 @@ class AuditSpec(Strict):
         le=1024,
     )
     timeout: float | None = key(
-        "seconds after which a job is stopped and counts as failed; needs `processes`", None, gt=0, le=10**7
+        "seconds after which a job is stopped and counts as failed; needs `processes` or `ray`", None, gt=0, le=10**7
     )
     budget: Annotated[float | None, BeforeValidator(seconds_of)] = key(
         "time after which no further job is begun (`90s`, `10m`, `1h30m` or seconds); the same command again goes on "
@@ -278,9 +272,13 @@ def _across(mapping: Mapping[str, Any]) -> list[str]:
     examples, batch = mapping.get("examples"), mapping.get("batch", 1)
     if type(examples) is int and type(batch) is int and examples >= 1 and batch >= 1 and examples % batch:
         problems.append(f"examples: expected a multiple of batch ({batch}), got {examples}")
-    if mapping.get("timeout") is not None and folded(str(mapping.get("executor", "serial"))) == "serial":
-        problems.append("timeout: expected executor 'processes', as only a process of its own can be stopped")
+    if mapping.get("timeout") is not None and _is_serial(mapping.get("executor", "serial")):
+        problems.append("timeout: expected executor 'processes' or 'ray', as only a process of its own can be stopped")
     return problems
+
+
+def _is_serial(executor: Any) -> bool:
+    return folded(str(next(iter(executor), "") if isinstance(executor, Mapping) else executor)) == "serial"
 
 
 def _line(error: ErrorDetails) -> str:

@@ -19,6 +19,7 @@ from leakscope.cli.inspection import inspect
 from leakscope.cli.limits import limits
 from leakscope.cli.listing import list_names
 from leakscope.cli.pages import compare, report, reproduce
+from leakscope.cli.planning import plan
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
 #: Characters of an error that are printed; a file may hold a name of megabytes.
@@ -36,6 +37,7 @@ app = typer.Typer(
     "4 usage or spec error, 5 nothing audited or inconclusive.",
 )
 app.command(cls=PlainCommand)(audit)
+app.command(cls=PlainCommand)(plan)
 app.command(cls=PlainCommand)(attack)
 app.command(name="import", cls=PlainCommand)(import_update)
 app.command(cls=PlainCommand)(limits)

@@ -70,6 +70,7 @@ def audit(
     threads: Annotated[int | None, _help("threads")] = None,
     device: Annotated[str | None, _help("device")] = None,
     budget: Annotated[str | None, _help("budget")] = None,
+    executor: Annotated[str | None, _help("executor", "ray:address=HOST:PORT,gpus=0.25")] = None,
     serial: Annotated[bool, typer.Option("--serial", help="Run jobs in this process, one after another.")] = False,
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the report.")
@@ -88,6 +89,8 @@ def audit(
     utility in the spec it is a defence study: every defence is trained with too, and the report says what it costs.
     """
     output = Output.of(quiet=quiet, verbose=verbose, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
+    if serial and executor is not None:
+        raise ValueError("--serial and --executor: expected one of them, got both")
     if weights and not model:
         raise ValueError("--weights: expected together with --model")
     limits = {"max_psnr": max_psnr, "max_label_accuracy": max_label_accuracy}
@@ -110,7 +113,7 @@ def audit(
         "device": device,
         "pictures": pictures,
         "show_names": show_names,
-        "executor": "serial" if serial else None,
+        "executor": "serial" if serial else None if executor is None else parse_part(executor),
     }
     options = {key: value for key, value in chosen.items() if value is not None}
     raise typer.Exit(_run(spec, options, labels, out, output, allow_code))

@@ -12,6 +12,7 @@ from leakscope.cli.output import AsCsv, AsJson, Output
 
 if TYPE_CHECKING:
     from leakscope.contracts.registry import Registry
+    from leakscope.contracts.settings import Setting
 
 
 class Listable(StrEnum):
@@ -75,12 +76,11 @@ def _facts(entry: Any) -> dict[str, Any]:
 
 def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
     """One entry of a table, or a class of the user's, with its settings."""
-    from leakscope.contracts.settings import Described, settings_of
-
     target = table.target(name)
     nameless: dict[str, Any] = {"name": name, "summary": "", "source": "", "settings": None}
     facts = nameless if ":" in name else _facts(table.find(name))
-    if isinstance(target, type) and issubclass(target, Described):
+    settings = _settings(target)
+    if settings is not None:
         facts["settings"] = [
             {
                 "name": setting.name,
@@ -89,7 +89,7 @@ def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
                 "required": setting.required,
                 "help": setting.help,
             }
-            for setting in settings_of(target)
+            for setting in settings
         ]
     elif ":" not in name and hasattr(entry := table.find(name), "options"):
         facts["settings"] = [
@@ -97,6 +97,15 @@ def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
             for option in entry.options()
         ]
     return facts
+
+
+def _settings(target: Any) -> tuple[Setting, ...] | None:
+    """Those that a class describes; of an executor those that only this one has. None where there is nothing to say."""
+    from leakscope.contracts.settings import Described, settings_of
+
+    if hasattr(target, "own_settings"):
+        return target.own_settings() or None
+    return settings_of(target) if isinstance(target, type) and issubclass(target, Described) else None
 
 
 def _print_entry(facts: dict[str, Any]) -> None:

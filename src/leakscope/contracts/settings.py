@@ -139,19 +139,24 @@ class Described:
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Self:
         """``cls(**options)``, with every unknown, missing or wrong setting told in one ValueError."""
-        known = {problems.name: problems for problems in settings_of(cls)}
-        problems = [unknown_setting(name, known) for name in options if name not in known]
-        for name, one in known.items():
-            if name not in options:
-                problems += [f"{name}: expected {one.expected}, got nothing"] if one.required else []
-                continue
-            try:
-                one.checked(options[name])
-            except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("\n".join(problems))
+        check_settings(settings_of(cls), options)
         return cls(**options)
+
+
+def check_settings(known: Iterable[Setting], options: Mapping[str, Any]) -> None:
+    """ValueError with every unknown, missing or wrong one of ``options``, a line each."""
+    settings = {one.name: one for one in known}
+    problems = [unknown_setting(name, settings) for name in options if name not in settings]
+    for name, one in settings.items():
+        if name not in options:
+            problems += [f"{name}: expected {one.expected}, got nothing"] if one.required else []
+            continue
+        try:
+            one.checked(options[name])
+        except ValueError as error:
+            problems.append(str(error))
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def settings_of(cls: type) -> tuple[Setting, ...]:

@@ -2,6 +2,7 @@
 
 from leakscope.audit.executors.base import Executor, ExecutorError
 from leakscope.audit.executors.processes import Processes
+from leakscope.audit.executors.ray import RayCluster
 from leakscope.audit.executors.serial import Serial
 from leakscope.contracts.registry import Entry, Registry
 
@@ -10,6 +11,7 @@ EXECUTORS: Registry[Entry] = Registry(
     (
         Entry("serial", Serial, "in this process, one job after another"),
         Entry("processes", Processes, "in worker processes, which may die without harm to others"),
+        Entry("ray", RayCluster, "on a Ray cluster of one machine or many, whose nodes may be lost without harm"),
     ),
     Executor,
 )

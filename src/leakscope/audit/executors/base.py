@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from leakscope.audit.attempts import Advance, Outcome
 from leakscope.audit.budget import Budget
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
+from leakscope.contracts.settings import Setting, settings_of
 
 #: Told of what happens to a job.
 Emit = Callable[[dict[str, Any]], None]
@@ -40,6 +42,12 @@ class Executor(ABC):
     estimates: bool = False
     budget: Budget = field(default_factory=Budget)
 
+    @classmethod
+    def own_settings(cls) -> tuple[Setting, ...]:
+        """What a spec may say of this executor beside the keys that all have: fields made with ``setting``."""
+        common = {field.name for field in dataclasses.fields(Executor)}
+        return tuple(one for one in settings_of(cls) if one.name not in common)
+
     def check(self, setup: Setup) -> None:
         """ExecutorError, before anything is written, where this audit cannot run here."""
         return
@@ -57,14 +65,14 @@ class Executor(ABC):
         """
 
 
-def throttled(job: Job, emit: Emit) -> Advance:
-    """An attack's progress as events, no more than a few a second."""
+def throttled(job: Job, emit: Emit, seconds: float = ADVANCE_SECONDS) -> Advance:
+    """An attack's progress as events, no more than one in so many seconds."""
     last = time.monotonic()
 
     def advance(done: int, total: int, value: float) -> None:
         nonlocal last
         now = time.monotonic()
-        if now - last >= ADVANCE_SECONDS:
+        if now - last >= seconds:
             last = now
             steps = {"done": int(done), "total": int(total), "value": float(value)}
             emit({"event": "advanced", "job": job, **steps})

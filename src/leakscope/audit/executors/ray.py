@@ -1,0 +1,297 @@
+"""Jobs on a Ray cluster, of one machine or many, whose workers and nodes may be lost without harm to others.
+
+The set-up (model, data) goes into the object store once. Each worker is an actor that takes it from there and then does
+one job at a time, so that there are never more jobs under way than workers. Only the audit's own process writes to the
+store. Ray is loaded when an audit asks for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+from leakscope.audit.executors.crew import Crew, Worker
+from leakscope.audit.executors.processes import default_workers
+from leakscope.audit.executors.ray_connection import alive_nodes, connection, library
+from leakscope.audit.executors.ray_worker import Board, RayWorker
+from leakscope.audit.plan import Job
+from leakscope.audit.setup import Setup
+from leakscope.audit.versions import versions
+from leakscope.contracts.imports import own_folders
+from leakscope.contracts.settings import setting
+from leakscope.results.records import counted
+
+#: How often a job is begun again whose worker or node was lost; one that ends every worker is a failed row after that.
+RETRIES = 2
+#: Seconds between two looks at the board, and at the nodes where no worker is ready.
+BOARD_SECONDS, NODES_SECONDS = 0.5, 5.0
+#: Seconds without a node that could do a job after which the audit ends.
+STRANDED_SECONDS = 30.0
+#: Packages whose version decides what a row holds.
+_PACKAGES = ("leakscope", "torch", "numpy")
+
+
+@dataclass(frozen=True)
+class RayCluster(Executor):
+    """Spread the clients over the workers of a Ray cluster; what is lost with a worker or a node is begun again."""
+
+    address: str | None = setting(
+        None, "HOST:PORT of the cluster's head, or auto for the one on this machine; None starts one here."
+    )
+    gpus: float = setting(0.0, "GPUs of a worker, also a share of one such as 0.25.", ge=0, le=1024)
+
+    def check(self, setup: Setup) -> None:
+        ray = library()
+        _pack(setup)
+        threads = setup.spec.threads
+        if self.address is None and not ray.is_initialized():
+            nodes: list[dict[str, float]] = [{"CPU": float(self._processors(threads)), "GPU": _gpus_here()}]
+        else:
+            with connection(self.address, self._processors(threads), threads, 0) as ray:
+                nodes = alive_nodes(ray)
+        problem = resource_problem(nodes, threads, self.gpus, setup.spec.device)
+        if problem is not None:
+            raise ExecutorError(problem)
+
+    def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
+        if not groups:
+            return
+        threads, jobs, packed = setup.spec.threads, sum(len(group) for group in groups), _pack(setup)
+        with connection(self.address, self._processors(threads), threads, len(packed)) as ray:
+            free = places(alive_nodes(ray), threads, self.gpus)
+            count = min(self.workers or free, jobs)
+            if self.workers is None:
+                reason = f"the cluster has {counted(free, 'place')} of {_demand(threads, self.gpus)}"
+                emit({"event": "workers", "workers": count, "reason": reason})
+            crew = _Actors(ray, self, setup, packed, groups, emit, record)
+            crew.work(max(count, 1), self.estimates)
+
+    def _processors(self, threads: int) -> int:
+        """What a cluster of our own is given."""
+        return threads * (self.workers or default_workers(threads))
+
+
+@dataclass(eq=False, kw_only=True)
+class _Actor(Worker):
+    actor: Any
+    #: What is to come of that which it was asked last; None where it was asked nothing.
+    answer: Any
+
+
+class _Actors(Crew[_Actor]):
+    def __init__(
+        self,
+        ray: Any,
+        executor: RayCluster,
+        setup: Setup,
+        packed: bytes,
+        groups: Sequence[Sequence[Job]],
+        emit: Emit,
+        record: Record,
+    ) -> None:
+        super().__init__(setup, groups, executor.timeout, executor.budget, emit, record)
+        self._ray, self._gpus = ray, executor.gpus
+        self._packed = ray.put(packed)
+        self._kind = ray.remote(RayWorker).options(
+            num_cpus=self._threads,
+            num_gpus=self._gpus,
+            max_restarts=0,
+            max_task_retries=0,
+            scheduling_strategy="SPREAD",
+        )
+        self._losses: Counter[str] = Counter()
+        self._by_key = {job.key: job for job in self._jobs}
+        # Only where somebody listens is there a board.
+        self._board = ray.remote(Board).options(num_cpus=0, max_restarts=-1).remote() if executor.estimates else None
+        self._posted: Any = None
+        self._look_at = self._nodes_at = time.monotonic()
+        self._stranded_since: float | None = None
+
+    def _hire(self) -> None:
+        actor = self._kind.remote()
+        ours = {name: version for name, version in versions().items() if name in _PACKAGES}
+        answer = actor.prepare.remote(self._packed, _search_path(), ours, self._board)
+        self._workers.append(_Actor(actor=actor, answer=answer))
+
+    def _turn(self) -> None:
+        asked = {worker.answer: worker for worker in self._workers if worker.answer is not None}
+        awaited = [*asked, *([] if self._posted is None else [self._posted])]
+        answered, _ = self._ray.wait(awaited, timeout=self._wait_seconds()) if awaited else ([], [])
+        for answer in answered:
+            if answer == self._posted:
+                self._read_board()
+            elif asked[answer] in self._workers:
+                self._listen(asked[answer])
+        self._stop_overdue()
+        self._ask_board()
+        self._check_nodes()
+
+    def _wait_seconds(self) -> float:
+        pauses = [NODES_SECONDS, self._patience() or math.inf]
+        if self._board is not None and self._posted is None:
+            pauses.append(max(0.0, self._look_at - time.monotonic()))
+        return min(pauses)
+
+    def _listen(self, worker: _Actor) -> None:
+        try:
+            kind, content = self._ray.get(worker.answer)
+        except self._ray.exceptions.RayError as error:
+            self._lose(worker, error)
+            return
+        worker.answer = None
+        self._hear(worker, kind, content)
+
+    def _send(self, worker: _Actor, kind: str, job: Job) -> None:
+        # Of one that died just now the answer is its death.
+        worker.answer = (worker.actor.run if kind == "run" else worker.actor.try_out).remote(job)
+
+    def _lose(self, worker: _Actor, error: Exception) -> None:
+        """Begin again what it did, unless that has cost too many workers."""
+        if not worker.ready:
+            self._failed_start(f"with {type(error).__name__}: {error}\nIs leakscope installed on every node?")
+        if worker.job is not None:
+            self._losses[worker.job.key] += 1
+            if self._losses[worker.job.key] <= RETRIES:
+                worker.group.appendleft(worker.job)
+                worker.job = None
+        self._stop(worker)
+        lost = f"{RETRIES + 1} workers were lost while they did this job"
+        self._replace(worker, f"WorkerDied: {lost}, the last one because {_cause(error)}")
+        # What was given back may be all that is left, and the others may have gone idle before.
+        for colleague in list(self._workers):
+            if colleague.ready and colleague.answer is None:
+                self._assign(colleague)
+
+    def _stop(self, worker: _Actor) -> None:
+        with contextlib.suppress(self._ray.exceptions.RayError):
+            self._ray.kill(worker.actor, no_restart=True)
+
+    def _release(self, worker: _Actor) -> None:
+        worker.answer = None
+
+    def _dismiss(self) -> None:
+        for worker in self._workers:
+            self._stop(worker)
+        self._workers.clear()
+
+    def _ask_board(self) -> None:
+        if self._board is not None and self._posted is None and time.monotonic() >= self._look_at:
+            self._posted = self._board.take.remote()
+
+    def _read_board(self) -> None:
+        posted: dict[str, Any] = {}
+        with contextlib.suppress(self._ray.exceptions.RayError):  # the board was lost, and comes again with nothing on
+            posted = self._ray.get(self._posted)
+        self._posted, self._look_at = None, time.monotonic() + BOARD_SECONDS
+        busy = {worker.job.key for worker in self._workers if worker.job is not None}
+        for key, steps in posted.items():
+            if key in busy:
+                self._emit({"event": "advanced", "job": self._by_key[key], **steps})
+
+    def _check_nodes(self) -> None:
+        """ExecutorError where no node that is left could do a job; finished rows are kept."""
+        now = time.monotonic()
+        if any(worker.ready for worker in self._workers) or now < self._nodes_at:
+            return
+        self._nodes_at = now + NODES_SECONDS
+        if places(alive_nodes(self._ray), self._threads, self._gpus) > 0:
+            self._stranded_since = None
+            return
+        self._stranded_since = now if self._stranded_since is None else self._stranded_since
+        if now - self._stranded_since >= STRANDED_SECONDS:
+            raise ExecutorError(
+                f"the cluster has no node left with {_demand(self._threads, self._gpus)}. Finished jobs are kept; the "
+                "same command goes on with the rest once there are nodes."
+            )
+
+
+def places(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float = 0.0) -> int:
+    """For how many workers there is room, by the processors and GPUs of each node.
+
+    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1)
+    12
+    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1, gpus=0.25)
+    4
+    >>> places([{"CPU": 3.0}, {"CPU": 3.0}], threads=2)
+    2
+    """
+    room = 0
+    for node in nodes:
+        by_processor = math.floor(node.get("CPU", 0.0) / threads)
+        room += by_processor if not gpus else min(by_processor, math.floor(node.get("GPU", 0.0) / gpus + 1e-9))
+    return room
+
+
+def resource_problem(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float, device: str) -> str | None:
+    """Why no worker would ever start on these nodes, or would not see its device; None if all is well.
+
+    >>> resource_problem([{"CPU": 2.0}], threads=1, gpus=0.5, device="cpu")
+    'gpus: expected a cluster with GPUs for gpus=0.5, got one without any. Leave gpus out, or add nodes that have them'
+    """
+    if gpus > 1 and gpus != int(gpus):
+        return f"gpus: expected a share of one GPU or a whole number of them, got {gpus:g}"
+    if gpus and not any(node.get("GPU", 0.0) for node in nodes):
+        return (
+            f"gpus: expected a cluster with GPUs for gpus={gpus:g}, got one without any. Leave gpus out, or add nodes "
+            "that have them"
+        )
+    if not gpus and torch.device(device).type == "cuda":
+        return "gpus: expected with device cuda, for Ray shows a GPU only to workers that ask for one; try gpus=1"
+    if places(nodes, threads, gpus) == 0:
+        got = ", ".join(_told(node) for node in nodes) or "none"
+        return f"ray: expected a node with {_demand(threads, gpus)}, got {got}. Lower threads, or add nodes"
+    return None
+
+
+def _told(node: Mapping[str, float]) -> str:
+    gpus = node.get("GPU", 0.0)
+    return f"one of {node.get('CPU', 0.0):g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def _demand(threads: int, gpus: float) -> str:
+    return counted(threads, "CPU") + (f" and {gpus:g} GPU" if gpus else "")
+
+
+def _gpus_here() -> float:
+    return float(torch.cuda.device_count()) if torch.cuda.is_available() else 0.0
+
+
+def _pack(setup: Setup) -> bytes:
+    """The whole set-up, so that nodes need neither the data's files nor the training."""
+    try:
+        return pickle.dumps(setup)
+    except Exception as error:
+        raise ExecutorError(
+            f"the model or another object of this audit cannot be sent to a cluster ({type(error).__name__}: {error}). "
+            "Use executor='processes' or 'serial'."
+        ) from error
+
+
+def _search_path() -> list[str]:
+    """Where this process finds modules; the folder it happens to be in comes last."""
+    here = {"", os.getcwd()}
+    return [*(entry for entry in sys.path if entry not in here), *own_folders(), os.getcwd()]
+
+
+def _cause(error: Exception) -> str:
+    """Why Ray gave a worker up, in its words, without what names machines.
+
+    >>> _cause(RuntimeError("The actor died.\\n\\tip: 10.0.0.1\\nIt is dead because its node has died. Node Id: 1"))
+    'its node has died'
+    """
+    text = str(error)
+    for mark in ("is dead because ", "died because "):
+        if mark in text:
+            return text.split(mark, 1)[1].split(".")[0].split("\n")[0].strip()
+    return type(error).__name__

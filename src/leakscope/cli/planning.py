@@ -1,0 +1,93 @@
+"""The command ``plan``: what an audit will take, before anything runs. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from leakscope.cli.output import AsCsv, AsJson, Output
+from leakscope.cli.parsing import ALLOW_CODE
+
+if TYPE_CHECKING:
+    from leakscope.audit.sizing import Sizing
+
+
+def plan(
+    spec: Annotated[Path | None, typer.Argument(help="YAML spec of an audit; without it the default audit.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers of a cluster, each with processors of its own: for the hours.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="As if there were so many clients like the first; default: the spec's.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for trials, about.")] = 60.0,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """Tell what an audit will take: jobs, core-hours, memory, disk.
+
+    Some steps of each attack are timed on the first client; nothing is written.
+    """
+    output = Output.of(as_json=as_json, as_csv=as_csv)
+    from leakscope.audit.default import DEFAULT_SPEC
+    from leakscope.audit.sizing import size_audit
+    from leakscope.audit.spec import load_spec
+
+    checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
+    sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds)
+    if output.for_machines:
+        from leakscope.results.export import document
+
+        content = document("plan", sizing.document())
+        output.write(lambda: content, lambda: content["cells"])
+    else:
+        _print(sizing)
+
+
+def _print(sizing: Sizing) -> None:
+    from leakscope.cli.console import make_console, print_table, say
+    from leakscope.results.records import counted
+
+    heads = ("setting", "attack or finding", "jobs", "s a job", "core-hours", "timed")
+    rows = [
+        (
+            *(cell.setting, cell.attack, f"{cell.jobs:,}"),
+            "-" if cell.seconds is None else f"{'≥ ' if cell.timed == 'at least' else ''}{cell.seconds:.2g}",
+            f"{cell.core_hours:.3g}",
+            cell.timed,
+        )
+        for cell in sizing.cells
+    ]
+    print_table(None, heads, rows)
+    console = make_console()
+    say(console, f"Jobs: {sizing.jobs:,} on {counted(sizing.clients, 'client')}.")
+    say(console, f"Core-hours: {sizing.core_hours:.3g} on processors like this one. {sizing.confidence}")
+    say(console, f"Memory of a worker: at least {sizing.memory_mb:,.0f} MB. Disk: about {sizing.disk_mb:,.1f} MB.")
+    for count in _counts(sizing):
+        say(console, f"With {counted(count, 'worker')}: about {_span(sizing.hours(count))}.")
+    for note in sizing.notes:
+        say(console, f"Note: {note}")
+
+
+def _counts(sizing: Sizing) -> list[int]:
+    return [1] if sizing.workers in (None, 1) else [1, int(sizing.workers or 1)]
+
+
+def _span(hours: float) -> str:
+    """Hours as people say them.
+
+    >>> _span(0.001), _span(0.5), _span(30), _span(1000)
+    ('4 s', '30 min', '30 h', '42 days')
+    """
+    choices: tuple[tuple[float, float, str], ...] = (
+        (1 / 60, 3600, "s"),
+        (2, 60, "min"),
+        (72, 1, "h"),
+    )
+    for limit, factor, unit in choices:
+        if hours < limit:
+            return f"{hours * factor:.{0 if hours * factor >= 10 or unit == 's' else 1}f} {unit}"
+    return f"{hours / 24:.0f} days"
