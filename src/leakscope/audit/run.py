@@ -17,6 +17,7 @@ from leakscope.audit.audited import describe_audited
 from leakscope.audit.budget import Budget, span
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.growth import Plan, grown_identity, grown_spec, grown_statements
+from leakscope.audit.origin import source_of
 from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
 from leakscope.audit.progress import Progress, listener
 from leakscope.audit.setup import Setup, build_setup, rehearse
@@ -204,6 +205,7 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
             **plan.meta(setup, known),
             "spec": spec,
             "data": _told_data(setup),
+            "source": source_of(setup.spec, setup.model).as_dict(),
             "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
             "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
         }
@@ -230,6 +232,7 @@ def _meta(setup: Setup) -> dict[str, Any]:
             "training_losses": plain(setup.training_losses),
         },
         "data": _told_data(setup),
+        "source": source_of(spec, setup.model).as_dict(),
         "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -37,6 +37,12 @@ class Verdict:
     worst: StrongestExample | None = None
 
     @property
+    def doubts_of_all(self) -> list[Reason]:
+        """The reasons that belong to no one setting, such as controls that failed."""
+        of_settings = {reason for setting in self.settings for reason in setting.named_reasons}
+        return [reason for reason in self.reasons if reason not in of_settings]
+
+    @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
