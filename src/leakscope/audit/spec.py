@@ -270,11 +270,19 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *,
     if isinstance(source, Mapping | AuditSpec):
         return AuditSpec.parse(source)
     path = Path(source)
-    try:
-        text = read_whole(path, SPEC_BYTES).decode("utf-8")
-    except ValueError as error:
-        raise SpecError([f"cannot be read: {error}"], str(path)) from error
+    text = _read(path)
     return parse_yaml(text, str(path), path.parent, allow_code=allow_code).written_in(SpecFile(path, text))
+
+
+def spec_with(path: Path, settings: Mapping[str, Any], *, allow_code: bool = False) -> AuditSpec:
+    """The spec in the YAML file ``path`` with ``settings`` of Python in place of its own."""
+    text = _read(path)
+    written = read_yaml(text, str(path))
+    if not isinstance(written, dict):
+        raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(path))
+    with names_of_a_spec(path.parent, allowed=allow_code):
+        spec = AuditSpec.parse({**written, **settings}, str(path))
+    return spec.written_in(SpecFile(path, text, frozenset(settings)))
 
 
 def parse_yaml(
@@ -283,6 +291,13 @@ def parse_yaml(
     """The spec in ``text``, which lies in ``folder``."""
     with names_of_a_spec(folder or Path.cwd(), allowed=allow_code):
         return AuditSpec.parse(read_yaml(text, source), source)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_whole(path, SPEC_BYTES).decode("utf-8")
+    except ValueError as error:
+        raise SpecError([f"cannot be read: {error}"], str(path)) from error
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from leakscope.report.compare import (
     write_comparison,
 )
 from leakscope.report.limits_tables import Table, limits_tables
+from leakscope.report.notebook import show
 from leakscope.report.page import render, write_report
 from leakscope.report.reproduction import render_reproduction, write_reproduction
 from leakscope.report.sarif import sarif_log

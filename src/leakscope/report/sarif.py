@@ -96,7 +96,7 @@ RULES: Mapping[str, Rule] = {
         "NothingAudited",
         "warning",
         "No attack gave a result",
-        "Nothing was audited, so nothing is known. Add attacks that fit the model and the protocol: `attacks: standard`.",
+        "Nothing was audited, so nothing is known. Add attacks that fit model and protocol, such as `standard`.",
     ),
     "remark": Rule(
         "LS006",

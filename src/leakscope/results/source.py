@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.checks import is_whole
 from leakscope.results.records import mapping
 
 _INSTALLED = ("site-packages", "dist-packages")
@@ -29,8 +30,7 @@ class Place:
         file, line = facts.get("file"), facts.get("line")
         if not isinstance(file, str) or not file:
             return None
-        good = isinstance(line, int) and not isinstance(line, bool) and line >= 1
-        return cls(file=file, line=line if good else 1, installed=facts.get("installed") is True)
+        return cls(file=file, line=line if is_whole(line) else 1, installed=facts.get("installed") is True)
 
 
 @dataclass(frozen=True, kw_only=True)
