@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -112,6 +113,16 @@ def test_a_repository_fails_with_a_leaking_model_and_passes_with_a_protected_one
     assert sarif_problems(log) == []
     assert {result["level"] for result in log["runs"][0]["results"]} <= {"note"}
     assert not (repository.path / "leakscope-baseline.json").exists()
+
+
+def test_the_example_of_the_docs_runs(repository: pytest.Pytester) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "ci.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"^```python\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
+    (repository.path / "mypackage.py").write_text(NETS)
+    (repository.path / "leakscope.yaml").write_text(SPEC.replace("DEFENSE", PROTECTED))
+    repository.makepyfile(example.replace("examples=2,", "examples=2, findings=['floor'],"))  # theory takes longest
+    result, _ = run(repository, "-k", "test_")
+    result.assert_outcomes(passed=2, deselected=1)
 
 
 TESTS = (

@@ -120,6 +120,8 @@ def test_places_are_told_without_folders(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path / "project")
     assert place_of(tmp_path / "elsewhere" / "spec.yaml") == Place(file="spec.yaml")
     assert place_of("../elsewhere/spec.yaml") == Place(file="spec.yaml")
+    monkeypatch.chdir("/")
+    assert place_of(tmp_path / "elsewhere" / "spec.yaml") == Place(file="spec.yaml")
 
 
 def test_lines_of_anything_but_a_mapping_are_none() -> None:

@@ -81,7 +81,8 @@ def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = No
             inside = file.parts[len(file.parts) - file.parts[::-1].index(folder) :]
             return Place(file="/".join(inside), line=line, installed=True)
     for candidate in (root, _repository(file), Path.cwd()):
-        if candidate is not None and file.is_relative_to(candidate):
+        # What is relative to the root of the disk tells every folder.
+        if candidate is not None and candidate != Path(candidate.anchor) and file.is_relative_to(candidate):
             return Place(file=file.relative_to(candidate).as_posix(), line=line)
     return Place(file=file.name, line=line)
 
