@@ -61,7 +61,7 @@ def outcomes(file: Path) -> dict[str, tuple[str, dict[str, str], str]]:
     for case in ElementTree.parse(file).getroot().iter("testcase"):
         failure = case.find("failure") if case.find("failure") is not None else case.find("error")
         properties = {str(p.get("name")): str(p.get("value")) for p in case.iter("property")}
-        message = "" if failure is None else str(failure.get("message"))
+        message = "" if failure is None else f"{failure.get('message')}\n{failure.text}"
         told[str(case.get("name"))] = ("passed" if failure is None else "failed", properties, message)
     return told
 
