@@ -6,7 +6,7 @@ OUT ?= leakscope-audit
 BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit test bench clean
+.PHONY: audit test wheel-check bench clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
@@ -17,6 +17,10 @@ test: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+wheel-check: $(VENV)/.installed-dev
+	@# Wheel and sdist, the extras under the constraints, an empty environment, and the embedded audit in it.
+	$(BIN)/python tools/check_wheel.py --resolve --full
 
 bench: $(VENV)/.installed-dev
 	@# Exit code 1 means that something has become slower than in the last release. BENCH=--write stores new figures.
@@ -33,6 +37,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -c constraints.txt -e .[dev]
+	@$(BIN)/python tools/sarif_schema.py || echo "no index: SARIF is checked without the schema of the standard"
 	@touch $@
 
 clean:

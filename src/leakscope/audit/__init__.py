@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from leakscope.audit.default import DEFAULT_SPEC
     from leakscope.audit.executors import EXECUTORS, Executor, ExecutorError
     from leakscope.audit.findings import FINDINGS
-    from leakscope.audit.run import Audit, audit, run_spec
+    from leakscope.audit.result import Audit
+    from leakscope.audit.run import audit, run_spec
     from leakscope.audit.spec import AuditSpec, load_spec, parse_yaml
     from leakscope.audit.yaml_text import SpecError, read_yaml
 
@@ -34,7 +35,8 @@ _NAMES = {
     "default": ("DEFAULT_SPEC",),
     "executors": ("EXECUTORS", "Executor", "ExecutorError"),
     "findings": ("FINDINGS",),
-    "run": ("Audit", "audit", "run_spec"),
+    "result": ("Audit",),
+    "run": ("audit", "run_spec"),
     "spec": ("AuditSpec", "load_spec", "parse_yaml"),
     "yaml_text": ("SpecError", "read_yaml"),
 }

@@ -8,7 +8,6 @@ import secrets
 import tempfile
 from collections.abc import Mapping
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,63 +16,18 @@ from leakscope.audit.audited import describe_audited
 from leakscope.audit.budget import Budget, span
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.growth import Plan, grown_identity, grown_spec, grown_statements
+from leakscope.audit.origin import source_of
 from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
 from leakscope.audit.progress import Progress, listener
+from leakscope.audit.result import Audit
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spared import Spared
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.defense_study import Study, study_store
-from leakscope.results.records import UTILITY, FindingRow, Row, counted, job_facts, mapping, plain, without_folders
-from leakscope.results.setting_verdict import StrongestExample
+from leakscope.results.records import UTILITY, job_facts, mapping, plain, without_folders
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
-from leakscope.results.verdict import Verdict, judge
-
-
-class Audit:
-    """A finished audit: rows, findings and verdict, read from its folder. The verdict is made once, here."""
-
-    def __init__(self, directory: Path, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
-        self.directory = directory
-        self._temporary = temporary  # a folder nobody asked for goes when the audit is no longer in use
-        with Store.open(directory) as store:
-            self.rows: list[Row] = store.rows()
-            self.findings: list[FindingRow] = store.findings()
-            self.verdict: Verdict = judge(self.rows, store.meta("policy"), store.meta("plan"), self.findings)
-
-    @cached_property
-    def study(self) -> Study | None:
-        """What each defence leaks and costs, where the audit was told to train (``utility``)."""
-        return study_store(self.store, self.verdict)
-
-    @property
-    def worst(self) -> StrongestExample | None:
-        """The strongest reconstruction of all."""
-        return self.verdict.worst
-
-    @cached_property
-    def store(self) -> Store:
-        """The folder, open for reading: meta data, pictures, curves."""
-        return Store.open(self.directory)
-
-    def report(self, path: str | os.PathLike[str] | None = None, *, pictures: bool | None = None) -> Path:
-        """Write the HTML report to ``path`` and return where it is.
-
-        Without a path it lies in the audit's folder, which for an audit without ``out`` goes away with it.
-        """
-        from leakscope.report import write_report
-
-        return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
-
-    def __str__(self) -> str:
-        kept = "a temporary folder" if self._temporary is not None else self.directory
-        return f"{self.verdict} {counted(len(self.rows), 'job')} in {kept}."
-
-    def __repr__(self) -> str:
-        worst = "nothing recovered" if self.worst is None else f"worst {self.worst.psnr:.1f} dB"
-        return f"<Audit: {self.verdict.outcome}, {worst}, {len(self.rows)} jobs, {self.directory}>"
 
 
 def audit(
@@ -99,8 +53,8 @@ def audit(
     ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
     policy, executor, budget, ...
     Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
-    result. ``progress``: True shows a bar, False none, None one on terminals and in notebooks; or a function of events,
-    see :func:`run_spec`.
+    result. ``progress``: False shows nothing, True a bar; None, the default, a bar on terminals and in notebooks and
+    elsewhere a line now and then, always on standard error; or a function of events, see :func:`run_spec`.
     """
     if protocol is not None and protocols is not None:
         raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
@@ -141,11 +95,11 @@ def run_spec(
       store, whose "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec, allow_code=allow_code)
-    with listener(progress) as tell:
-        return _audit(checked, out, tell)
+    with listener(progress) as told:
+        return _audit(checked, out, told.tell, told.estimates)
 
 
-def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None) -> Audit:
+def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None, estimates: bool) -> Audit:
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
@@ -155,7 +109,7 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
     setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    limits = spec.workers, spec.timeout, progress is not None, Budget(spec.budget)
+    limits = spec.workers, spec.timeout, estimates, Budget(spec.budget)
     executor: Executor = EXECUTORS.target(spec.executor.name)(*limits, **spec.executor.options)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
@@ -204,6 +158,7 @@ def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]
             **plan.meta(setup, known),
             "spec": spec,
             "data": _told_data(setup),
+            "source": source_of(setup.spec, setup.model).as_dict(),
             "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
             "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
         }
@@ -230,6 +185,7 @@ def _meta(setup: Setup) -> dict[str, Any]:
             "training_losses": plain(setup.training_losses),
         },
         "data": _told_data(setup),
+        "source": source_of(spec, setup.model).as_dict(),
         "policy": dataclasses.asdict(spec.policy),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, ValidationError, ValidationInfo
+from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
@@ -29,6 +29,7 @@ from leakscope.audit.sections import (
     seed_list,
     whole_training,
 )
+from leakscope.audit.spec_file import SpecFile
 from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.checks import brief
@@ -218,6 +219,18 @@ class AuditSpec(Strict):
         "with what is left; default: all are run",
         None,
     )
+    _file: SpecFile | None = PrivateAttr(None)
+
+    @property
+    def file(self) -> SpecFile | None:
+        """The file that it was written in, for findings that point there; no part of what is audited."""
+        return self._file
+
+    def written_in(self, file: SpecFile) -> AuditSpec:
+        """The same, with the file that it was written in."""
+        spec = self.model_copy()
+        spec._file = file
+        return spec
 
     @classmethod
     def parse(cls, mapping: Any, source: str = "audit spec") -> AuditSpec:
@@ -251,11 +264,19 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *,
     if isinstance(source, Mapping | AuditSpec):
         return AuditSpec.parse(source)
     path = Path(source)
-    try:
-        text = read_whole(path, SPEC_BYTES).decode("utf-8")
-    except ValueError as error:
-        raise SpecError([f"cannot be read: {error}"], str(path)) from error
-    return parse_yaml(text, str(path), path.parent, allow_code=allow_code)
+    text = _read(path)
+    return parse_yaml(text, str(path), path.parent, allow_code=allow_code).written_in(SpecFile(path, text))
+
+
+def spec_with(path: Path, settings: Mapping[str, Any], *, allow_code: bool = False) -> AuditSpec:
+    """The spec in the YAML file ``path`` with ``settings`` of Python in place of its own."""
+    text = _read(path)
+    written = read_yaml(text, str(path))
+    if not isinstance(written, dict):
+        raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(path))
+    with names_of_a_spec(path.parent, allowed=allow_code):
+        spec = AuditSpec.parse({**written, **settings}, str(path))
+    return spec.written_in(SpecFile(path, text, frozenset(settings)))
 
 
 def parse_yaml(
@@ -264,6 +285,13 @@ def parse_yaml(
     """The spec in ``text``, which lies in ``folder``."""
     with names_of_a_spec(folder or Path.cwd(), allowed=allow_code):
         return AuditSpec.parse(read_yaml(text, source), source)
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_whole(path, SPEC_BYTES).decode("utf-8")
+    except ValueError as error:
+        raise SpecError([f"cannot be read: {error}"], str(path)) from error
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:

@@ -11,8 +11,19 @@ import typer
 
 from leakscope.audit.sections import DataSpec, ModelSpec
 from leakscope.audit.spec import AuditSpec
+from leakscope.audit.spec_file import SpecFile
 from leakscope.audit.yaml_text import SpecError, read_yaml
-from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, Verbose, relative
+from leakscope.cli.output import (
+    AsCsv,
+    AsJson,
+    NoProgress,
+    Output,
+    Quiet,
+    SarifFile,
+    Verbose,
+    relative,
+    write_sarif,
+)
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
 from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
@@ -28,6 +39,9 @@ def _help(key: str, example: str = "", model: Any = AuditSpec) -> Any:
 
 
 _LIMITS = {setting.name: f"Policy: {setting.help}." for setting in settings_of(Policy)}
+
+#: The name under which a repository keeps its audit; it is never run unasked.
+POLICY_FILE = Path("leakscope.yaml")
 
 
 class Labels(StrEnum):
@@ -77,6 +91,7 @@ def audit(
     ] = None,
     show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
+    sarif: SarifFile = None,
     quiet: Quiet = False,
     verbose: Verbose = False,
     no_progress: NoProgress = False,
@@ -116,7 +131,7 @@ def audit(
         "executor": "serial" if serial else None if executor is None else parse_part(executor),
     }
     options = {key: value for key, value in chosen.items() if value is not None}
-    raise typer.Exit(_run(spec, options, labels, out, output, allow_code))
+    raise typer.Exit(_run(spec, options, labels, out, sarif, output, allow_code))
 
 
 def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
@@ -128,9 +143,16 @@ def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
 
 
 def _run(
-    spec: Path | None, options: dict[str, Any], labels: Labels | None, out: Path, output: Output, allow_code: bool
+    spec: Path | None,
+    options: dict[str, Any],
+    labels: Labels | None,
+    out: Path,
+    sarif: Path | None,
+    output: Output,
+    allow_code: bool,
 ) -> int:
-    settings = _default(options) if spec is None else _merged(spec, options)
+    text = None if spec is None else _text(spec)
+    settings = _default(options) if spec is None or text is None else _merged(read_yaml(text, str(spec)), spec, options)
     settings.setdefault("executor", "processes")
     # What is typed is the user's own word; what stands in the file is data.
     with names_of_a_spec(spec.parent if spec else Path.cwd(), allowed=allow_code, typed=own_names(options)):
@@ -138,16 +160,21 @@ def _run(
         if labels is not None:  # on top of the preset or the mapping, which only the checked spec tells
             settings["knowledge"] = {**checked.knowledge, "labels": labels.value}
             checked = AuditSpec.parse(settings, str(spec or "audit"))
+    if spec is not None and text is not None:
+        checked = checked.written_in(SpecFile(spec, text, frozenset(options)))
     from leakscope.audit.run import run_spec
-    from leakscope.cli.console import make_console, print_verdict
+    from leakscope.cli.console import make_console, print_verdict, say
     from leakscope.cli.progress import audit_progress
     from leakscope.results.export import audit_document, audit_table
 
+    console = make_console(stderr=output.for_machines)
+    if not (spec or options or output.quiet) and POLICY_FILE.is_file():
+        say(make_console(stderr=True), f"Hint: the embedded audit; yours is run by: leakscope audit {POLICY_FILE}")
     with audit_progress(show=output.progress, verbose=output.verbose, quiet=output.quiet) as progress:
         result = run_spec(checked, out, progress)
     page, verdict = result.report(), result.verdict
-    console = make_console(stderr=output.for_machines)
     print_verdict(result, page, console, quiet=output.quiet, verbose=output.verbose)
+    write_sarif(result.store, verdict, sarif)
     files = {"folder": relative(out), "report": relative(page)}
     output.write(
         lambda: audit_document(result.store, verdict, files),
@@ -156,12 +183,14 @@ def _run(
     return verdict.exit_code
 
 
-def _merged(spec: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The spec's settings, changed by the options."""
+def _text(spec: Path) -> str:
     if not spec.is_file():
         raise SpecError([f"{spec}: no such file; expected a YAML spec"], str(spec))
-    text = read_whole(spec, SPEC_BYTES).decode("utf-8", errors="replace")
-    written = read_yaml(text, str(spec))
+    return read_whole(spec, SPEC_BYTES).decode("utf-8", errors="replace")
+
+
+def _merged(written: Any, spec: Path, options: dict[str, Any]) -> dict[str, Any]:
+    """The spec's settings, changed by the options."""
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
     settings = {**written, **options}

@@ -7,15 +7,23 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+if TYPE_CHECKING:
+    from leakscope.results.store import Store
+    from leakscope.results.verdict import Verdict
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only the outcome and where the files are.")]
 Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="A line for every job, and every reason.")]
 NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar, and no lines while it runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document; text for people goes to stderr.")]
 AsCsv = Annotated[bool, typer.Option("--csv", help="Print a table as CSV; text for people goes to stderr.")]
+
+SarifFile = Annotated[
+    Path | None, typer.Option("--sarif", help="Also write the findings here as SARIF 2.1.0, for code scanning.")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,17 @@ class Output:
         if self.for_machines:
             sys.stdout.write(json_text(document()) if self.form == "json" else csv_text(table()))
             sys.stdout.flush()
+
+
+def write_sarif(store: Store, verdict: Verdict, path: Path | None) -> None:
+    """The findings of an audit as a SARIF file, where one is asked for."""
+    if path is None:
+        return
+    from leakscope.report.sarif import sarif_log
+    from leakscope.results.export import json_text
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json_text(sarif_log(store, verdict)), encoding="utf-8")
 
 
 def relative(path: Path) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, relative
+from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, SarifFile, relative, write_sarif
 
 
 class Scale(StrEnum):
@@ -70,6 +70,7 @@ def report(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show the pictures the audit kept.")
     ] = None,
+    sarif: SarifFile = None,
     as_json: AsJson = False,
     as_csv: AsCsv = False,
 ) -> None:
@@ -83,10 +84,11 @@ def report(
 
     page = write_report(directory, to, pictures=pictures)
     say_path(make_console(stderr=output.for_machines), "Report:", page)
-    if output.for_machines:
+    if output.for_machines or sarif is not None:
         files = {"folder": relative(directory), "report": relative(page)}
         with Store.open(directory) as store:
             verdict = judge_store(store)
+            write_sarif(store, verdict, sarif)
             output.write(lambda: audit_document(store, verdict, files), lambda: audit_table(store, verdict))
 
 

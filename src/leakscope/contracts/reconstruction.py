@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from leakscope.contracts.tables import html_facts
+
 DiagnosisOutcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
 DIAGNOSES: tuple[DiagnosisOutcome, ...] = ("recovered", "optimiser failed", "not identifiable", "undecided")
 
@@ -97,3 +99,16 @@ class Reconstruction:
         unknown = [flag for flag in self.flags if flag not in FLAGS]
         if unknown:
             raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
+
+    def _repr_html_(self) -> str:
+        """Facts for a notebook; labels and pictures are private, and ``leakscope.report.show`` draws the latter."""
+        scores = self.scores.detach().flatten().tolist()
+        facts = {
+            "examples": f"{len(self.inputs)} of shape {' x '.join(map(str, self.inputs.shape[1:])) or '()'}",
+            "labels": "none" if self.labels is None else "recovered or known",
+            "scores": f"{min(scores):.3g} to {max(scores):.3g}" if scores else None,
+            "flags": self.flags or None,
+            "notes": self.notes or None,
+            "diagnosis": None if self.diagnosis is None else f"{self.diagnosis.outcome}: {self.diagnosis.reason}",
+        }
+        return html_facts("Reconstruction", facts, [f"{flag}: {FLAGS[flag]}" for flag in self.flags])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import is_whole, refuse
 from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.tables import cell, html_facts, latex_table
 from leakscope.contracts.task import label_count
 from leakscope.equations.decomposition import Decomposition, JacobianRank
 from leakscope.limits.bounds import Order, order_bounds
@@ -105,6 +107,30 @@ class Limits:
             facts["floor"]["infinite"] = math.isinf(self.floor.rmse)
         facts |= {name: getattr(self, name) for name in ("security", "identifiable", "conclusion")}
         return {name: plain_values(value) for name, value in facts.items()}
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        return json.dumps(self.as_dict(), indent=1) + "\n"
+
+    def to_latex(self) -> str:
+        """The most important facts as a LaTeX ``tabular``."""
+        return latex_table([{"fact": name, "value": cell(value)} for name, value in self._shown().items()])
+
+    def _repr_html_(self) -> str:
+        return html_facts("Limits", self._shown(), [self.conclusion])
+
+    def _shown(self) -> dict[str, Any]:
+        """The most important facts; None where one was not computed."""
+        floor = None if self.floor is None else f"{self.floor.psnr:.1f} dB (RMSE {self.floor.rmse:.3g})"
+        return {
+            "inputs": f"{self.batch} of shape {' x '.join(map(str, self.input_shape))}",
+            "first layer": f"{self.first_layer} ({self.first_layer_kind} {self.first_layer_size})",
+            "observed entries": self.gradient_entries,
+            "unknowns": self.unknowns,
+            "rank of the Jacobian": self.jacobian.rank,
+            "best PSNR of an unbiased attack": floor,
+            "security c(M)": self.security,
+        }
 
 
 def limits(

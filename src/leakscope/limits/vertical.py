@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.checks import expected, refuse, whole
+from leakscope.contracts.tables import html_table
 from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
 from leakscope.equations.index_matrix import Identifiability, Indices, identify, seen_rows
@@ -128,6 +130,15 @@ class VerticalLimits:
         facts["index"]["determined"] = int(self.index.determined.sum())
         facts |= {"identifiable": self.identifiable, "conclusion": self.conclusion}
         return {name: plain_values(value) for name, value in facts.items()}
+
+    def to_json(self) -> str:
+        """Everything as JSON text."""
+        return json.dumps(self.as_dict(), indent=1) + "\n"
+
+    def _repr_html_(self) -> str:
+        shown = ("worker", "share", "features", "layer", "inputs", "units", "signal_rank", "determined")
+        lines = [{name.replace("_", " "): getattr(one, name) for name in shown} for one in self.workers]
+        return html_table("Limits of a vertical model", lines, [self.conclusion])
 
 
 def vertical_limits(

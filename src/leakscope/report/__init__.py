@@ -1,4 +1,5 @@
-"""Rows of a store in, one self-contained HTML page out; the comparison of two stores; the page of a published table."""
+"""Rows of a store in, one self-contained HTML page out, or a SARIF log; the comparison of two stores; the page of a
+published table."""
 
 from leakscope.report.captured import render_captured, write_captured
 from leakscope.report.compare import (
@@ -10,6 +11,8 @@ from leakscope.report.compare import (
     write_comparison,
 )
 from leakscope.report.limits_tables import Table, limits_tables
+from leakscope.report.notebook import show
 from leakscope.report.page import render, write_report
 from leakscope.report.reproduction import render_reproduction, write_reproduction
+from leakscope.report.sarif import sarif_log
 from leakscope.report.vertical_tables import tables_of, vertical_tables

@@ -25,7 +25,7 @@ from leakscope.results.verdict import Verdict
 from leakscope.results.wording import shared_reasons
 
 #: Version of the schema of each document; it grows when a key is renamed, removed or means something else.
-VERSIONS = {"audit": 1, "compare": 1, "reproduce": 1, "list": 1, "plan": 1}
+VERSIONS = {"audit": 1, "baseline": 1, "compare": 1, "reproduce": 1, "list": 1, "plan": 1}
 _MODEL = ("name", "parameters", "fingerprint", "training")
 _DATA = ("name", "private", "shape", "num_classes", "task", "count", "fingerprint")
 _ROW = ("setting", "protocol", "defense", "attack", "attack_name", "control", "seed", "batch")

@@ -46,7 +46,7 @@ class LabelLeakage:
         limit = policy.max_label_accuracy
         if limit is None or not self.certain > limit or self.certain <= self.chance:
             return []
-        return [Reason(f"{self._words()}; the limit is {limit:.0%}")]
+        return [Reason(f"{self._words()}; the limit is {limit:.0%}", kind="labels")]
 
     def remarks(self, policy: Policy) -> list[str]:
         """Labels that leak although the policy does not limit them."""

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 AGAIN = "Run the same command again: what is done stays"
 MORE_TIME = "Raise --budget, or run the same command again: what is done is kept"
 WITHOUT_BUDGET = "Run the same command without --budget to have them too"
 OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
+
+#: What a reason is about: a leak of one of three kinds, or a doubt that stands in the way of a pass.
+ReasonKind = Literal["reconstruction", "identification", "labels", "doubt"]
 
 
 @dataclass(frozen=True)
@@ -20,6 +24,7 @@ class Reason:
 
     text: str
     remedy: str = ""
+    kind: ReasonKind = "doubt"
 
     def __str__(self) -> str:
         return f"{self.text}. {self.remedy}." if self.remedy else self.text

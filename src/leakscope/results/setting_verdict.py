@@ -101,10 +101,15 @@ class SettingVerdict:
     missing: int = 0
 
     @property
+    def doubts(self) -> list[Reason]:
+        """The reasons that are no leaks; a setting that leaks may have them too, where jobs failed or are missing."""
+        return [reason for reason in self.reasons if reason.kind == "doubt"]
+
+    @property
     def named_reasons(self) -> list[Reason]:
         """The reasons with the setting's name, as the verdict on the whole audit tells them."""
         place = f"{self.protocol}, defence {self.defense}"
-        return [Reason(f"{place}: {reason.text}", reason.remedy) for reason in self.reasons]
+        return [dataclasses.replace(reason, text=f"{place}: {reason.text}") for reason in self.reasons]
 
 
 @dataclass(frozen=True)
@@ -199,11 +204,14 @@ class Setting:
 
     def _against(self, examples: list[StrongestExample], leaks: dict[int, list[str]]) -> list[Reason]:
         leaking = [example for example in examples if example.leaks]
-        against = [Reason(f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}") for e in leaking]
+        against = [
+            Reason(f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}", kind="reconstruction")
+            for e in leaking
+        ]
         if self.identified_too_often:
             limit = self.policy.max_identification
             share = f"{self.identification:.0%} of the examples are identified, the limit is {limit:.0%}"
-            against.append(Reason(share))
+            against.append(Reason(share, kind="identification"))
         return against
 
     def _leaks_of(self, example: StrongestExample) -> list[str]:

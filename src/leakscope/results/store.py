@@ -54,7 +54,7 @@ _FINDINGS = f"{_PLACE} kind, status, subject, content, {_FATE} checksum FROM fin
 _IN_ORDER = " ORDER BY position, key"
 #: The kind of what meta holds under a key, where it holds it at all.
 _KINDS: Mapping[str, type] = {
-    **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy"), dict),
+    **dict.fromkeys(("spec", "identity", "versions", "plan", "planned", "model", "data", "policy", "source"), dict),
     **{"threat_model": list, "salt": str},
 }
 DAMAGED = "DamagedRow: what the store holds of it is not what was written; the same audit does it again"

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from leakscope.contracts.tables import data_frame, latex_table
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
@@ -37,6 +38,12 @@ class Verdict:
     worst: StrongestExample | None = None
 
     @property
+    def doubts_of_all(self) -> list[Reason]:
+        """The reasons that belong to no one setting, such as controls that failed."""
+        of_settings = {reason for setting in self.settings for reason in setting.named_reasons}
+        return [reason for reason in self.reasons if reason not in of_settings]
+
+    @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
@@ -44,6 +51,32 @@ class Verdict:
         from leakscope.results.wording import paragraph
 
         return paragraph(self)
+
+    def to_frame(self, library: str | None = None) -> Any:
+        """A data frame of pandas or polars, whichever is installed, with a line for each setting."""
+        from leakscope.results.setting_tables import setting_lines
+
+        return data_frame(setting_lines(self), library)
+
+    def to_latex(self) -> str:
+        """The table of settings as a LaTeX ``tabular``."""
+        from leakscope.results.setting_tables import shown_lines
+
+        return latex_table(shown_lines(self))
+
+    def to_json(self) -> str:
+        """Outcome, reasons and the table of settings; the document of the whole audit is ``Audit.to_json``."""
+        from leakscope.results.export import json_text
+        from leakscope.results.setting_tables import setting_lines
+
+        reasons = [dataclasses.asdict(reason) for reason in self.reasons]
+        facts = {"outcome": self.outcome, "exit_code": self.exit_code, "reasons": reasons}
+        return json_text({**facts, "settings": setting_lines(self)})
+
+    def _repr_html_(self) -> str:
+        from leakscope.results.setting_tables import verdict_html
+
+        return verdict_html(self)
 
 
 def judge_store(store: Store) -> Verdict:

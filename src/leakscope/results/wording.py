@@ -69,15 +69,14 @@ def shared_reasons(verdict: Verdict) -> list[SharedReason]:
     settings = name_settings(verdict)
     places: dict[tuple[str, str], list[str]] = {}
     for setting in settings:
-        for told in _over_examples(setting.verdict.reasons):
+        for told in over_examples(setting.verdict.reasons):
             places.setdefault(told, []).append(setting.name)
-    of_settings = {reason for setting in verdict.settings for reason in setting.named_reasons}
-    whole = [(reason.text, reason.remedy) for reason in verdict.reasons if reason not in of_settings]
+    whole = [(reason.text, reason.remedy) for reason in verdict.doubts_of_all]
     shared = [SharedReason(tuple(names), *told) for told, names in places.items()]
     return [*shared, *(SharedReason((), *told) for told in dict.fromkeys(whole))]
 
 
-def _over_examples(reasons: Iterable[Reason]) -> list[tuple[str, str]]:
+def over_examples(reasons: Iterable[Reason]) -> list[tuple[str, str]]:
     """Text and remedy of each reason, those that differ only in the example and its numbers as one."""
     groups: dict[tuple[str, ...], list[tuple[str, str]]] = {}
     for reason in reasons:

@@ -1,0 +1,116 @@
+"""Small tables for notebooks, papers and data frames: everything is escaped, nothing is drawn."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+#: Libraries of data frames, the first that is installed is taken.
+FRAMES = ("pandas", "polars")
+_LATEX = {
+    **{character: f"\\{character}" for character in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "·": r"$\cdot$",
+    "−": "$-$",
+    "–": "--",
+    "∞": r"$\infty$",
+}
+
+
+def cell(value: Any) -> str:
+    """A value as a table shows it.
+
+    >>> cell(12.345), cell(None), cell(math.nan), cell(3), cell(["a", "b"])
+    ('12.3', '–', '–', '3', 'a, b')
+    """
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return "–"
+    if isinstance(value, float):
+        return f"{value:.1f}" if abs(value) >= 0.1 or value == 0 else f"{value:.2g}"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(cell, value)) or "–"
+    return str(value)
+
+
+def html_table(title: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()) -> str:
+    """Lines with the same keys as an HTML table with a head, and sentences below it.
+
+    >>> html_table("T", [{"name": "a<b", "dB": 1.25}])
+    '<table><caption><b>T</b></caption><thead><tr><th>name</th><th>dB</th></tr></thead>\
+<tbody><tr><td>a&lt;b</td><td>1.2</td></tr></tbody></table>'
+    """
+    head = "".join(f"<th>{escape(str(key))}</th>" for key in (lines[0] if lines else ()))
+    body = "".join(
+        f"<tr>{''.join(f'<td>{escape(cell(value))}</td>' for value in line.values())}</tr>" for line in lines
+    )
+    below = "".join(f"<div>{escape(note)}</div>" for note in notes if note)
+    caption = f"<caption><b>{escape(title)}</b></caption>"
+    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+
+
+def html_facts(title: str, facts: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
+    """Names and values, one below the other; what is None is left out.
+
+    >>> html_facts("T", {"labels": None, "flags": ["x"]}, ["see y"])
+    '<table><caption><b>T</b></caption><tbody><tr><th>flags</th><td>x</td></tr></tbody></table><div>see y</div>'
+    """
+    known = {name: value for name, value in facts.items() if value is not None}
+    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(cell(value))}</td></tr>" for name, value in known.items())
+    below = "".join(f"<div>{escape(note)}</div>" for note in notes if note)
+    return f"<table><caption><b>{escape(title)}</b></caption><tbody>{rows}</tbody></table>{below}"
+
+
+def latex_table(lines: Sequence[Mapping[str, Any]]) -> str:
+    r"""Lines with the same keys as a LaTeX ``tabular``; numbers stand to the right. It needs no package.
+
+    >>> print(latex_table([{"defence": "top_k", "PSNR": 12.34}, {"defence": "none", "PSNR": None}]))
+    \begin{tabular}{lr}
+    \hline
+    defence & PSNR \\
+    \hline
+    top\_k & 12.3 \\
+    none & -- \\
+    \hline
+    \end{tabular}
+    """
+    keys = list(lines[0]) if lines else []
+    columns = "".join("r" if _numbers(line[key] for line in lines) else "l" for key in keys)
+    rows = [" & ".join(map(latex_text, map(cell, line.values()))) + r" \\" for line in lines]
+    head = " & ".join(map(latex_text, keys)) + r" \\"
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", head, r"\hline", *rows, r"\hline", r"\end{tabular}"]
+    )
+
+
+def latex_text(text: str) -> str:
+    r"""Text with what LaTeX reads as commands escaped.
+
+    >>> latex_text("50 % of a_b")
+    '50 \\% of a\\_b'
+    """
+    return "".join(_LATEX.get(character, character) for character in text)
+
+
+def data_frame(lines: Sequence[Mapping[str, Any]], library: str | None = None) -> Any:
+    """Lines with the same keys as a data frame of pandas or polars, whichever is installed, or of the one named."""
+    if library is not None and library not in FRAMES:
+        raise ValueError(f"library: expected {' or '.join(FRAMES)}, got {library!r}")
+    wanted = FRAMES if library is None else (library,)
+    name = next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
+    if name is None:
+        raise ImportError(f"to_frame: needs {' or '.join(wanted)}, which is not installed: pip install {wanted[0]}")
+    module = importlib.import_module(name)
+    if name == "polars":  # looks at every line, for the first ones may all lack a value
+        return module.DataFrame(list(lines), infer_schema_length=None)
+    return module.DataFrame(list(lines))
+
+
+def _numbers(values: Any) -> bool:
+    known = [value for value in values if value is not None]
+    return bool(known) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)

@@ -1,0 +1,193 @@
+"""Findings of an audit as SARIF 2.1.0, which code scanning reads: a pure function of the store and its verdict.
+
+Each setting gives one result for each kind of leak, one for its doubts and one for remarks. A setting within policy
+gives none: what was fixed disappears, and the log itself says that the audit ran. Fingerprints are made of what a
+finding is about and not of its numbers, so the same leak is the same alert tomorrow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import quote
+
+from leakscope import __version__
+from leakscope.results.names import Setting, name_settings
+from leakscope.results.reasons import Reason
+from leakscope.results.records import mapping, plain
+from leakscope.results.source import Place, Source
+from leakscope.results.store import Store
+from leakscope.results.verdict import Verdict
+from leakscope.results.wording import over_examples
+
+SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
+#: Name of the folders that addresses are relative to; where they are is the reader's business.
+REPOSITORY, PACKAGES = "%SRCROOT%", "SITE_PACKAGES"
+Level = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A kind of finding. ``severity`` as code scanning grades security findings, 0 to 10; None: no finding of it."""
+
+    id: str
+    name: str
+    level: Level
+    summary: str
+    help: str
+    severity: float | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        tags = ["privacy", *(["security"] if self.severity is not None else [])]
+        graded = {} if self.severity is None else {"security-severity": f"{self.severity:.1f}"}
+        return {
+            "id": self.id,
+            "name": self.name,
+            "shortDescription": {"text": self.summary},
+            "fullDescription": {"text": f"{self.summary}. {self.help}"},
+            "help": {"text": self.help, "markdown": f"**{self.summary}.** {self.help}"},
+            "defaultConfiguration": {"level": self.level},
+            "properties": {"tags": tags, "precision": "high", **graded},
+        }
+
+
+_PROTECT = (
+    "Use a stronger defence (clipping with noise, DP-SGD), larger batches or secure aggregation, and audit again with "
+    "`knowledge: adaptive_server`; or say in the policy that this much may leak."
+)
+#: Every kind of finding, by the kind of its reasons.
+RULES: Mapping[str, Rule] = {
+    "reconstruction": Rule(
+        "LS001",
+        "PrivateExampleReconstructed",
+        "error",
+        "Private examples can be reconstructed from an update",
+        f"An attack that sees only the update came nearer to an example than the policy allows. {_PROTECT}",
+        8.0,
+    ),
+    "identification": Rule(
+        "LS002",
+        "PrivateExampleIdentified",
+        "error",
+        "Private examples can be told from others by an update",
+        f"More reconstructions than the policy allows are nearest to their own original among all examples. {_PROTECT}",
+        7.0,
+    ),
+    "labels": Rule(
+        "LS003",
+        "LabelsRecovered",
+        "error",
+        "Labels of private examples can be read off an update",
+        f"An attack named more labels than the policy allows, and more than anybody can guess. {_PROTECT}",
+        6.0,
+    ),
+    "doubt": Rule(
+        "LS004",
+        "Inconclusive",
+        "warning",
+        "The audit cannot say that an update is safe",
+        "Something stands in the way of a pass: an attack too weak to judge, a failed or missing job, a defence that "
+        "no attack knew. That is no pass; each doubt says what to do about it.",
+    ),
+    "nothing": Rule(
+        "LS005",
+        "NothingAudited",
+        "warning",
+        "No attack gave a result",
+        "Nothing was audited, so nothing is known. Add attacks that fit model and protocol, such as `standard`.",
+    ),
+    "remark": Rule(
+        "LS006",
+        "NotLimited",
+        "note",
+        "Something leaks that the policy does not limit",
+        "The verdict does not depend on it. Set the limit in the policy if it should.",
+    ),
+}
+
+
+def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> dict[str, Any]:
+    """The log of an audit. ``source`` says where findings point to, instead of what the store says."""
+    place = source or Source.read(store.meta("source")) or Source(whole=Place(file="leakscope.yaml"))
+    model = mapping(store.meta("model"))
+    results = [_result(finding, place, str(model.get("name") or "model")) for finding in _findings(verdict)]
+    rules = [rule.as_dict() for rule in RULES.values()]
+    positions = {rule["id"]: position for position, rule in enumerate(rules)}
+    bases = {base: {"description": {"text": words}} for base, words in _BASES.items()}
+    worst = None if verdict.worst is None else verdict.worst.psnr
+    run = {
+        "tool": {"driver": {"name": "leakscope", "version": __version__, "rules": rules}},
+        "automationDetails": {"id": f"leakscope/{place.whole.file}/"},
+        "invocations": [{"executionSuccessful": True, "exitCode": verdict.exit_code}],
+        "originalUriBaseIds": bases,
+        "results": [{**result, "ruleIndex": positions[result["ruleId"]]} for result in results],
+        "properties": {"outcome": verdict.outcome, "worstPsnr": worst, "summary": str(verdict)},
+    }
+    log: dict[str, Any] = plain({"$schema": SCHEMA_URI, "version": "2.1.0", "runs": [run]})
+    return log
+
+
+_BASES = {REPOSITORY: "The root of the audited repository.", PACKAGES: "The folder of installed Python packages."}
+
+
+@dataclass(frozen=True)
+class _Finding:
+    """Sentences on a setting, or on the whole audit, that fall under one rule; each with its remedy."""
+
+    rule: Rule
+    sentences: tuple[tuple[str, str], ...]
+    setting: Setting | None = None
+
+
+def _findings(verdict: Verdict) -> Iterator[_Finding]:
+    if verdict.outcome == "nothing audited":
+        yield _Finding(RULES["nothing"], _sentences(verdict.reasons))
+        return
+    for setting in name_settings(verdict):
+        reasons = setting.verdict.reasons
+        for kind in dict.fromkeys(reason.kind for reason in reasons):
+            yield _Finding(RULES[kind], _sentences([r for r in reasons if r.kind == kind]), setting)
+        if setting.verdict.remarks:
+            yield _Finding(RULES["remark"], tuple((remark, "") for remark in setting.verdict.remarks), setting)
+    if verdict.doubts_of_all:
+        yield _Finding(RULES["doubt"], _sentences(verdict.doubts_of_all))
+
+
+def _sentences(reasons: list[Reason]) -> tuple[tuple[str, str], ...]:
+    return tuple(over_examples(reasons))
+
+
+def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
+    setting = finding.setting
+    where = source.whole if setting is None else source.of_setting(*setting.cell)
+    subject = ("whole", "audit") if setting is None else setting.cell
+    title = "The audit" if setting is None else setting.short
+    told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
+    prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
+    fingerprint = hashlib.sha256(prints.encode()).hexdigest()[:32]
+    related = {} if source.model is None else {"relatedLocations": [_location(source.model, "The model is made here.")]}
+    return {
+        "ruleId": finding.rule.id,
+        "level": finding.rule.level,
+        "message": {"text": f"{title}: {' '.join(told)}"},
+        "locations": [_location(where)],
+        # Code scanning knows the first; the second says what it is made of, should that ever change.
+        "partialFingerprints": {"primaryLocationLineHash": f"{fingerprint}:1", "leakscopeFinding/v1": fingerprint},
+        **related,
+        "properties": {} if setting is None else _facts(setting),
+    }
+
+
+def _location(place: Place, message: str | None = None) -> dict[str, Any]:
+    artifact = {"uri": quote(place.file), "uriBaseId": PACKAGES if place.installed else REPOSITORY}
+    location: dict[str, Any] = {"physicalLocation": {"artifactLocation": artifact, "region": {"startLine": place.line}}}
+    return location if message is None else {"id": 1, **location, "message": {"text": message}}
+
+
+def _facts(setting: Setting) -> dict[str, Any]:
+    verdict = setting.verdict
+    names = ("protocol", "defense", "outcome", "mean_psnr", "baseline_psnr", "identification", "label_accuracy")
+    leaking = [example.index for example in verdict.examples if example.leaks]
+    return {**{name: getattr(verdict, name) for name in names}, "leaking_examples": leaking}

@@ -1,0 +1,217 @@
+"""Leaks that somebody knows of and accepts for now, in a file of the repository: what is new or worse is not accepted.
+
+A baseline accepts leaks and nothing else. Doubts cannot be accepted by it, for what is not known has no size, nor can
+leaks of another audit than the one it was taken of: other attacks or another adversary might only look harmless.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leakscope.contracts.caps import BYTES
+from leakscope.contracts.disk import atomic_write, read_json, read_whole
+from leakscope.results.export import VERSIONS, document, json_text
+from leakscope.results.names import name_settings
+from leakscope.results.records import mapping, number, plain
+from leakscope.results.setting_verdict import SettingVerdict
+from leakscope.results.store import Store, differences
+from leakscope.results.verdict import Verdict
+
+#: Decibels above which a reconstruction is a copy, and more of them mean nothing.
+EXACT = 60.0
+#: Decibels by which the same audit may differ between machines.
+TOLERANCE = 1.0
+_SHARES = {"identification": "of the examples are identified", "labels": "of the labels are recovered"}
+#: What must be the same for two results to be compared.
+_ASKED = ("attacks", "knowledge", "seeds", "batch", "task", "training", "dtype")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SettingLeaks:
+    """What leaks in one setting: PSNR of each leaking example (NaN where another measure says so), and shares."""
+
+    protocol: str
+    defense: str
+    examples: Mapping[int, float] = field(default_factory=dict)
+    shares: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, setting: SettingVerdict) -> SettingLeaks:
+        kinds = {reason.kind for reason in setting.reasons}
+        known = {"identification": setting.identification, "labels": setting.label_accuracy}
+        return cls(
+            protocol=setting.protocol,
+            defense=setting.defense,
+            examples={e.index: min(round(e.psnr, 1), EXACT) for e in setting.examples if e.leaks},
+            shares={kind: round(share, 4) for kind, share in known.items() if kind in kinds},
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        place = {"protocol": self.protocol, "defense": self.defense}
+        return {**place, "examples": plain(dict(self.examples)), "shares": plain(dict(self.shares))}
+
+    @classmethod
+    def read(cls, raw: Any) -> SettingLeaks:
+        facts = mapping(raw)
+        examples, shares = facts.get("examples"), facts.get("shares")
+        named = all(isinstance(facts.get(name), str) for name in ("protocol", "defense"))
+        if not (named and isinstance(examples, dict) and isinstance(shares, dict)):
+            raise ValueError("expected settings with protocol, defense, examples and shares")
+        return cls(
+            protocol=facts["protocol"],
+            defense=facts["defense"],
+            examples={int(index): number(psnr) for index, psnr in examples.items()},
+            shares={str(kind): number(share) for kind, share in shares.items()},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedLeaks:
+    """The leaks of one audit that are accepted; ``audited`` says what audit that was."""
+
+    audited: Mapping[str, Any]
+    settings: tuple[SettingLeaks, ...] = ()
+
+    @classmethod
+    def of(cls, store: Store, verdict: Verdict) -> AcceptedLeaks:
+        """What leaks now."""
+        leaking = tuple(SettingLeaks.of(setting) for setting in verdict.settings if setting.outcome == "leaks")
+        return cls(audited=audited(store), settings=leaking)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"audited": dict(self.audited), "settings": [setting.as_dict() for setting in self.settings]}
+
+    @classmethod
+    def read(cls, raw: Any) -> AcceptedLeaks:
+        facts = mapping(raw)
+        if not isinstance(facts.get("audited"), dict) or not isinstance(facts.get("settings"), list):
+            raise ValueError("expected audits with audited and settings")
+        return cls(audited=facts["audited"], settings=tuple(map(SettingLeaks.read, facts["settings"])))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """A verdict beside what is accepted: ``problems`` fail, ``remarks`` are told."""
+
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def audited(store: Store) -> dict[str, Any]:
+    """What an audit was: two results are compared only if this is the same. Weights may differ, and settings grow."""
+    spec, data, plan = (mapping(store.meta(key)) for key in ("spec", "data", "plan"))
+    asked = {key: spec.get(key) for key in _ASKED}
+    model = mapping(store.meta("model")).get("name")
+    told: dict[str, Any] = plain({**asked, "examples": plan.get("examples"), "model": model, "data": data.get("name")})
+    return told
+
+
+def judge_against(
+    now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None, *, accept_doubts: bool = False
+) -> Judgement:
+    """What of ``verdict`` is not accepted, and what people ought to know beside it.
+
+    ``accept_doubts``: what is inconclusive is told and does not fail; where nothing was audited it always does.
+    """
+    problems, remarks = _leaks(now, verdict, accepted)
+    doubts = _doubts(verdict)
+    if verdict.outcome == "nothing audited":
+        problems += doubts or ["nothing was audited"]
+    elif accept_doubts:
+        remarks += [f"inconclusive, accepted: {doubt}" for doubt in doubts]
+    else:
+        problems += [f"inconclusive: {doubt}" for doubt in doubts]
+    if verdict.outcome != "within policy" and not (problems or remarks):  # whatever it is, it is no silent pass
+        problems.append(f"the verdict is {verdict.outcome}")
+    return Judgement(problems=problems, remarks=remarks)
+
+
+def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None) -> tuple[list[str], list[str]]:
+    titles = {setting.cell: setting.short for setting in name_settings(verdict)}
+    known = {(one.protocol, one.defense): one for one in (accepted.settings if accepted else ())}
+    if accepted is not None and now.settings and (lines := differences(accepted.audited, dict(now.audited))):
+        told = [line.replace("the store has", "the baseline has") for line in lines]
+        return [f"the baseline was taken of another audit: {line}" for line in told], []
+    problems: list[str] = []
+    remarks: list[str] = []
+    for setting in now.settings:
+        title, before = titles[setting.protocol, setting.defense], known.pop((setting.protocol, setting.defense), None)
+        worse, better = _compare(setting, before or SettingLeaks(protocol=setting.protocol, defense=setting.defense))
+        problems += [f"{title}: {line}" for line in worse]
+        remarks += [f"{title}: {line}" for line in better]
+        if not worse:
+            remarks.append(f"{title}: leaks, as the baseline accepts")
+    for cell in known:
+        audited_now = cell in titles
+        remarks.append(
+            f"{titles[cell]}: no longer leaks; the baseline still accepts it"
+            if audited_now
+            else f"{cell[0]}, defence {cell[1]}: is in the baseline and was not audited"
+        )
+    return problems, remarks
+
+
+def _compare(now: SettingLeaks, before: SettingLeaks) -> tuple[list[str], list[str]]:
+    """What is worse, and what is better, than before."""
+    worse, better = [], []
+    for index, psnr in now.examples.items():
+        known = before.examples.get(index)
+        told = _decibels(psnr)
+        if known is None:
+            worse.append(f"example {index} leaks at {told}, which is not in the baseline")
+        elif not math.isnan(psnr) and not psnr <= known + TOLERANCE:  # a known NaN is no bound either
+            worse.append(f"example {index} leaks at {told}, the baseline accepts {_decibels(known)}")
+        elif psnr < known - TOLERANCE:
+            better.append(f"example {index} leaks at {told}, better than the baseline's {_decibels(known)}")
+    gone = [index for index in before.examples if index not in now.examples]
+    if gone:
+        better.append(f"examples {', '.join(map(str, gone))} of the baseline no longer leak")
+    for kind, share in now.shares.items():
+        allowed = before.shares.get(kind)
+        if allowed is None or not share <= allowed:
+            limit = "which is not in the baseline" if allowed is None else f"the baseline accepts {allowed:.0%}"
+            worse.append(f"{share:.0%} {_SHARES[kind]}, {limit}")
+    return worse, better
+
+
+def _decibels(psnr: float) -> str:
+    """A PSNR of the baseline in words.
+
+    >>> _decibels(24.31), _decibels(EXACT), _decibels(math.nan)
+    ('24.3 dB', '60 dB or more', 'no measured PSNR')
+    """
+    if math.isnan(psnr):
+        return "no measured PSNR"
+    return f"{EXACT:.0f} dB or more" if psnr >= EXACT else f"{psnr:.1f} dB"
+
+
+def _doubts(verdict: Verdict) -> list[str]:
+    named = [f"{setting.short}: {reason}" for setting in name_settings(verdict) for reason in setting.verdict.doubts]
+    return [*named, *map(str, verdict.doubts_of_all)]
+
+
+def read_accepted(path: Path) -> dict[str, AcceptedLeaks]:
+    """Every audit of a baseline file by name; nothing where there is no file, ValueError where it is none."""
+    if not path.exists():
+        return {}
+    try:
+        content = read_json(read_whole(path, BYTES))
+        wanted = f"leakscope/baseline/{VERSIONS['baseline']}"
+        if not isinstance(content, dict) or content.get("schema") != wanted:
+            got = content.get("schema") if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"expected the schema {wanted}, got {got}")
+        if not isinstance(content.get("audits"), dict):
+            raise ValueError("expected audits by name")
+        return {str(name): AcceptedLeaks.read(raw) for name, raw in content["audits"].items()}
+    except ValueError as error:
+        raise ValueError(f"{path}: is no baseline that can be read: {error}. Restore it, or take a new one.") from error
+
+
+def write_accepted(path: Path, audits: Mapping[str, AcceptedLeaks]) -> None:
+    """The file of a baseline, sorted so that a change shows as one."""
+    content = {"audits": {name: audits[name].as_dict() for name in sorted(audits)}}
+    atomic_write(path, json_text(document("baseline", content)).encode())

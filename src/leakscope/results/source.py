@@ -1,0 +1,91 @@
+"""Where in somebody's files an audit was asked for: what a finding points to. No folder of a machine is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from leakscope.contracts.checks import is_whole
+from leakscope.results.records import mapping
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """A line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
+
+    file: str
+    line: int = 1
+    installed: bool = False
+
+    @classmethod
+    def read(cls, raw: Any) -> Place | None:
+        """What a store holds of it; None of anything else."""
+        facts = mapping(raw)
+        file, line = facts.get("file"), facts.get("line")
+        if not isinstance(file, str) or not file:
+            return None
+        return cls(file=file, line=line if is_whole(line) else 1, installed=facts.get("installed") is True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """The file of an audit: the spec, or else that of the model; the lines of its protocols and defences by repr."""
+
+    whole: Place
+    protocols: Mapping[str, Place] = field(default_factory=dict)
+    defenses: Mapping[str, Place] = field(default_factory=dict)
+    #: Where the model is made, if that is another place.
+    model: Place | None = None
+
+    def of_setting(self, protocol: str, defense: str) -> Place:
+        """The line that asks for a setting: its defence's, its protocol's, or that of the whole."""
+        return self.defenses.get(defense) or self.protocols.get(protocol) or self.whole
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, raw: Any) -> Source | None:
+        """What a store holds of it; None where it holds none."""
+        facts = mapping(raw)
+        whole = Place.read(facts.get("whole"))
+        if whole is None:
+            return None
+        tables = {
+            name: {str(key): place for key, value in mapping(facts.get(name)).items() if (place := Place.read(value))}
+            for name in ("protocols", "defenses")
+        }
+        return cls(whole=whole, model=Place.read(facts.get("model")), **tables)
+
+
+def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = None) -> Place:
+    """A line of the file ``path``, told without the folders that lead to it.
+
+    Relative to ``root``, or else to the repository that it lies in, or else to the current folder; of a file that lies
+    in none of these only the name is told.
+
+    >>> place_of("/x/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3)
+    Place(file='torch/nn/modules/linear.py', line=3, installed=True)
+    >>> place_of("/home/ann/project/leakscope.yaml", root=Path("/home/ann/project")).file
+    'leakscope.yaml'
+    """
+    file = Path(os.path.abspath(path))
+    for folder in _INSTALLED:
+        if folder in file.parts:
+            inside = file.parts[len(file.parts) - file.parts[::-1].index(folder) :]
+            return Place(file="/".join(inside), line=line, installed=True)
+    for candidate in (root, _repository(file), Path.cwd()):
+        # What is relative to the root of the disk tells every folder.
+        if candidate is not None and candidate != Path(candidate.anchor) and file.is_relative_to(candidate):
+            return Place(file=file.relative_to(candidate).as_posix(), line=line)
+    return Place(file=file.name, line=line)
+
+
+def _repository(file: Path) -> Path | None:
+    return next((folder for folder in file.parents if (folder / ".git").exists()), None)
