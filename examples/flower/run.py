@@ -16,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
+
+import psutil
 
 HERE = Path(__file__).resolve().parent
 
@@ -48,6 +50,8 @@ def superlink(home: Path) -> Iterator[dict[str, str]]:
         # The app's dependencies are those of this environment.
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # A cluster of its own, whatever else runs on this machine.
+        "RAY_ADDRESS": "local",
         # Ray's workers step back behind everything else that runs, which on a busy machine means not at all.
         "RAY_worker_niceness": "0",
         "PATH": scripts + os.pathsep + os.environ.get("PATH", ""),
@@ -62,12 +66,18 @@ def superlink(home: Path) -> Iterator[dict[str, str]]:
         await_health(f"http://127.0.0.1:{http}/health", process)
         yield environment
     finally:
-        process.terminate()
-        try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end(process.pid)
+
+
+def end(pid: int) -> None:
+    """End a process and all that it started, Ray among it, which Flower would leave behind."""
+    family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+    for one in family:
+        with suppress(psutil.NoSuchProcess):
+            one.terminate()
+    for one in psutil.wait_procs(family, timeout=10)[1]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
 
 
 def await_health(address: str, process: subprocess.Popen[bytes], seconds: float = 60) -> None:

@@ -8,7 +8,7 @@ import torch
 from audited_federation.task import DEFENSE, TILES, capture, examples_of, make_model
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from leakscope.integrations.flower import AuditMod, Inline, audited_mods, hold_truth
+from leakscope.integrations.flower import AuditMod, Inline, hold_truth
 
 INLINE = Inline(attack="cocktail-party", controls=False)
 
@@ -27,10 +27,11 @@ def as_sent(message: Message, context: Context, call_next: Any) -> Message:
     return reply
 
 
-app = ClientApp(mods=[as_sent, DEFENSE, raw])
+app = ClientApp()
 
 
-@app.train()
+# The first mod is the outermost. Those of the function alone: Flower's LocalDpMod does not let evaluation pass.
+@app.train(mods=[as_sent, DEFENSE, raw])
 def train(message: Message, context: Context) -> Message:
     model = make_model()
     model.load_state_dict(message.content["arrays"].to_torch_state_dict())

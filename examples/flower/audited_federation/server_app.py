@@ -9,6 +9,7 @@ from audited_federation.task import capture, make_model
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+from leakscope.attacks import InvertingGradients
 from leakscope.integrations.flower import AuditedStrategy, Inline
 
 app = ServerApp()
@@ -17,7 +18,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     recorded = capture(context, "server", defended=True)
-    strategy = AuditedStrategy(FedAvg(), recorded, inline=Inline(attack="cocktail-party"))
+    strategy = AuditedStrategy(FedAvg(), recorded, inline=Inline(attack=InvertingGradients(iterations=100)))
     rounds = int(context.run_config["rounds"])
     result = strategy.start(grid, ArrayRecord(make_model().state_dict()), num_rounds=rounds)
     metrics = {number: dict(record) for number, record in result.train_metrics_clientapp.items()}
