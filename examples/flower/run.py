@@ -101,6 +101,7 @@ def main() -> None:
         subprocess.run(command, env=environment, check=True)
 
     from audited_federation.task import make_model
+
     from leakscope.integrations.flower import altered_on_the_way, audit_recordings
 
     for side in ("clients", "server"):

@@ -338,7 +338,7 @@ def test_arrays_are_aligned_by_name_or_order_and_misfits_are_told() -> None:
     parameters = [value for name, value in state.items() if "running" not in name and "tracked" not in name]
     by_order = aligned({str(n): v for n, v in enumerate(parameters)}, net, "sent")
     assert list(by_order) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    with pytest.raises(ValueError, match="missing 0.bias, 1.bias, 1.weight; extra other"):
+    with pytest.raises(ValueError, match=r"missing 0.bias, 1.bias, 1.weight; extra other"):
         aligned({"0.weight": state["0.weight"], "other": state["0.bias"]}, net, "sent")
     with pytest.raises(ValueError, match=r"0.weight: expected shape \(3, 2\), got \(2, 3\)"):
         aligned({**state, "0.weight": state["0.weight"].T}, net, "sent")
@@ -360,7 +360,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         capture(tmp_path, every=0, sends="pigeons")
     with pytest.raises(ValueError, match="every_client"):
         flower.Inline(every_client=0)
-    with pytest.raises(TypeError, match="expected one of flwr.serverapp.strategy, got int"):
+    with pytest.raises(TypeError, match=r"expected one of flwr.serverapp.strategy, got int"):
         flower.AuditedStrategy(3, capture(tmp_path))
     with pytest.raises(ValueError, match="no recordings"):
         flower.audit_recordings(tmp_path, model=small_net())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from audited_federation.task import DEFENSE, TILES, capture, examples_of, make_model
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
+
+from audited_federation.task import DEFENSE, TILES, capture, examples_of, make_model
 from leakscope.integrations.flower import AuditMod, Inline, hold_truth
 
 INLINE = Inline(attack="cocktail-party", controls=False)

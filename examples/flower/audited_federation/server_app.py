@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from audited_federation.task import capture, make_model
 from flwr.app import ArrayRecord, Context
 from flwr.serverapp import Grid, ServerApp
 from flwr.serverapp.strategy import FedAvg
+
+from audited_federation.task import capture, make_model
 from leakscope.attacks import InvertingGradients
 from leakscope.integrations.flower import AuditedStrategy, Inline
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import leakscope as ls
 import torch
 from flwr.app import Context
 from flwr.clientapp.mod import LocalDpMod
+from torch import nn
+
+import leakscope as ls
 from leakscope.contracts.observation import LocalTraining
 from leakscope.integrations.flower import Capture, channel_of_local_dp
-from torch import nn
 
 TILES = ls.load_data("tiles")
 #: Clips the update and adds a little noise: far too little, as the audit shows.
