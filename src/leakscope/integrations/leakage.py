@@ -93,7 +93,10 @@ class Leakage:
     def describe(self) -> str:
         """One line: where it was taken, what was recovered, and what that stands beside."""
         origin = self.origin
-        words = [f"{origin.place}, round {origin.number}, client {origin.client}: {self.attack.split('(')[0]}"]
+        whose = (
+            f"step {origin.number}" if origin.place == "dp_step" else f"round {origin.number}, client {origin.client}"
+        )
+        words = [f"{origin.place}, {whose}: {self.attack.split('(')[0]}"]
         if self.reconstruction is None:
             return "; ".join([*words, *self.notes])
         if self.psnr is not None:
