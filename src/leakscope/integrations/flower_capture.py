@@ -181,7 +181,7 @@ def channel_of_local_dp(mod: Any) -> Channel:
 
     >>> from types import SimpleNamespace
     >>> channel_of_local_dp(SimpleNamespace(clipping_norm=1.0, sensitivity=0.1, epsilon=2.0, delta=1e-5)).describe()
-    'clipped to 1, noise 0.242237'
+    'clipped to 1, noise 0.24224'
     """
     if mod.epsilon <= 0 or mod.delta <= 0:
         raise ValueError(f"LocalDpMod: expected epsilon and delta above 0, got {mod.epsilon} and {mod.delta}")

@@ -121,9 +121,8 @@ class StepAudit:
         self._inner: nn.Module = getattr(model, "_module", model)
         self._skeleton = plain_copy(self._inner)
         self._names = self._trained_names()
-        self.problems = tuple(why_not_private(self._inner))
-        for problem in self.problems:
-            warnings.warn(f"this model cannot be private: {problem}", stacklevel=2)
+        self.problems: tuple[str, ...] = ()
+        self._warn(why_not_private(self._inner))
         self.steps = 0
         self.skipped: dict[int, str] = {}
         self._recorded: list[tuple[Observation, Origin, Truth | None]] = []
@@ -179,6 +178,13 @@ class StepAudit:
         """What was recorded so far, as attacks see it."""
         return [seen for seen, _, _ in self._recorded]
 
+    def _warn(self, problems: Sequence[str]) -> None:
+        """Tell each problem once; a layer may change its mode on the way."""
+        for problem in problems:
+            if problem not in self.problems:
+                self.problems = (*self.problems, problem)
+                warnings.warn(f"this model cannot be private: {problem}", stacklevel=3)
+
     def _trained_names(self) -> dict[int, str]:
         """Names of the parameters that the optimiser moves; all others are frozen in the copy."""
         managed = {id(parameter) for parameter in self.optimizer.params}
@@ -205,6 +211,7 @@ class StepAudit:
         if examples is None:
             self.skipped[self.steps] = why
             return
+        self._warn(passed_over(self._inner))
         observation = self._observe(examples)
         origin = Origin(place="dp_step", client="self", number=self.steps, library=f"opacus {_opacus.__version__}")
         if truth is not None:
@@ -261,9 +268,30 @@ def why_not_private(model: nn.Module) -> list[str]:
     >>> why_not_private(nn.Linear(2, 2))
     []
     """
-    # The validator refuses models in eval mode, which is no reason of privacy; the model itself keeps its mode.
+    # It refuses models in eval mode, which is no reason of privacy; the model itself keeps its mode.
     problems = _validators.ModuleValidator.validate(plain_copy(model).train(), strict=False)
-    return list(dict.fromkeys(str(problem) for problem in problems))
+    return list(dict.fromkeys([*(str(problem) for problem in problems), *passed_over(model)]))
+
+
+def passed_over(model: nn.Module) -> list[str]:
+    """BatchNorm layers that mix the examples of a batch and that the validator does not look at, in its words.
+
+    It looks at layers with trainable parameters only. One without, or with frozen ones, mixes examples all the same
+    while it is in train mode, or has no running statistics.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    >>> [words.split(": ")[0] for words in passed_over(net)], passed_over(net.eval())
+    (["1 has no trainable parameters, so Opacus' validator passes it over"], [])
+    """
+    lines = []
+    for name, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if isinstance(module, BATCHNORM) and not trained and (module.training or module.running_mean is None):
+            validator = _validators.ModuleValidator.VALIDATORS.get(type(module))
+            words = [] if validator is None else [str(problem) for problem in validator(module)]
+            reason = " ".join(words) or f"{type(module).__name__} mixes the examples of a batch"
+            lines.append(f"{name} has no trainable parameters, so Opacus' validator passes it over: {reason}")
+    return lines
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
