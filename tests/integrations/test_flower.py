@@ -296,6 +296,27 @@ def test_truth_hooks_and_clients_without_truth(tmp_path: Path) -> None:
     flower.hold_truth(TILES.x, TILES.y)  # outside of a mod: nothing is held, nothing happens
 
 
+def test_a_recipe_or_truth_that_is_not_the_clients_is_found_out(tmp_path: Path) -> None:
+    """A wrong learning rate, wrong steps or wrong examples let attacks fail, which must not look like safety."""
+    x, y = TILES.x[:4], TILES.y[:4]
+    origin = Origin(place="raw", client="1", number=1)
+    before = {name: value.numpy() for name, value in small_net().state_dict().items()}
+    # With a coarse rate the order of the batches, which nobody tells, decides where the client ends.
+    several = LocalTraining(epochs=3, batch_size=2, learning_rate=1e-3, optimizer="sgd")
+    own = ls.FedAvg(epochs=3, batch_size=2, lr=1e-3).observe(small_net(), x, y)
+    after = {name: before[name] - value.numpy() for name, value in own.message.update.items()}
+
+    def notes(training: LocalTraining, truth: Any) -> str:
+        seen, _ = capture(tmp_path, training=training).observation(before, after, 4)
+        found = measure(seen, origin, "linear-layer", truth=truth, controls=False)
+        return " ".join(note for note in found.notes if "span" not in note)
+
+    assert notes(several, (x, y)) == ""
+    assert "is the learning rate right" in notes(LocalTraining(**{**vars(several), "learning_rate": 1.4e-3}), (x, y))
+    assert "of the client's own update unexplained" in notes(several, (TILES.x[20:24], TILES.y[20:24]))
+    assert "3 examples were held, 4 were told" in notes(several, (x[:3], y[:3]))
+
+
 def test_noise_is_not_called_a_leak_and_divergence_is_told(tmp_path: Path) -> None:
     """Negative controls: an update of nothing, and one with NaN."""
     before = {name: value.numpy() for name, value in small_net().state_dict().items()}

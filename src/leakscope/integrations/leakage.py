@@ -12,13 +12,13 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import make_attack
-from leakscope.attacks.gradient_matching import find_targets, replay_recipe, several_steps
+from leakscope.attacks.gradient_matching import as_gradient, find_targets, replay_recipe, several_steps
 from leakscope.audit.controls import noise_of_equal_norm
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Observation
@@ -29,6 +29,9 @@ from leakscope.metrics import evaluate
 
 #: Kept apart from the attack's own draws.
 _NOISE_SEED = 0x0E15E
+#: What the client's own examples may leave of its update: batches in another order do, other steps leave more.
+EXPLAINED_BY_TRUTH = 0.3
+SCALE_TOLERANCE = 0.1
 UNTOLD = "the attack was told of no defence; if one acts on this update, this is no test of it"
 
 
@@ -157,6 +160,8 @@ def measure(
     if broken:
         words = f"not attacked: NaN or infinite values in {', '.join(broken)}; did the client's training diverge?"
         return Leakage(origin, repr(recover), None, notes=(*notes, words))
+    if truth is not None and origin.place == "raw":
+        notes += doubts_of_recipe(observation, truth)
     try:
         guess = recover(observation, seed=seed)
     except (NotApplicable, MissingKnowledge) as error:
@@ -188,20 +193,62 @@ def unexplained(observation: Observation, guess: Reconstruction, seed: int = 0) 
         labels = find_targets(observation, torch.Generator().manual_seed(seed))[0]
     if labels is None or not bool(torch.isfinite(guess.inputs).all()):
         return None
-    victim = Victim.of(observation)
-    recipe = replay_recipe(observation) if several_steps(observation) else None
+    return misfit(_observed(observation)[0], _simulated(observation, guess.inputs, labels))
+
+
+def doubts_of_recipe(observation: Observation, truth: Truth) -> list[str]:
+    """Why the facts told cannot be those of a client with these examples: then attacks that believe them fail in vain.
+
+    Only of an update that no defence altered.
+    """
+    x, y = truth
+    if observation.num_examples not in (None, len(x)):
+        return [f"{len(x)} examples were held, {observation.num_examples} were told: is the truth that of this update?"]
+    observed, scaled = _observed(observation)
+    simulated = _simulated(observation, x, y)
+    rest = misfit(observed, simulated)
+    if rest > EXPLAINED_BY_TRUTH:
+        return [
+            f"the examples held and the recipe told leave {rest:.0%} of the client's own update unexplained: other "
+            "steps or another order of them, another optimiser, other examples. Attacks that believe them fail, and "
+            "that is no sign of safety"
+        ]
+    ratio = float(observed @ simulated) / float(simulated @ simulated)
+    if scaled and abs(ratio - 1) > SCALE_TOLERANCE:
+        return [f"the update is {ratio:.3g} times as long as the recipe told makes it: is the learning rate right?"]
+    return []
+
+
+def _observed(observation: Observation) -> tuple[Tensor, bool]:
+    """The update in the units of what is simulated as one row, and whether its length means something."""
+    update = observation.message.update
+    if observation.message.kind == "gradient" or _recipe(observation) is not None:
+        return _joined(update.values()), True
+    try:
+        return _joined(as_gradient(observation).values()), not several_steps(observation)
+    except NotApplicable:
+        return _joined(update.values()), False
+
+
+def _recipe(observation: Observation) -> tuple[int, int, int, float] | None:
+    """The local steps where there are several, and they can be replayed."""
+    return replay_recipe(observation) if several_steps(observation) else None
+
+
+def _simulated(observation: Observation, inputs: Tensor, labels: Tensor) -> Tensor:
+    """The update that a client with these examples would have sent, as one row."""
+    victim, recipe = Victim.of(observation), _recipe(observation)
     simulation: SingleGradient | UnrolledSteps = SingleGradient()
     if recipe is not None:
         examples, epochs, size, rate = recipe
         facts = observation.training
-        name = "adam" if facts.optimizer == "adam" else "sgd"
+        name: Literal["adam", "sgd"] = "adam" if facts.optimizer == "adam" else "sgd"
         order = facts.batch_order or steps_in_order(examples, size, epochs)
-        simulation = UnrolledSteps(rate, order, optimizer=name, momentum=facts.momentum or 0.0)  # type: ignore[arg-type]
-    like = next(iter(observation.message.update.values()))
-    simulated, _ = simulation(victim, victim.tensors, guess.inputs.to(like), labels.to(like.device), {})
-    return misfit(
-        _joined(observation.message.update.values()), _joined(simulated[n] for n in observation.message.update)
-    )
+        simulation = UnrolledSteps(rate, order, optimizer=name, momentum=facts.momentum or 0.0)
+    update = observation.message.update
+    like = next(iter(update.values()))
+    simulated, _ = simulation(victim, victim.tensors, inputs.to(like), labels.to(like.device), {})
+    return _joined(simulated[name] for name in update)
 
 
 def misfit(observed: Tensor, simulated: Tensor) -> float:
