@@ -376,6 +376,45 @@ def test_buffers_are_no_parameters_and_batchnorm_clients_train_in_train_mode(tmp
     assert "running_mean" in notes[0]
 
 
+def test_strategies_of_the_older_interface_are_wrapped_too(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from flwr.common import Code, FitIns, FitRes, Status, ndarrays_to_parameters, parameters_to_ndarrays
+    from flwr.server.strategy import FedAvg as FitFedAvg
+
+    from leakscope.integrations.flower_legacy import AuditedFitStrategy
+
+    before = [value.numpy() for value in small_net().state_dict().values()]
+    own = ls.FedAvg(epochs=1, batch_size=1, lr=RATE).observe(small_net(), TILES.x[:1], TILES.y[:1])
+    after = [b - u.numpy() for b, u in zip(before, own.message.update.values(), strict=True)]
+    proxies = [SimpleNamespace(cid=name) for name in ("b", "a")]
+
+    class Asks(FitFedAvg):
+        def configure_fit(self, server_round: int, parameters: Any, client_manager: Any) -> Any:
+            return [(proxy, FitIns(parameters, {})) for proxy in proxies]
+
+    done = Status(Code.OK, "")
+    results = [
+        (proxy, FitRes(done, ndarrays_to_parameters([v * share for v in after]), examples, {}))
+        for proxy, share, examples in zip(proxies, (1.0, 1.01), (1, 3), strict=True)
+    ]
+    plain, wrapped = Asks(), AuditedFitStrategy(Asks(), capture(tmp_path), inline=flower.Inline(controls=False))
+    wrapped.configure_fit(1, ndarrays_to_parameters(before), None)
+    expected, _ = plain.aggregate_fit(1, results, [])
+    got, metrics = wrapped.aggregate_fit(1, results, [])
+    assert expected is not None
+    for a, b in zip(parameters_to_ndarrays(expected), parameters_to_ndarrays(got), strict=True):
+        assert a.tobytes() == b.tobytes()
+    assert metrics["leakscope.server.audited"] == 2
+    found = {one.origin.client: one for one in flower.recordings(tmp_path)}
+    assert sorted(found) == ["a", "b"]
+    seen = found["b"].observation(small_net())
+    for name, value in own.message.update.items():
+        assert torch.allclose(seen.message.update[name], value, atol=1e-7)
+    with pytest.raises(TypeError, match=r"expected one of flwr\.server\.strategy"):
+        AuditedFitStrategy(FedAvg(), capture(tmp_path))
+
+
 def test_bad_settings_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"every: expected a whole number(?s:.*)sends"):
         capture(tmp_path, every=0, sends="pigeons")

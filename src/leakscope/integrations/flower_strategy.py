@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -91,27 +92,55 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
             return []
         if not self._outermost:
             warnings.warn(INNER, stacklevel=3)
-        found = []
         answers = [reply for reply in replies if reply.has_content() and reply.metadata.src_node_id in self._asked]
-        # By node, so that which clients are attacked does not depend on who answered first.
-        for place, reply in enumerate(sorted(answers, key=lambda reply: reply.metadata.src_node_id)):
-            node = reply.metadata.src_node_id
-            before = weights_in(self._asked[node], capture.arrays, "sent out")
-            after = weights_in(reply.content, capture.arrays, "received")
-            observation, notes = capture.observation(before, after, told_examples(reply.content))
-            origin = Origin(
-                place="server",
-                client=str(node),
-                number=server_round,
-                run=str(reply.metadata.run_id),
-                library=library(),
-                notes=notes if self._outermost else (*notes, INNER),
-            )
-            if capture.records(server_round):
-                save_recording(Path(capture.folder), observation, origin)
-            if inline is not None and attacked and place % inline.every_client == 0:
-                found.append(measure(observation, origin, inline.attack, controls=inline.controls, seed=inline.seed))
-        return found
+        notes = () if self._outermost else (INNER,)
+        return record_replies(
+            *(capture, inline, server_round),
+            [
+                Reply(
+                    client=str(reply.metadata.src_node_id),
+                    run=str(reply.metadata.run_id),
+                    before=weights_in(self._asked[reply.metadata.src_node_id], capture.arrays, "sent out"),
+                    after=weights_in(reply.content, capture.arrays, "received"),
+                    examples=told_examples(reply.content),
+                    notes=notes,
+                )
+                for reply in answers
+            ],
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Reply:
+    """One client's answer as the server has it: what it was sent, what it sent, how many examples it tells."""
+
+    client: str
+    run: str
+    before: dict[str, Any]
+    after: dict[str, Any]
+    examples: int | None
+    notes: tuple[str, ...] = ()
+
+
+def record_replies(capture: Capture, inline: Inline | None, number: int, replies: list[Reply]) -> list[Leakage]:
+    """Write the replies of a round, and attack those whose turn it is."""
+    found = []
+    # By client, so that which ones are attacked does not depend on who answered first.
+    for place, reply in enumerate(sorted(replies, key=lambda reply: reply.client)):
+        observation, notes = capture.observation(reply.before, reply.after, reply.examples)
+        origin = Origin(
+            place="server",
+            client=reply.client,
+            number=number,
+            run=reply.run,
+            library=library(),
+            notes=(*notes, *reply.notes),
+        )
+        if capture.records(number):
+            save_recording(Path(capture.folder), observation, origin)
+        if inline is not None and inline.in_round(number) and place % inline.every_client == 0:
+            found.append(measure(observation, origin, inline.attack, controls=inline.controls, seed=inline.seed))
+    return found
 
 
 def summary_of(found: list[Leakage]) -> dict[str, float]:
