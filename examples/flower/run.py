@@ -80,7 +80,7 @@ def end(pid: int) -> None:
             one.kill()
 
 
-def await_health(address: str, process: subprocess.Popen[bytes], seconds: float = 60) -> None:
+def await_health(address: str, process: subprocess.Popen[bytes], seconds: float = 180) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and process.poll() is None:
         try:

@@ -30,6 +30,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, 
 
 from leakscope.integrations import flower
 from leakscope.integrations.flower_capture import aligned
+from leakscope.integrations.flower_mod import NOT_INNERMOST
 from leakscope.integrations.flower_strategy import INNER
 from leakscope.integrations.leakage import UNTOLD, measure
 
@@ -206,6 +207,21 @@ def test_positions_the_wrong_way_round_are_refused(tmp_path: Path) -> None:
         flower.AuditMod(capture(tmp_path, channel=Channel(noise=1.0)), position="raw")
     with pytest.raises(ValueError, match="expected 'raw' or 'as_sent'"):
         flower.AuditMod(capture(tmp_path), position="outer")  # type: ignore[arg-type]
+
+
+def test_raw_that_is_not_the_innermost_is_told_though_it_looks_safe(tmp_path: Path) -> None:
+    noise = LocalDpMod(clipping_norm=0.05, sensitivity=0.01, epsilon=1.0, delta=1e-5)
+    raw = flower.AuditMod(capture(tmp_path), position="raw")
+    app = ClientApp(mods=[raw])
+    inner = client_app([])
+    app.train(mods=[noise])(inner._registered_funcs["train.default"])  # a function's mods stand inside the app's
+    app.evaluate()(inner._registered_funcs["evaluate.default"])
+    with pytest.warns(UserWarning, match="another mod stands inside position 'raw'"):
+        run(FedAvg(), app, rounds=1)
+    found = flower.audit_recordings(tmp_path, model=small_net(), attack="linear-layer", controls=False)
+    for one in found:
+        assert NOT_INNERMOST in one.notes
+        assert any("of the client's own update unexplained" in note for note in one.notes)  # the truth tells it as well
 
 
 def test_as_sent_in_the_wrong_place_is_found_out_by_comparing_with_the_server(tmp_path: Path) -> None:

@@ -9,12 +9,14 @@ would show the protected update as the raw one.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from leakscope.contracts.attack import Attack
@@ -24,6 +26,10 @@ from leakscope.integrations.leakage import Leakage, measure
 from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
 
 Position = Literal["raw", "as_sent"]
+NOT_INNERMOST = (
+    "another mod stands inside position 'raw': what was recorded may be protected already, and is then not what the "
+    "client computed; put it last in the list"
+)
 #: Examples behind the answer to a message, for whoever measures; never sent.
 TruthHook = Callable[[Any, Any], Truth | None]
 
@@ -69,10 +75,8 @@ def hold_truth(x: Tensor, y: Tensor) -> None:
     exchange = _EXCHANGE.get()
     if exchange is None:
         return
-    import torch
-
     held = exchange.truth
-    pair = x.detach().cpu(), y.detach().cpu()
+    pair = x.detach().cpu().clone(), y.detach().cpu().clone()
     exchange.truth = pair if held is None else (torch.cat([held[0], pair[0]]), torch.cat([held[1], pair[1]]))
 
 
@@ -117,17 +121,29 @@ class AuditMod:
                     "the outermost: use audited_mods(mods, raw=..., as_sent=...), which puts them in their places."
                 )
             exchange.positions.append(self.position)
+            inside = self.position == "raw" and is_mod(call_next)
+            if inside:
+                warnings.warn(NOT_INNERMOST, stacklevel=2)
             received = weights_in(message.content, self.capture.arrays, "received")
             reply = call_next(message, context)
             if reply.has_error() or not reply.has_content():
                 return reply
-            self._record(message, context, received, reply, exchange)
+            doubts = (NOT_INNERMOST,) if inside else ()
+            self._record(message, context, received, reply, exchange, doubts)
             return reply
         finally:
             if token is not None:
                 _EXCHANGE.reset(token)
 
-    def _record(self, message: Any, context: Any, received: dict[str, Any], reply: Any, exchange: _Exchange) -> None:
+    def _record(
+        self,
+        message: Any,
+        context: Any,
+        received: dict[str, Any],
+        reply: Any,
+        exchange: _Exchange,
+        doubts: tuple[str, ...],
+    ) -> None:
         folder = Path(self.capture.folder)
         number = told_round(message.content) or _next_number(folder, str(context.node_id), self.position)
         client, run = str(context.node_id), str(message.metadata.run_id)
@@ -138,7 +154,9 @@ class AuditMod:
         truth = exchange.truth if self.truth is None else self.truth(message, context)
         examples = told_examples(reply.content) or (None if truth is None else len(truth[0]))
         observation, notes = self.capture.observation(received, sent, examples)
-        origin = Origin(place=self.position, client=client, number=number, run=run, library=library(), notes=notes)
+        origin = Origin(
+            place=self.position, client=client, number=number, run=run, library=library(), notes=(*doubts, *notes)
+        )
         if self.capture.records(number):
             save_recording(folder, observation, origin, truth)
         if self.inline is None or not attacked:
@@ -197,6 +215,11 @@ def worst_of_clients(contents: Sequence[Any]) -> dict[str, float]:
         elif name == "unexplained":
             worst[f"{key}.worst_client"] = min(values)
     return worst
+
+
+def is_mod(call_next: Any) -> bool:
+    """Whether a further mod comes next, rather than the client's own function: Flower wraps each in one closure."""
+    return str(getattr(call_next, "__qualname__", "")).startswith("make_ffn.")
 
 
 def is_training(message: Any) -> bool:

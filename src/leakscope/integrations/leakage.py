@@ -81,8 +81,8 @@ class Leakage:
             "unexplained_of_noise": _number(self.unexplained_of_noise),
         }
         if self.origin.place == "server":
-            certain = guess is not None and guess.labels is not None and "labels uncertain" not in guess.flags
-            numbers["labels_read"] = float(len(guess.labels)) if certain and guess and guess.labels is not None else 0.0
+            certain = None if guess is None or "labels uncertain" in guess.flags else guess.labels
+            numbers["labels_read"] = 0.0 if certain is None else float(len(certain))
         else:
             right = [bool(one) for one in self.label_correct or () if one is not None]
             numbers |= {
