@@ -1,0 +1,1 @@
+"""Two clients, two rounds, audited on both sides."""

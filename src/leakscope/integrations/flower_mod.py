@@ -1,0 +1,237 @@
+"""A Flower client mod that records what a client received and what it answers, in one of two named positions.
+
+The first mod of a list is the outermost. In ``[a, b, c]`` a message goes in through a, b, c and the answer comes out
+through c, b, a. So the *raw* update, what the client computed, is seen by the last of the list, and the update *as
+sent* by the first. ``audited_mods`` puts them there; a list in which they stand the wrong way round is refused, for it
+would show the protected update as the raw one.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.checks import refuse, whole
+from leakscope.integrations.flower_capture import Capture, told_examples, told_round, weights_in
+from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
+
+Position = Literal["raw", "as_sent"]
+NOT_INNERMOST = (
+    "another mod stands inside position 'raw': what was recorded may be protected already, and is then not what the "
+    "client computed; put it last in the list"
+)
+#: Examples behind the answer to a message, for whoever measures; never sent.
+TruthHook = Callable[[Any, Any], Truth | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inline:
+    """An attack that is run at once, while training waits: every nth round and every nth client only.
+
+    Its findings travel as metrics, numbers without inputs or labels, unless ``send`` is off. ``controls`` runs it once
+    more on noise, which doubles the time.
+    """
+
+    attack: str | Attack = "linear-layer"
+    every_round: int = 1
+    every_client: int = 1
+    controls: bool = True
+    send: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        refuse("not a valid inline attack", whole(every_round=self.every_round, every_client=self.every_client))
+
+    def in_round(self, number: int) -> bool:
+        return (number - 1) % self.every_round == 0
+
+
+@dataclass
+class _Exchange:
+    """One message on its way through the mods of a client."""
+
+    positions: list[str] = field(default_factory=list)
+    truth: Truth | None = None
+
+
+_EXCHANGE: ContextVar[_Exchange | None] = ContextVar("exchange", default=None)
+
+
+def hold_truth(x: Tensor, y: Tensor) -> None:
+    """Called in a client's train function: the examples it trains on, for measuring on this client; they are not sent.
+
+    Several calls add up. Without an audit mod around it nothing is held.
+    """
+    exchange = _EXCHANGE.get()
+    if exchange is None:
+        return
+    held = exchange.truth
+    pair = x.detach().cpu().clone(), y.detach().cpu().clone()
+    exchange.truth = pair if held is None else (torch.cat([held[0], pair[0]]), torch.cat([held[1], pair[1]]))
+
+
+class AuditMod:
+    """Records each training exchange of a client at one position; attacks it at once where ``inline`` says so.
+
+    ``truth`` returns the examples behind an answer, given the message and Flower's context; or the train function
+    calls :func:`hold_truth`. Both stay on the client: with them PSNR is measured, and only numbers travel.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        *,
+        position: Position,
+        truth: TruthHook | None = None,
+        inline: Inline | None = None,
+        others: Tensor | None = None,
+    ) -> None:
+        if position not in ("raw", "as_sent"):
+            raise ValueError(f"position: expected 'raw' or 'as_sent', got {position!r}")
+        if position == "raw" and capture.channel is not None:
+            raise ValueError(
+                "capture.channel: what a client computed has passed no defence yet; give the channel to as_sent only"
+            )
+        self.capture, self.position, self.truth = capture, position, truth
+        self.inline, self.others = inline, others
+
+    def __call__(self, message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
+        """Flower's protocol of a mod: the message, the client's context, and the way further in."""
+        if not is_training(message):
+            return call_next(message, context)
+        exchange = _EXCHANGE.get()
+        token = None
+        if exchange is None:
+            exchange = _Exchange()
+            token = _EXCHANGE.set(exchange)
+        try:
+            if self.position == "as_sent" and "raw" in exchange.positions:
+                raise ValueError(
+                    "mods: 'raw' stands before 'as_sent', so each would record what the other is for. The first mod is "
+                    "the outermost: use audited_mods(mods, raw=..., as_sent=...), which puts them in their places."
+                )
+            exchange.positions.append(self.position)
+            inside = self.position == "raw" and is_mod(call_next)
+            if inside:
+                warnings.warn(NOT_INNERMOST, stacklevel=2)
+            received = weights_in(message.content, self.capture.arrays, "received")
+            reply = call_next(message, context)
+            if reply.has_error() or not reply.has_content():
+                return reply
+            doubts = (NOT_INNERMOST,) if inside else ()
+            self._record(message, context, received, reply, exchange, doubts)
+            return reply
+        finally:
+            if token is not None:
+                _EXCHANGE.reset(token)
+
+    def _record(
+        self,
+        message: Any,
+        context: Any,
+        received: dict[str, Any],
+        reply: Any,
+        exchange: _Exchange,
+        doubts: tuple[str, ...],
+    ) -> None:
+        folder = Path(self.capture.folder)
+        number = told_round(message.content) or _next_number(folder, str(context.node_id), self.position)
+        client, run = str(context.node_id), str(message.metadata.run_id)
+        attacked = self.inline is not None and self.inline.in_round(number)
+        if not self.capture.records(number) and not attacked:
+            return
+        sent = weights_in(reply.content, self.capture.arrays, "sent")
+        truth = exchange.truth if self.truth is None else self.truth(message, context)
+        examples = told_examples(reply.content) or (None if truth is None else len(truth[0]))
+        observation, notes = self.capture.observation(received, sent, examples)
+        origin = Origin(
+            place=self.position, client=client, number=number, run=run, library=library(), notes=(*doubts, *notes)
+        )
+        if self.capture.records(number):
+            save_recording(folder, observation, origin, truth)
+        if self.inline is None or not attacked:
+            return
+        if int(context.node_id) % self.inline.every_client == 0:
+            found = measure(
+                *(observation, origin, self.inline.attack),
+                truth=truth,
+                others=self.others,
+                controls=self.inline.controls,
+                seed=self.inline.seed,
+            )
+        else:
+            found = Leakage(origin, repr(self.inline.attack), None, notes=("not this client's turn",))
+        if self.inline.send:
+            add_metrics(reply.content, found.metrics())
+
+
+def audited_mods(mods: Sequence[Any], *, raw: AuditMod | None = None, as_sent: AuditMod | None = None) -> list[Any]:
+    """The mods of a client with those of the audit in their places: as sent first, raw last.
+
+    >>> audited_mods(["noise"], raw=None, as_sent=None)
+    ['noise']
+    """
+    for mod, position in ((raw, "raw"), (as_sent, "as_sent")):
+        if mod is not None and mod.position != position:
+            raise ValueError(f"{position}: expected an AuditMod with position={position!r}, got {mod.position!r}")
+    return [*([] if as_sent is None else [as_sent]), *mods, *([] if raw is None else [raw])]
+
+
+def add_metrics(content: Any, numbers: dict[str, float]) -> None:
+    """Add numbers to the only MetricRecord of a message, or in one of their own.
+
+    Strategies average one MetricRecord that has the same keys in each reply, so a second one would stop them.
+    """
+    records = content.metric_records
+    if len(records) == 1:
+        next(iter(records.values())).update(numbers)
+    else:
+        content["leakscope"] = load_library("flwr.app", "flower").MetricRecord(numbers)
+
+
+def worst_of_clients(contents: Sequence[Any]) -> dict[str, float]:
+    """Of the clients' own findings those of the worst-off client: averages, as strategies make them, hide it."""
+    gathered: dict[str, list[float]] = {}
+    for content in contents:
+        for record in content.metric_records.values():
+            for key, value in record.items():
+                if key.startswith("leakscope.") and isinstance(value, float) and not math.isnan(value):
+                    gathered.setdefault(key, []).append(value)
+    worst = {}
+    for key, values in gathered.items():
+        name = key.rsplit(".", 1)[-1]
+        if name in ("psnr", "lift", "labels_correct"):
+            worst[f"{key}.worst_client"] = max(values)
+        elif name == "unexplained":
+            worst[f"{key}.worst_client"] = min(values)
+    return worst
+
+
+def is_mod(call_next: Any) -> bool:
+    """Whether a further mod comes next, rather than the client's own function: Flower wraps each in one closure."""
+    return str(getattr(call_next, "__qualname__", "")).startswith("make_ffn.")
+
+
+def is_training(message: Any) -> bool:
+    """Whether a message asks for training: "train", or "train." and a name."""
+    return str(message.metadata.message_type).split(".")[0] == "train" and message.has_content()
+
+
+def library() -> str:
+    """Flower's name and version, for the recording."""
+    return f"flwr {load_library('flwr', 'flower').__version__}"
+
+
+def _next_number(folder: Path, client: str, position: str) -> int:
+    """The number of a client's recording where the server does not tell its rounds."""
+    return 1 + len(list(folder.glob(f"*_client-{client}_{position}.origin.json")))

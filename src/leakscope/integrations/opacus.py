@@ -1,0 +1,331 @@
+"""Opacus: audit what leaves a DP-SGD step, beside the epsilon and delta that were paid for it.
+
+    audit = StepAudit(model, optimizer, input_shape=(3, 32, 32), num_classes=10, value_range=ValueRange())
+    for x, y in loader:
+        audit.batch(x, y)                        # stays here, to measure with
+        ...; optimizer.step()
+    print(audit.report(accountant=privacy_engine.accountant, delta=1e-5).describe())
+
+What is observed is the gradient that the step follows: each example's clipped to C, Gaussian noise of standard
+deviation sigma C on their sum, divided by the number of examples. The adversary knows sigma and C, as one who is to be
+kept out by differential privacy must be assumed to. It is told how many examples the batch had; under Poisson sampling
+it would not know even that. The hook that was there, the accountant's, runs first and as before; nothing is drawn from
+any generator and no gradient is touched, so weights and accountant are the same to the last bit with and without.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.knowledge import Knowledge
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.protocol import BATCHNORM
+from leakscope.contracts.task import Classification, Task
+from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
+
+_opacus = load_library("opacus", "opacus")
+_optimizers = load_library("opacus.optimizers", "opacus")
+_validators = load_library("opacus.validators", "opacus")
+
+#: Optimisers that clip each example's whole gradient to one norm, and add one noise: what a channel can say.
+_FLAT = (_optimizers.DPOptimizer, _optimizers.DPOptimizerFastGradientClipping)
+EMPTY = "an empty batch, as Poisson sampling draws them: only noise left, nothing to recover"
+UNCOUNTED = "a batch in parts, and batch(x, y) was not called: its number of examples is not known"
+OTHER_BATCH = "batch(x, y) told {} examples, the step was of {}; call it once for each batch that goes backward"
+REPLACED = (
+    "the optimiser's step hook is no longer the audit's: another was attached after it, and no step is seen. Make the "
+    "StepAudit after the PrivacyEngine has made the optimiser private."
+)
+_HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
+
+
+@dataclass(frozen=True, eq=False)
+class DPReport:
+    """Leakage beside the promise.
+
+    ``epsilon`` at ``delta`` is the accountant's word on all steps so far, None without an accountant. ``problems`` say
+    why the model cannot be private, in Opacus' own words; then epsilon does not hold. ``skipped`` are steps that were
+    not recorded, with the reason.
+    """
+
+    leakage: tuple[Leakage, ...]
+    steps: int
+    epsilon: float | None
+    delta: float | None
+    noise_multiplier: float
+    clip: float
+    problems: tuple[str, ...]
+    skipped: Mapping[int, str]
+
+    @property
+    def worst(self) -> Leakage | None:
+        """The step of which an example was recovered furthest above zero information."""
+        measured = [one for one in self.leakage if one.lift]
+        return max(measured, key=lambda one: max(one.lift or (-math.inf,)), default=None)
+
+    @property
+    def identified(self) -> tuple[int, int]:
+        """Examples whose reconstruction points at them among all others, and of how many."""
+        known = [one for leakage in self.leakage for one in leakage.identified or () if one is not None]
+        return sum(map(bool, known)), len(known)
+
+    def describe(self) -> str:
+        """The promise, what was recovered in spite of it, and what was left out; one line each."""
+        promise = "no accountant" if self.epsilon is None else f"epsilon {self.epsilon:.3g} at delta {self.delta:g}"
+        lines = [f"{self.steps} steps, noise multiplier {self.noise_multiplier:g}, clip {self.clip:g}: {promise}"]
+        lines += [f"The promise does not hold. {problem}" for problem in self.problems]
+        lines += [one.describe() for one in self.leakage]
+        right, known = self.identified
+        lines += [f"{right} of {known} examples identified among the others"] if known else []
+        return "\n".join([*lines, *(f"step {n} not recorded: {why}" for n, why in self.skipped.items())])
+
+
+class StepAudit:
+    """Records every nth step of a DP optimiser, in memory or in a ``folder``; attacks them when asked for a report.
+
+    ``model`` is what the optimiser trains, wrapped by Opacus or not. ``task`` is what it minimises.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Any,
+        *,
+        input_shape: Sequence[int],
+        num_classes: int,
+        value_range: ValueRange | None = None,
+        every: int = 1,
+        folder: str | Path | None = None,
+        task: Task | None = None,
+    ) -> None:
+        refuse("not a valid audit of DP-SGD", [*whole(every=every, num_classes=num_classes), *_problems_of(optimizer)])
+        self.optimizer, self.every = optimizer, every
+        self.folder = None if folder is None else Path(folder)
+        self._shape, self._classes, self._range = tuple(input_shape), num_classes, value_range
+        self._task = Classification() if task is None else task
+        self._inner: nn.Module = getattr(model, "_module", model)
+        self._skeleton = plain_copy(self._inner)
+        self._names = self._trained_names()
+        self.problems: tuple[str, ...] = ()
+        self._warn(why_not_private(self._inner))
+        self.steps = 0
+        self.skipped: dict[int, str] = {}
+        self._recorded: list[tuple[Observation, Origin, Truth | None]] = []
+        self._pending: list[Truth] = []
+        self._previous = optimizer.step_hook
+        self._hook = self._after_noise
+        optimizer.attach_step_hook(self._hook)
+
+    def batch(self, x: Tensor, y: Tensor) -> None:
+        """The examples of the batch that goes through the model next; of a batch in parts, each part."""
+        if self.optimizer.step_hook is not self._hook:
+            raise RuntimeError(REPLACED)
+        self._pending.append((x.detach(), y.detach()))
+
+    def detach(self) -> None:
+        """Put the hook back that was there before."""
+        if self.optimizer.step_hook is self._hook:
+            self.optimizer.step_hook = self._previous
+
+    def report(
+        self,
+        attack: str | Attack = "head-first",
+        *,
+        accountant: Any = None,
+        delta: float | None = None,
+        others: Tensor | None = None,
+        controls: bool = True,
+        seed: int = 0,
+    ) -> DPReport:
+        """Attack what was recorded; ``others`` are further examples of the same kind, for identification."""
+        if not self._recorded:
+            reasons = "; ".join(sorted(set(self.skipped.values()))) or REPLACED
+            raise ValueError(f"no step was recorded of {self.steps}: {reasons}")
+        if (accountant is None) != (delta is None):
+            raise ValueError("accountant, delta: expected both or none, for an epsilon is one at a delta")
+        found = [
+            measure(seen, origin, attack, truth=truth, others=others, controls=controls, seed=seed)
+            for seen, origin, truth in self._recorded
+        ]
+        return DPReport(
+            leakage=tuple(found),
+            steps=self.steps,
+            epsilon=None if accountant is None or delta is None else epsilon_of(accountant, delta),
+            delta=delta,
+            noise_multiplier=float(self.optimizer.noise_multiplier),
+            clip=float(self.optimizer.max_grad_norm),
+            problems=self.problems,
+            skipped=dict(self.skipped),
+        )
+
+    @property
+    def observations(self) -> list[Observation]:
+        """What was recorded so far, as attacks see it."""
+        return [seen for seen, _, _ in self._recorded]
+
+    def _warn(self, problems: Sequence[str]) -> None:
+        """Tell each problem once; a layer may change its mode on the way."""
+        for problem in problems:
+            if problem not in self.problems:
+                self.problems = (*self.problems, problem)
+                warnings.warn(f"this model cannot be private: {problem}", stacklevel=3)
+
+    def _trained_names(self) -> dict[int, str]:
+        """Names of the parameters that the optimiser moves; all others are frozen in the copy."""
+        managed = {id(parameter) for parameter in self.optimizer.params}
+        names = {id(parameter): name for name, parameter in self._inner.named_parameters() if id(parameter) in managed}
+        if len(names) != len(managed):
+            raise ValueError(
+                f"model: expected the one that the optimiser trains; {len(managed) - len(names)} of its "
+                f"{len(managed)} parameters are not in it"
+            )
+        for name, parameter in self._skeleton.named_parameters():
+            parameter.requires_grad_(name in names.values())
+        return names
+
+    def _after_noise(self, optimizer: Any) -> None:
+        """The step hook: the gradient is clipped and noised, the weights have not moved yet."""
+        if self._previous is not None:
+            self._previous(optimizer)
+        self.steps += 1
+        parts, self._pending = self._pending, []
+        if (self.steps - 1) % self.every:
+            return
+        truth = (torch.cat([x for x, _ in parts]), torch.cat([y for _, y in parts])) if parts else None
+        examples, why = self._count(parts)
+        if examples is None:
+            self.skipped[self.steps] = why
+            return
+        self._warn(passed_over(self._inner))
+        observation = self._observe(examples)
+        origin = Origin(place="dp_step", client="self", number=self.steps, library=f"opacus {_opacus.__version__}")
+        if truth is not None:
+            truth = truth[0].cpu().clone(), truth[1].cpu().clone()
+        self._recorded.append((observation, origin, truth))
+        if self.folder is not None:
+            save_recording(self.folder, observation, origin, truth)
+
+    def _count(self, parts: Sequence[Truth]) -> tuple[int | None, str]:
+        """Examples of the step, or why they are not known."""
+        told = sum(len(x) for x, _ in parts) if parts else None
+        in_parts = bool(getattr(self.optimizer, "_is_last_step_skipped", False))
+        samples = [p.grad_sample for p in self.optimizer.params if isinstance(getattr(p, "grad_sample", None), Tensor)]
+        seen = len(samples[0]) if samples else None
+        if told is None and (in_parts or seen is None):
+            return None, UNCOUNTED
+        if told is not None and seen is not None and not (seen <= told if in_parts else seen == told):
+            return None, OTHER_BATCH.format(told, seen)
+        count = seen if told is None else told
+        return (count, "") if count else (None, EMPTY)
+
+    def _observe(self, examples: int) -> Observation:
+        optimizer = self.optimizer
+        # In units of the mean over the batch: the optimiser divides by the expected number of examples instead.
+        scale = 1 / examples
+        if optimizer.loss_reduction == "mean":
+            scale = optimizer.expected_batch_size * optimizer.accumulated_iterations / examples
+        update = {self._names[id(p)]: p.grad.detach().cpu() * scale for p in optimizer.params}
+        model = copy.deepcopy(self._skeleton)
+        model.load_state_dict({name: value.detach().cpu() for name, value in self._inner.state_dict().items()})
+        modules = list(model.modules())
+        random = any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in modules)
+        clip = float(optimizer.max_grad_norm)
+        noise = float(optimizer.noise_multiplier) * clip / examples
+        return Observation.from_update(
+            model,
+            update,
+            input_shape=self._shape,
+            num_classes=self._classes,
+            num_examples=examples,
+            knowledge=Knowledge.adaptive_server,
+            value_range=self._range,
+            channel=Channel(clip=clip, clip_per="example", noise=noise, inexact=random),
+            task=self._task,
+            batchnorm="train" if any(isinstance(one, BATCHNORM) for one in modules) else "eval",
+        )
+
+
+def why_not_private(model: nn.Module) -> list[str]:
+    """Why Opacus' validator says that a model cannot be trained with differential privacy, in its words; or nothing.
+
+    >>> [words.split(".")[0] for words in why_not_private(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
+    ['BatchNorm cannot support training with differential privacy']
+    >>> why_not_private(nn.Linear(2, 2))
+    []
+    """
+    # It refuses models in eval mode, which is no reason of privacy; the model itself keeps its mode.
+    problems = _validators.ModuleValidator.validate(plain_copy(model).train(), strict=False)
+    return list(dict.fromkeys([*(str(problem) for problem in problems), *passed_over(model)]))
+
+
+def passed_over(model: nn.Module) -> list[str]:
+    """BatchNorm layers that mix the examples of a batch and that the validator does not look at, in its words.
+
+    It looks at layers with trainable parameters only. One without, or with frozen ones, mixes examples all the same
+    while it is in train mode, or has no running statistics.
+
+    >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
+    >>> [words.split(": ")[0] for words in passed_over(net)], passed_over(net.eval())
+    (["1 has no trainable parameters, so Opacus' validator passes it over"], [])
+    """
+    lines = []
+    for name, module in model.named_modules():
+        trained = any(parameter.requires_grad for parameter in module.parameters())
+        if isinstance(module, BATCHNORM) and not trained and (module.training or module.running_mean is None):
+            validator = _validators.ModuleValidator.VALIDATORS.get(type(module))
+            words = [] if validator is None else [str(problem) for problem in validator(module)]
+            reason = " ".join(words) or f"{type(module).__name__} mixes the examples of a batch"
+            lines.append(f"{name} has no trainable parameters, so Opacus' validator passes it over: {reason}")
+    return lines
+
+
+def epsilon_of(accountant: Any, delta: float) -> float:
+    """What the accountant says was spent; infinite where a step had no noise."""
+    history = list(accountant.history)
+    if any(noise <= 0 for noise, *_ in history):
+        return math.inf
+    return float(accountant.get_epsilon(delta)) if history else 0.0
+
+
+def plain_copy(model: nn.Module) -> nn.Module:
+    """A copy of the model on the CPU without the hooks and records of others, which would copy whatever they hold."""
+    left_out: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if name.endswith(_HOOKS) and isinstance(value, dict):
+                left_out[id(value)] = OrderedDict()
+            elif name in ("autograd_grad_sample_hooks", "activations"):
+                left_out[id(value)] = []
+    modes = [module.training for module in model.modules()]
+    clone = copy.deepcopy(model, left_out).cpu()
+    for module, mode in zip(clone.modules(), modes, strict=True):
+        module.training = mode
+        vars(module).pop("autograd_grad_sample_hooks", None)
+        vars(module).pop("activations", None)
+    return clone
+
+
+def _problems_of(optimizer: Any) -> list[str]:
+    if type(optimizer) in _FLAT:
+        return []
+    if isinstance(optimizer, _optimizers.DPOptimizer):
+        return [
+            f"optimizer: {type(optimizer).__name__} clips or adds noise otherwise than by one norm and one level, "
+            "which an attack cannot be told; expected DPOptimizer or DPOptimizerFastGradientClipping"
+        ]
+    return [f"optimizer: expected Opacus' DPOptimizer, got {type(optimizer).__name__}; call make_private first"]

@@ -1,0 +1,169 @@
+"""Updates recorded while somebody else's training runs: written cheaply then, attacked later.
+
+A recording is an observation on disk (``NAME.safetensors`` and ``NAME.json``, as ``Observation.save`` writes them, so
+that ``leakscope attack NAME.safetensors`` reads it too), ``NAME.origin.json`` that says where it was taken, and, where
+the examples behind it are at hand, ``NAME.truth.safetensors`` with them. The truth is the client's own data: it stays
+in the client's folder, no attack is given it, and it is read only to measure. Files and folders are their owner's only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor, nn
+
+from leakscope.contracts.caps import FACTS_BYTES
+from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
+from leakscope.contracts.files import read_tensors, tensor_file
+from leakscope.contracts.observation import Observation
+
+#: Where an update can be taken, and what that place sees.
+PLACES: Mapping[str, str] = {
+    "raw": "what the client computed, before any mod altered it",
+    "as_sent": "what left the client, after all its mods",
+    "server": "what the server received from the client",
+    "dp_step": "the clipped and noised gradient that a DP-SGD step follows",
+}
+#: Inputs and targets of the examples behind an update.
+Truth = tuple[Tensor, Tensor]
+
+
+def load_library(module: str, extra: str) -> ModuleType:
+    """A module of an optional library, or one error that names the extra to install.
+
+    >>> load_library("no_such_library.part", "flower")
+    Traceback (most recent call last):
+    ImportError: no_such_library.part cannot be imported (No module named 'no_such_library'). Install what is needed \
+with: pip install 'leakscope[flower]'
+    """
+    try:
+        return import_module(module)
+    except ImportError as error:
+        raise ImportError(
+            f"{module} cannot be imported ({error}). Install what is needed with: pip install 'leakscope[{extra}]'"
+        ) from error
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a recording was taken: the place, whose update it is, and which round or step of which run."""
+
+    place: str
+    client: str
+    number: int
+    run: str = "0"
+    library: str = ""
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.place not in PLACES:
+            raise ValueError(f"place: expected one of {', '.join(PLACES)}, got {self.place!r}")
+
+    @property
+    def name(self) -> str:
+        """The file name of the recording, without an ending.
+
+        >>> Origin(place="raw", client="7", number=2, run="1").name
+        'run-1_round-0002_client-7_raw'
+        """
+        return f"run-{self.run}_round-{self.number:04d}_client-{self.client}_{self.place}"
+
+    @property
+    def exchange(self) -> tuple[str, int, str]:
+        """Whose update it is, wherever it was taken."""
+        return self.run, self.number, self.client
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One recorded update; ``path`` is that of its safetensors file."""
+
+    path: Path
+    origin: Origin
+
+    def observation(self, model: nn.Module) -> Observation:
+        """What the adversary saw; ``model`` gives the structure, the weights are in the file."""
+        return Observation.load(self.path, model)
+
+    def update(self) -> dict[str, Tensor]:
+        """The tensors of the update alone."""
+        prefix = "message/0/update/"
+        return {n.removeprefix(prefix): v for n, v in read_tensors(self.path).items() if n.startswith(prefix)}
+
+    def truth(self) -> Truth | None:
+        """The examples behind it, None where they were not recorded."""
+        file = _beside(self.path, ".truth.safetensors")
+        if not file.is_file():
+            return None
+        tensors = read_tensors(file)
+        missing = {"x", "y"} - set(tensors)
+        if missing:
+            raise ValueError(f"{file}: expected the tensors x and y, got {', '.join(sorted(tensors)) or 'none'}")
+        return tensors["x"], tensors["y"]
+
+
+def save_recording(folder: Path, observation: Observation, origin: Origin, truth: Truth | None = None) -> Recording:
+    """Write a recording; the origin comes last, so that what has one is whole."""
+    private_folder(folder)
+    path = tensor_file(folder / origin.name)
+    observation.save(path)
+    if truth is not None:
+        x, y = (part.detach().cpu().contiguous().clone() for part in truth)
+        atomic_write(_beside(path, ".truth.safetensors"), save({"x": x, "y": y}))
+    atomic_write(_beside(path, ".origin.json"), json.dumps(dataclasses.asdict(origin), indent=1).encode())
+    return Recording(path, origin)
+
+
+def recordings(folder: str | Path) -> list[Recording]:
+    """All recordings in a folder, by run, round and client."""
+    root = Path(folder)
+    if not root.is_dir():
+        raise ValueError(f"{root}: expected a folder of recordings, got none")
+    found = [_read(file) for file in sorted(root.glob("*.origin.json"))]
+    return sorted(found, key=lambda one: (*one.origin.exchange, one.origin.place))
+
+
+def altered_on_the_way(client: str | Path, server: str | Path) -> list[str]:
+    """For each update recorded as sent and at the server: a line where the two are not equal to the last bit.
+
+    No line means that the position "as_sent" really was the outermost. An error where there is nothing to compare.
+    """
+    sent = {one.origin.exchange: one for one in recordings(client) if one.origin.place == "as_sent"}
+    received = {one.origin.exchange: one for one in recordings(server) if one.origin.place == "server"}
+    both = sorted(set(sent) & set(received))
+    if not both:
+        raise ValueError(f"nothing to compare: {len(sent)} updates as sent, {len(received)} received, none in both")
+    lines = []
+    for exchange in both:
+        ours, theirs = sent[exchange].update(), received[exchange].update()
+        differing = [n for n in ours if n not in theirs or not _same(ours[n], theirs[n])]
+        differing += [n for n in theirs if n not in ours]
+        if differing:
+            run, number, who = exchange
+            lines.append(f"run {run}, round {number}, client {who}: {', '.join(differing)} differ from what was sent")
+    return lines
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and bool((a == b).all())
+
+
+def _read(file: Path) -> Recording:
+    try:
+        facts: Any = read_json(read_whole(file, FACTS_BYTES))
+        origin = Origin(**{**facts, "notes": tuple(facts["notes"])})
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"{file}: not the origin of a recording ({error})") from error
+    return Recording(file.with_name(file.name.removesuffix(".origin.json") + ".safetensors"), origin)
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name.removesuffix(".safetensors") + ending)
