@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -37,6 +38,7 @@ from leakscope.attacks.head_first_rivals import (
     rivals_for,
     unexplained,
 )
+from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -98,6 +100,9 @@ class HeadFirst(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
+        if is_mixed(observation):
+            solve = partial(self.run, generator=generator, progress=progress)
+            return solve_parts(observation, generator.clone_state(), solve, CERTIFIED)
         # Matching the whole update then begins where inverting-gradients begins with this seed.
         untouched = generator.clone_state()
         try:
@@ -289,7 +294,8 @@ class _Below:
 
     def _targets(self) -> Tensor:
         """The labels; any will do where the output gradient stands for the loss."""
-        labels, device = self.embedding.labels, self.observation.device
+        known, device = self.observation.labels, self.observation.device
+        labels = self.embedding.labels if known is None else known  # soft ones, too
         count = len(self.embedding.features)
         return torch.zeros(count, dtype=torch.int64, device=device) if labels is None else labels.to(device)
 

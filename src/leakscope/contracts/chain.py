@@ -139,10 +139,13 @@ def _behind(first: Channel, second: Channel) -> Channel | None:
         return second if first == plain else first
     if type(first) is not Channel or type(second) is not Channel:
         return None
+    if min(first.mixed, second.mixed) > 1:
+        return None  # mixtures of mixtures
     changes = [_clipped(first, second), _zeroed(first, second), _noisy(first, second), _rounded(first, second)]
     joined: dict[str, Any] = {
         "unreliable": tuple(dict.fromkeys((*first.unreliable, *second.unreliable))),
         "inexact": first.inexact or second.inexact,
+        "mixed": max(first.mixed, second.mixed),
     }
     for change in changes:
         if change is None:

@@ -19,6 +19,8 @@ from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
 from leakscope.equations.head import solve_head
 from leakscope.equations.head_completion import complete_head
+from leakscope.equations.head_mixtures import solve_mixed_head
+from leakscope.equations.head_search import HeadProblem
 from leakscope.equations.head_solution import HeadRefused, HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
@@ -83,6 +85,42 @@ def recover_embedding(
         reaches_input=path.reads_input[0],
     )
     return _peeled(observation, at_head, path) if peel else at_head
+
+
+def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
+    """Of a batch of mixtures, each one's soft labels and features at the head; HeadRefused where none follow."""
+    channel = observation.channel
+    if channel is None or channel.mixed < 2:
+        raise HeadRefused("the client is not known to train on mixtures of its examples")
+    if not isinstance(observation.task, Classification):
+        raise HeadRefused("the task has no classes whose shares would tell how examples were mixed")
+    plain = dataclasses.replace(observation, channel=dataclasses.replace(channel, mixed=1))
+    head = _observed_head(plain)
+    if channel.clip is not None or channel.survivors(observation.message.update):
+        raise HeadRefused("the head's gradient is clipped or has holes, and its scale or its values are not known")
+    scale, why = mean_gradient_scale(observation)
+    if scale is None:
+        raise HeadRefused(f"the scale of the head's gradient is not known: {why}")
+    examples, update = observation.num_examples or 1, observation.message.update
+    weight = update[head.weight_name]
+    module = observation.model.get_submodule(head.module_name)
+    bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
+    sums = None if head.bias_name is None else update.get(head.bias_name)
+    problem = HeadProblem(
+        module.weight.detach().double().cpu(),  # type: ignore[operator]  # a linear layer's
+        bias.double().cpu(),  # type: ignore[operator]
+        weight.double().cpu(),
+        None if sums is None else sums.double().cpu(),
+        examples=examples,
+        nonnegative=_is_nonnegative(observation, head),
+        unit=1 / examples if observation.reduction == "mean" else 1.0,
+        scale=scale / examples if observation.reduction == "sum" else scale,
+        rounding=torch.finfo(weight.dtype).eps / 4,
+    )
+    present = observation.labels
+    if present is None and observation.label_counts is not None:
+        present = observation.label_counts.nonzero()[:, 0]
+    return solve_mixed_head(problem, images=channel.mixed, present=present, generator=generator)
 
 
 def _completed(observation: Observation, channel: Channel, head: Head) -> Embedding:
@@ -172,6 +210,8 @@ def _observed_head(observation: Observation) -> Head:
     channel = observation.channel
     if channel is not None and channel.unreliable:
         raise HeadRefused(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
+    if channel is not None and channel.mixed > 1:
+        raise HeadRefused("the client trained on mixtures of its examples, whose targets are not known")
     if channel is not None and channel.rounding == "sign":
         raise HeadRefused("only the signs of the update are seen, and equations need its values")
     return head
