@@ -102,7 +102,7 @@ class HeadFirst(Attack):
     ) -> Reconstruction:
         if is_mixed(observation):
             solve = partial(self.run, generator=generator, progress=progress)
-            return solve_parts(observation, generator.clone_state(), solve, CERTIFIED)
+            return solve_parts(observation, generator.clone_state(), solve)
         # Matching the whole update then begins where inverting-gradients begins with this seed.
         untouched = generator.clone_state()
         try:

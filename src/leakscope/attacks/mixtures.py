@@ -24,6 +24,8 @@ from leakscope.equations.embedding import recover_mixtures
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.equations.mixtures import MixturesRefused, Shares, possible_shares, take_apart
 
+#: The error that mixtures of a search without a certificate are taken to have, in units of the range.
+SEARCHED = 0.1
 #: An attack on an observation.
 Run = Callable[[Observation], Reconstruction]
 
@@ -78,7 +80,7 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
     mixing = read_mixing(observation, generator)
     clips = mixing.observation.channel is not None and mixing.observation.channel.clips_examples
     if len(mixing.ways) != 1 or clips:
-        return _apart(mixing, search(mixing.observation), exact=False)
+        return _apart(mixing, search(mixing.observation), SEARCHED)
     way = mixing.ways[0]
     channel = mixing.observation.channel
     assert channel is not None
@@ -99,21 +101,21 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
     )
 
 
-def solve_parts(observation: Observation, generator: torch.Generator, solve: Run, certified: float) -> Reconstruction:
-    """What a solver finds of the mixtures, taken apart; they are exact where its certificate is below ``certified``."""
+def solve_parts(observation: Observation, generator: torch.Generator, solve: Run) -> Reconstruction:
+    """What a solver finds of the mixtures, taken apart; its certificate tells how near they are."""
     mixing = read_mixing(observation, generator)
     result = solve(mixing.observation)
     certificate = result.info.get("certificate")
-    return _apart(mixing, result, exact=certificate is not None and certificate < certified)
+    return _apart(mixing, result, SEARCHED if certificate is None else min(certificate, SEARCHED))
 
 
-def _apart(mixing: Mixing, result: Reconstruction, *, exact: bool) -> Reconstruction:
+def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:
     """The parts of the mixtures that were found, or the mixtures with a note why not."""
     space, notes = mixing.observation.inputs, (*result.notes, *mixing.notes)
     if not mixing.ways:
         return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"))
     try:
-        parts = take_apart(space.to_unit(result.inputs), mixing.ways, exact=exact, bounded=space.bounded)
+        parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
     except MixturesRefused as error:
         return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {error}"))
     growth = parts.shares.growth

@@ -54,6 +54,10 @@ class Channel(Described):
     bits: int = setting(8, "Bits of a value where rounding is uniform or stochastic.", ge=2, le=32)
     unreliable: tuple[str, ...] = setting((), "Tensors that say nothing of the examples, or something false.")
     inexact: bool = setting(False, "Whether the client's network was random, and the one observed is its mean.")
+    units_dropped: float = setting(
+        0.0, "Probability with which the client's network dropped an input of a hidden layer.", ge=0, lt=1
+    )
+    dropped_layers: tuple[str, ...] = setting((), "The layers whose inputs it dropped.")
     mixed: int = setting(1, "Examples of the batch in each of the mixtures that the client trained on.", ge=1)
 
     def problems(self) -> list[str]:

@@ -59,4 +59,6 @@ class NetworkDropout(Defense):
         return model
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
-        return Channel(inexact=self.probability > 0)
+        if not self.probability:
+            return Channel()
+        return Channel(inexact=True, units_dropped=self.probability, dropped_layers=self.layers)

@@ -30,6 +30,8 @@ from leakscope.network.recorder import probe
 
 #: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
 LOOSEST = 0.03
+#: Inputs below this share of an example's largest are those that a network dropped, or of silent units.
+DROPPED = 1e-6
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -39,8 +41,9 @@ class Embedding(HeadSolution):
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
     the certificate of all layers down to the cut. ``peeled``: dense layers between the cut and the head that were
-    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,):
-    which features were, where a defence set entries of the gradient to zero; None where all were. ``notes``: why the
+    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,)
+    or (n, d): which features were, where a defence set entries of the gradient or units of the network to zero; None
+    where all were. ``notes``: why the
     cut is not lower, and what else to know.
     """
 
@@ -84,6 +87,7 @@ def recover_embedding(
         adjoints=solution.output_gradients @ weight,
         reaches_input=path.reads_input[0],
     )
+    at_head = _undropped(at_head, observation.channel)
     return _peeled(observation, at_head, path) if peel else at_head
 
 
@@ -176,6 +180,7 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
                 found.features,
                 found.adjoints,
                 tolerance=tolerance,
+                seen=found.seen,
             )
         except DenseRefused as error:
             reason = f"{step.name!r} was not solved: {error}"
@@ -188,8 +193,28 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
             residual=max(found.residual, below.residual),
             peeled=(*found.peeled, step.name),
             reaches_input=path.reads_input[number],
+            seen=None,
         )
+        found = _undropped(found, observation.channel)
     return dataclasses.replace(found, notes=(*found.notes, f"it ends at {found.layer!r}: {reason}"))
+
+
+def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
+    """The embedding of the network without dropout, where the client's dropped inputs of this layer.
+
+    An input that was dropped is zero, as one is behind a silent unit: either way nothing comes back to it.
+    """
+    if channel is None or found.layer not in channel.dropped_layers:
+        return found
+    left, size = 1 - channel.units_dropped, found.features.abs().amax(1, keepdim=True)
+    seen = (found.features.abs() > DROPPED * size).to(found.features)
+    return dataclasses.replace(
+        found,
+        features=left * found.features * seen,
+        adjoints=found.adjoints * seen / left,
+        seen=seen,
+        notes=(*found.notes, f"{100 * float(seen.mean()):.0f} % of the inputs of {found.layer!r} were not dropped"),
+    )
 
 
 def _observed_head(observation: Observation) -> Head:

@@ -4,13 +4,15 @@ A batch of n mixtures of its own n examples is n equations for n unknown picture
 the soft labels: column by column where every example has a class of its own. Where examples share a class, its column
 is that of their sum, and each example is in so many mixtures as a mixture has examples: the ways to divide them are
 tried, and what a picture can be decides. Nothing outside its box is one, and a wrong way leaves traces of one example
-in another, which are rough. With M near to singular (all shares one half in a cycle of even length, say) there is no
-way back, and that is said.
+in another, which are rough. A mixture of two examples of one class is tried with a grid of shares, for its label tells
+none. With M near to singular (all shares one half in a cycle of even length, say) there is no way back, and that is
+said. Where the mixtures are not exact, directions in which their errors would grow beyond the pictures are damped.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,8 +25,14 @@ NO_SHARE = 1e-3
 MOST_WAYS = 2000
 #: The largest factor by which errors of mixtures may grow in their parts.
 MOST_GROWTH = 1e3
-#: What parts may stick out of their box, root mean square, where mixtures are exact to rounding.
-OUTSIDE = 1e-3
+#: What parts may stick out of their box, root mean square: where shares are known, and where they are of the grid.
+OUTSIDE, OUTSIDE_OF_GRID = 1e-3, 2e-2
+#: Mixtures with a smaller error can refute a way.
+TELLING = 1e-3
+#: The shares of two examples of one class that are tried.
+GRID = tuple(place / 40 for place in range(4, 37))
+#: The spread of pictures about their mean, in units of their range.
+SPREAD = 0.25
 
 
 class MixturesRefused(ValueError):
@@ -35,7 +43,7 @@ class MixturesRefused(ValueError):
 class Shares:
     """``matrix`` (n, n): the share of each example, a column, in each mixture; ``labels`` (n,) of the examples.
 
-    ``certain``: no mixture may be one of two examples of the same class, whose shares their labels do not tell.
+    ``certain``: all shares are known; those of two examples of one class in one mixture are not.
     """
 
     matrix: Tensor
@@ -48,10 +56,14 @@ class Shares:
         smallest = float(torch.linalg.svdvals(self.matrix)[-1])
         return 1 / smallest if smallest > 1e-12 else float("inf")
 
-    def parts(self, mixtures: Tensor) -> Tensor:
-        """The examples, by least squares."""
+    def parts(self, mixtures: Tensor, error: float = 0.0) -> Tensor:
+        """The examples, by least squares about the mean of the mixtures; ``error`` is that of the mixtures."""
         flat = mixtures.double().flatten(1).cpu()
-        solved: Tensor = torch.linalg.lstsq(self.matrix, flat, driver="gelsd").solution
+        mean = flat.mean(0)
+        left, sizes, right = torch.linalg.svd(self.matrix)
+        factors = sizes / (sizes.square() + (error / SPREAD) ** 2)
+        rest = flat - self.matrix.sum(1, keepdim=True) * mean
+        solved: Tensor = mean + right.T @ (factors[:, None] * (left.T @ rest))
         return solved.reshape(mixtures.shape)
 
 
@@ -81,38 +93,42 @@ def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
         raise MixturesRefused(
             f"{n} mixtures of {images} examples show {len(classes)} classes: which example is in which does not follow"
         )
-    divided = [list(_divided(soft[:, label])) for label in classes]
-    ways = 1
-    for label, options in zip(classes, divided, strict=True):
-        if not options:
-            raise MixturesRefused(f"the shares of class {int(label)} are not those of whole examples")
-        ways *= len(options)
+    divided = [list(itertools.islice(_divided(soft[:, label]), MOST_WAYS + 1)) for label in classes]
+    ways = math.prod(len(options) for options in divided)
     if ways > MOST_WAYS:
-        raise MixturesRefused(f"{ways} ways to divide the classes among the mixtures are too many to try")
+        raise MixturesRefused(f"more than {MOST_WAYS} ways to divide the classes among the mixtures are too many to try")
     found = []
     for way in itertools.product(*divided):
-        matrix = torch.cat(way, 1)
+        matrix = torch.cat([columns for columns, _ in way], 1)
         if matrix.shape[1] == n:
-            counts = torch.tensor([columns.shape[1] for columns in way])
-            alone = ((matrix > 1 - NO_SHARE) * counts.repeat_interleave(counts)).max()
-            found.append(Shares(matrix, classes.repeat_interleave(counts), certain=int(alone) < 2))
+            counts = torch.tensor([columns.shape[1] for columns, _ in way])
+            found.append(Shares(matrix, classes.repeat_interleave(counts), all(known for _, known in way)))
     if not found:
         raise MixturesRefused(f"the shares of {len(classes)} classes are not those of {n} examples")
     return found
 
 
-def _divided(column: Tensor) -> Iterator[Tensor]:
-    """The ways to divide a class's shares into examples of two shares each, or of one that is whole: (n, examples)."""
+def _divided(column: Tensor) -> Iterator[tuple[Tensor, bool]]:
+    """The ways to divide a class's shares into examples of two shares each: (n, examples), and whether all are known.
+
+    A mixture that is of this class alone holds one example twice, or two of them in shares that are tried.
+    """
     alone = (column > 1 - NO_SHARE).nonzero()[:, 0].tolist()
     shared = ((column > 0) & (column <= 1 - NO_SHARE)).nonzero()[:, 0].tolist()
     if len(shared) % 2:
         return
-    for pairs in _pairings(shared):
-        groups = [*pairs, *((row,) for row in alone)]
-        columns = torch.zeros((len(column), len(groups)), dtype=column.dtype)
-        for place, rows in enumerate(groups):
-            columns[list(rows), place] = column[list(rows)]
-        yield columns
+    for pairs in dict.fromkeys(tuple(sorted(one)) for one in _pairings(sorted([*shared, *alone, *alone]))):
+        halved = [row for row in alone if (row, row) not in pairs]
+        for shares in itertools.product(GRID, repeat=len(halved)):
+            first = dict(zip(halved, shares, strict=True))
+            columns = torch.zeros((len(column), len(pairs)), dtype=column.dtype)
+            for place, rows in enumerate(pairs):
+                for row in rows:
+                    share = float(column[row]) / 2 if rows[0] == rows[1] else first.get(row, float(column[row]))
+                    columns[row, place] += share
+                    if row in first and rows[0] != rows[1]:
+                        first[row] = 1 - first[row]  # the other example's
+            yield columns, not halved
 
 
 def _pairings(rows: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
@@ -130,24 +146,24 @@ def _pairings(rows: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
         yield from ([(first, partner), *pairs] for pairs in _pairings(rest))
 
 
-def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, exact: bool, bounded: bool = True) -> Parts:
+def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounded: bool = True) -> Parts:
     """The examples in mixtures (n, ...) given in [0, 1]; MixturesRefused where there is no way back.
 
-    ``exact``: the mixtures are, to rounding, so that parts outside of [0, 1] refute a way. ``bounded``: examples lie
-    in [0, 1] at all.
+    ``error``: that of the mixtures, root mean square; where it is small, parts outside of [0, 1] refute a way.
+    ``bounded``: examples lie in [0, 1] at all.
 
     >>> examples = torch.tensor([[[[0.0, 0.0, 1.0]]], [[[0.2, 0.2, 0.2]]]]).double()
     >>> shares = Shares(torch.tensor([[0.7, 0.3], [0.4, 0.6]]).double(), torch.tensor([0, 1]))
-    >>> found = take_apart((shares.matrix @ examples.flatten(1)).reshape(2, 1, 1, 3), [shares], exact=True)
+    >>> found = take_apart((shares.matrix @ examples.flatten(1)).reshape(2, 1, 1, 3), [shares], error=0.0)
     >>> found.forced, bool((found.pictures - examples).abs().max() < 1e-9)
     (True, True)
     """
     usable = [way for way in ways if way.growth <= MOST_GROWTH]
     if not usable:
         raise MixturesRefused("the shares do not determine the examples: their matrix is singular, or nearly so")
-    tried = [(way, way.parts(mixtures)) for way in usable]
-    if exact and bounded:
-        tried = [(way, parts) for way, parts in tried if outside(parts) <= OUTSIDE]
+    tried = [(way, way.parts(mixtures, error)) for way in usable]
+    if error < TELLING and bounded:
+        tried = [(way, parts) for way, parts in tried if outside(parts) <= _allowed(way, error)]
         if not tried:
             raise MixturesRefused("no division of the classes gives examples within their bounds")
     scores = [_strangeness(parts, bounded) for _, parts in tried]
@@ -155,6 +171,10 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, exact: bool, bounded
     # A way that was left out because nothing follows from it is not refuted.
     forced = len(tried) == 1 and len(usable) == len(ways) and way.certain
     return Parts(parts.clamp(0, 1) if bounded else parts, way, forced)
+
+
+def _allowed(way: Shares, error: float) -> float:
+    return max(OUTSIDE if way.certain else OUTSIDE_OF_GRID, error * way.growth)
 
 
 def outside(pictures: Tensor) -> float:

@@ -72,6 +72,8 @@ class FedAvg(OneMessage):
             return None
         noise = self.lr * math.sqrt(self.steps(examples)) * step.noise
         own = Channel(noise=noise, unreliable=step.unreliable, inexact=step.inexact, mixed=step.mixed)
+        if self.steps(examples) == 1:  # one set of masks
+            own = replace(own, units_dropped=step.units_dropped, dropped_layers=step.dropped_layers)
         if step.clip is not None and not step.clips_examples:
             own = replace(own, clip=step.clip, clip_per="step")
         return composed([own, *rest])
