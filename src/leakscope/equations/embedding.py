@@ -30,8 +30,9 @@ from leakscope.network.recorder import probe
 
 #: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
 LOOSEST = 0.03
-#: Inputs below this share of an example's largest are those that a network dropped, or of silent units.
-DROPPED = 1e-6
+#: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
+#: dropped, or of silent units.
+DROPPED, SILENT_ERRORS = 1e-6, 4.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -206,8 +207,9 @@ def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
     """
     if channel is None or found.layer not in channel.dropped_layers:
         return found
-    left, size = 1 - channel.units_dropped, found.features.abs().amax(1, keepdim=True)
-    seen = (found.features.abs() > DROPPED * size).to(found.features)
+    left, sizes = 1 - channel.units_dropped, found.features.abs()
+    errors = SILENT_ERRORS * found.error * sizes.square().mean(1, keepdim=True).sqrt()
+    seen = (sizes > torch.maximum(errors, DROPPED * sizes.amax(1, keepdim=True))).to(found.features)
     return dataclasses.replace(
         found,
         features=left * found.features * seen,
