@@ -22,7 +22,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -218,23 +218,23 @@ class _Below:
     def _matching(self) -> HeldMatching:
         names, first = self._weights_below()
         like = next(iter(self.update.values()))
-        facts = dict(
-            model=self.victim.model,
-            layer=self.victim.model.get_submodule(self.embedding.layer),
-            features=self.embedding.features.to(like),
-            adjoints=self.embedding.adjoints.to(like),
-            gradients={name: self.update[name] for name in names},
-            inputs=self.observation.inputs,
-            first=first,
-            survivors=self.victim.tensors.survivors,
-            seen=None if self.embedding.seen is None else self.embedding.seen.to(like),
-        )
+        facts: dict[str, Any] = {
+            "model": self.victim.model,
+            "layer": self.victim.model.get_submodule(self.embedding.layer),
+            "features": self.embedding.features.to(like),
+            "adjoints": self.embedding.adjoints.to(like),
+            "gradients": {name: self.update[name] for name in names},
+            "inputs": self.observation.inputs,
+            "first": first,
+            "survivors": self.victim.tensors.survivors,
+            "seen": None if self.embedding.seen is None else self.embedding.seen.to(like),
+        }
         dropped, channel = self._dropped_below(), self.observation.channel
         if not dropped or channel is None:
             return HeldMatching(**facts, tv=self.attack.tv)
         self.notes.append(f"masks of the inputs of {', '.join(dropped)} are searched along")
-        smooth = {"tv": MASKS_TV * self.attack.tv, "least_tv": MASKS_LEAST_TV}
-        return DroppedMatching(**facts, **smooth, dropped=dropped, probability=channel.units_dropped)
+        facts |= {"tv": MASKS_TV * self.attack.tv, "least_tv": MASKS_LEAST_TV}
+        return DroppedMatching(**facts, dropped=dropped, probability=channel.units_dropped)
 
     def _dropped_below(self) -> list[str]:
         """Layers below the cut whose inputs the client's network dropped, which ones is not known."""

@@ -88,9 +88,7 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
     labels = torch.nn.functional.one_hot(way.labels, observation.num_classes)
     like = next(iter(observation.message.update.values()))
     facts = {field.name: getattr(channel, field.name) for field in dataclasses.fields(Channel)}
-    seen = dataclasses.replace(
-        mixing.observation, channel=KnownShares(**facts, shares=shares), labels=labels.to(like)
-    )
+    seen = dataclasses.replace(mixing.observation, channel=KnownShares(**facts, shares=shares), labels=labels.to(like))
     result = search(seen)
     note = "the parts of the mixtures were searched, their shares known from the head"
     return dataclasses.replace(

@@ -109,11 +109,12 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
     examples, update = observation.num_examples or 1, observation.message.update
     weight = update[head.weight_name]
     module = observation.model.get_submodule(head.module_name)
+    assert isinstance(module, nn.Linear)
     bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
     sums = None if head.bias_name is None else update.get(head.bias_name)
     problem = HeadProblem(
-        module.weight.detach().double().cpu(),  # type: ignore[operator]  # a linear layer's
-        bias.double().cpu(),  # type: ignore[operator]
+        module.weight.detach().double().cpu(),
+        bias.double().cpu(),
         weight.double().cpu(),
         None if sums is None else sums.double().cpu(),
         examples=examples,

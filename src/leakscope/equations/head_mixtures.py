@@ -31,6 +31,8 @@ from leakscope.equations.head_system import Equations, HeadSystem, least_squares
 
 #: Starts for each choice of classes, choices, and how many more classes than mixtures these are made of.
 STARTS, CHOICES, MORE_CLASSES = 10, 40, 5
+#: Searches in all: at most the first, and fewer for many mixtures, each of whose steps takes some n^4 multiplications.
+MOST_SEARCHES, SEARCHES_OF_ONE = 150, 2.5e5
 #: Steps of a search, and of its refinement with the classes of each mixture known.
 STEPS, REFINING_STEPS = 100, 60
 #: Shares below this are none; those that a client draws are larger by far, or leave no trace.
@@ -61,8 +63,9 @@ def solve_mixed_head(
     draws = torch.Generator().manual_seed(0) if generator is None else generator
     choices = list(_choices(problem, present))
     best: HeadSolution | None = None
+    searches = min(MOST_SEARCHES, int(SEARCHES_OF_ONE / problem.examples**4))
     for number in range(STARTS):
-        for classes in choices:
+        for classes in choices[: max(searches - number * len(choices), 0)]:
             found, explained = _from_start(problem, classes, images, number, draws)
             if found is not None and explained:
                 return found

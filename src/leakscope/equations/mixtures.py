@@ -96,7 +96,9 @@ def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
     divided = [list(itertools.islice(_divided(soft[:, label]), MOST_WAYS + 1)) for label in classes]
     ways = math.prod(len(options) for options in divided)
     if ways > MOST_WAYS:
-        raise MixturesRefused(f"more than {MOST_WAYS} ways to divide the classes among the mixtures are too many to try")
+        raise MixturesRefused(
+            f"more than {MOST_WAYS} ways to divide the classes among the mixtures are too many to try"
+        )
     found = []
     for way in itertools.product(*divided):
         matrix = torch.cat([columns for columns, _ in way], 1)

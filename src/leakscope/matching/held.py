@@ -71,9 +71,10 @@ class HeldMatching:
     """The search for inputs with known features and adjoints (examples, n) at what ``layer`` receives.
 
     ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
-    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls over the search to the share ``least_tv`` of it.
-    ``angle``: features are compared by one minus their cosine, for features whose length is not known. ``survivors``:
-    ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen`` (n,) the same of features.
+    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls over the search to the
+    share ``least_tv`` of it. ``angle``: features are compared by one minus their cosine, for features whose length is
+    not known. ``survivors``: ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen``
+    (n,) or (examples, n) the same of features.
     """
 
     model: nn.Module
