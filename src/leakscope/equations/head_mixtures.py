@@ -12,8 +12,8 @@ examples have a share, all others none, to the rounding of the gradient.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
-from itertools import combinations, islice
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from leakscope.equations.head_system import Equations, HeadSystem, least_squares
 
 #: Starts for each choice of classes, choices, and how many more classes than mixtures these are made of.
 STARTS, CHOICES, MORE_CLASSES = 10, 40, 5
+#: A choice gets another start before choices that come so many places later get their first.
+HEAD_START = 4
 #: Searches in all: at most the first, and fewer for many mixtures, each of whose steps takes some n^4 multiplications.
 MOST_SEARCHES, SEARCHES_OF_ONE = 150, 2.5e5
 #: Steps of a search, and of its refinement with the classes of each mixture known.
@@ -64,13 +66,15 @@ def solve_mixed_head(
     choices = list(_choices(problem, present))
     best: HeadSolution | None = None
     searches = min(MOST_SEARCHES, int(SEARCHES_OF_ONE / problem.examples**4))
-    for number in range(STARTS):
-        for classes in choices[: max(searches - number * len(choices), 0)]:
-            found, explained = _from_start(problem, classes, images, number, draws)
-            if found is not None and explained:
-                return found
-            if found is not None and (best is None or found.residual < best.residual):
-                best = found
+    order = sorted(
+        itertools.product(range(STARTS), range(len(choices))), key=lambda pair: HEAD_START * pair[0] + pair[1]
+    )
+    for number, place in order[:searches]:
+        found, explained = _from_start(problem, choices[place], images, number, draws)
+        if found is not None and explained:
+            return found
+        if found is not None and (best is None or found.residual < best.residual):
+            best = found
     nearest = "" if best is None else f"; the nearest leave {best.residual:.1e} of it"
     raise HeadRefused(f"no {problem.examples} mixtures of {images} examples explain the head's gradient{nearest}")
 
@@ -97,8 +101,10 @@ def _choices(problem: HeadProblem, present: Tensor | None) -> Iterator[Tensor]:
     sums, n = problem.sums, problem.examples
     likely = sums.argsort()[: n + MORE_CLASSES]
     lowest = [float(value) for value in sums[likely]]
-    sets = sorted(combinations(range(len(likely)), n), key=lambda chosen: sum(lowest[place] for place in chosen))
-    yield from (likely[list(chosen)] for chosen in islice(sets, CHOICES))
+    sets = sorted(
+        itertools.combinations(range(len(likely)), n), key=lambda chosen: sum(lowest[place] for place in chosen)
+    )
+    yield from (likely[list(chosen)] for chosen in itertools.islice(sets, CHOICES))
 
 
 def _from_start(
