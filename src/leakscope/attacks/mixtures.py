@@ -9,7 +9,6 @@ themselves, so that its prior is one of pictures and not of their sums.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +21,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_mixtures
 from leakscope.equations.head_solution import HeadRefused
-from leakscope.equations.mixtures import MixturesRefused, Shares, possible_shares, take_apart
+from leakscope.equations.mixtures import MOST_GROWTH, MixturesRefused, Shares, possible_shares, take_apart
 
 #: The error that mixtures of a search without a certificate are taken to have, in units of the range.
 SEARCHED = 0.1
@@ -95,7 +94,7 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
         result,
         labels=way.labels.to(observation.device),
         notes=(*result.notes, *mixing.notes, note),
-        info={**result.info, "labels": "head", "defence_undone": way.certain and math.isfinite(way.growth)},
+        info={**result.info, "labels": "head", "defence_undone": way.certain and way.growth <= MOST_GROWTH},
     )
 
 
