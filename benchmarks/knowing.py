@@ -2,9 +2,9 @@
 
     python benchmarks/knowing.py [--states untrained,1] [--images 8] [--first 1000] [--defenses NAME ...] [--out FILE]
 
-ConvNet on CIFAR-10, one image an update, labels unknown, ``head-first`` with ``ignore_defense`` false and true on the
-same update with the same seed. A line of JSON for each image and way is appended to FILE as soon as it is measured;
-what is there is not run again. Needs LEAKSCOPE_DATA.
+ConvNet on CIFAR-10, one image an update (MixUp: four, matched to the truth one to one), labels unknown, ``head-first``
+with ``ignore_defense`` false and true on the same update with the same seed. A line of JSON for each image and way is
+appended to FILE as soon as it is measured; what is there is not run again. Needs LEAKSCOPE_DATA.
 """
 
 from __future__ import annotations
@@ -29,9 +29,12 @@ from leakscope.defenses import (
     GradientNoise,
     GradientPruning,
     GradientQuantisation,
+    MixUp,
+    NetworkDropout,
 )
 from leakscope.federation import FedSGD
 from leakscope.metrics import psnr
+from leakscope.metrics.assignment import assign
 from strength_models import data_of, victim
 
 DEFENSES: Mapping[str, Defense] = {
@@ -43,7 +46,11 @@ DEFENSES: Mapping[str, Defense] = {
     "dropout 0.5": GradientDropout(probability=0.5),
     "8-bit": GradientQuantisation(bits=8),
     "sign": GradientQuantisation(values="sign"),
+    "network dropout 0.5": NetworkDropout(probability=0.5),
+    "mixup, batches of 4": MixUp(),
 }
+#: Images of an update, where one is not defended.
+BATCHES = {"mixup, batches of 4": 4}
 WAYS = {KNOWING: False, IGNORING: True}
 
 
@@ -63,8 +70,9 @@ def main() -> None:
     for state in options.states.split(","):
         net = victim("convnet", state, examples, options.cache)
         for name in options.defenses:
-            for image in range(options.first, options.first + options.images):
-                x, y = examples.x[image : image + 1], examples.y[image : image + 1]
+            batch = BATCHES.get(name, 1)
+            for image in range(options.first, options.first + batch * options.images, batch):
+                x, y = examples.x[image : image + batch], examples.y[image : image + batch]
                 draws = torch.Generator().manual_seed(image)
                 seen = FedSGD().observe(net, x, y, DEFENSES[name], Knowledge.adaptive_server, draws)
                 for way, ignores in WAYS.items():
@@ -73,7 +81,9 @@ def main() -> None:
                     started = time.process_time()
                     result = HeadFirst(ignore_defense=ignores)(seen, seed=0)
                     row = {"state": state, "defense": name, "image": image, "way": way, "version": __version__}
-                    row |= {"psnr": round(float(psnr(x, result.inputs.clamp(0, 1))), 3)}
+                    guess = result.inputs.clamp(0, 1).float()
+                    guess = guess[assign(x.flatten(1), guess.flatten(1))]
+                    row |= {"psnr": round(float(psnr(x, guess).mean()), 3)}
                     row |= {"seconds": round(time.process_time() - started, 2), "flags": list(result.flags)}
                     rows.append(row)
                     with options.out.open("a", encoding="utf-8") as stream:

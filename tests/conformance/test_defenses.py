@@ -72,7 +72,7 @@ PROTOCOL_CASES = [
 #: What draws nothing at random.
 FIXED = (GradientClipping, GradientPruning, TopK, Soteria)
 #: What no adversary's calculation is known for.
-NO_CHANNEL = (FakeGradients, MixUp)
+NO_CHANNEL = (FakeGradients,)
 
 
 def scene(protocol: Protocol) -> tuple[nn.Module, Tensor, Tensor]:

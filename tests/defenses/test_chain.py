@@ -116,7 +116,7 @@ def test_in_a_spec_a_list_is_a_defence() -> None:
         ((GradientPruning(fraction=0.5), GradientPruning(fraction=0.5, scope="global")), None),
         ((DPSGD(clip=1.0, noise_multiplier=1.0), GradientClipping(norm=1.0)), None),
         ((FakeGradients(), GradientNoise()), None),
-        ((MixUp(), GradientNoise()), None),
+        ((MixUp(), GradientNoise(sigma=0.1)), Channel(noise=0.1)),  # one example, with nothing to mix
     ],
     ids=repr,
 )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.mixtures import is_mixed, search_parts
 from leakscope.attacks.shared_work import read_labels, run_matcher
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
@@ -58,6 +59,8 @@ class GradientMatching(Attack):
         self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
         """What the search with ``matcher`` makes of the observation, labels included."""
+        if is_mixed(observation):
+            return search_parts(observation, generator, lambda seen: self.search(seen, matcher, generator, progress))
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
         copies = self.copies(observation)

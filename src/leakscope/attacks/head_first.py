@@ -22,7 +22,8 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ from leakscope.attacks.head_first_rivals import (
     rivals_for,
     unexplained,
 )
+from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -46,6 +48,7 @@ from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import DirectionL1, Victim
+from leakscope.matching.dropped import MASKS, DroppedMatching, searched_layers
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.search import Watch
 from leakscope.network.kinks import kinks
@@ -58,6 +61,8 @@ SETTLED = 3e-6
 NEARLY = 1e-4
 #: Rounds where noise or rounding leaves no certificate to be reached.
 NOISY_TRIES = 2
+#: How much more total variation counts where masks are searched, and the share of it that remains in the end.
+MASKS_TV, MASKS_LEAST_TV = 5.0, 0.3
 WHOLE_UPDATE = "whole update"
 
 
@@ -99,6 +104,9 @@ class HeadFirst(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
+        if is_mixed(observation):
+            solve = partial(self.run, generator=generator, progress=progress)
+            return solve_parts(observation, generator.clone_state(), solve)
         # Matching the whole update then begins where inverting-gradients begins with this seed.
         untouched = generator.clone_state()
         result, embedding = self._without_noise(observation, generator, untouched, progress)
@@ -148,7 +156,9 @@ class _Below:
 
     def reconstruct(self) -> Reconstruction:
         best = self._algebra() if self.embedding.reaches_input else self._search()
-        if best.certificate >= SETTLED and self.attack.rival and not self.embedding.reaches_input:
+        # Where masks of units are unknown, the distance of the network's mean would prefer what explains that one.
+        rival = self.attack.rival and not self._dropped_below()
+        if best.certificate >= SETTLED and rival and not self.embedding.reaches_input:
             best = self._rivalled(best)
         return self._result(best)
 
@@ -167,7 +177,8 @@ class _Below:
             finish = finisher.for_network(self.smooth)
         work = forward_work(self.observation) * len(self.embedding.features)
         best: _Candidate | None = None
-        pruned = self.embedding.seen is not None
+        searched = isinstance(matching, DroppedMatching)
+        pruned = self.embedding.seen is not None and not searched
         for number in range(self.attack.tries if exact or pruned else min(self.attack.tries, NOISY_TRIES)):
             found = self._round(matching, number, best, finish is not None)
             best = _better(best, found)
@@ -189,6 +200,8 @@ class _Below:
         """
         single = len(self.embedding.features) == 1 and self.embedding.exact
         steps = self.attack.iterations
+        if isinstance(matching, DroppedMatching):
+            return self._match(matching, matching.start(self.generator), MASKS, steps)
         if best is not None and (number > 1 or not single):
             return self._match(matching.near(), matching.start_near(best.inputs), WEIGHTINGS[0], steps)
         short = finished and single and number == 0 and not self.smooth
@@ -217,18 +230,37 @@ class _Below:
     def _matching(self) -> HeldMatching:
         names, first = self._weights_below()
         like = next(iter(self.update.values()))
-        return HeldMatching(
-            model=self.victim.model,
-            layer=self.victim.model.get_submodule(self.embedding.layer),
-            features=self.embedding.features.to(like),
-            adjoints=self.embedding.adjoints.to(like),
-            gradients={name: self.update[name] for name in names},
-            inputs=self.observation.inputs,
-            first=first,
-            tv=self.attack.tv,
-            survivors=self.victim.tensors.survivors,
-            seen=None if self.embedding.seen is None else self.embedding.seen.to(like),
+        facts: dict[str, Any] = {
+            "model": self.victim.model,
+            "layer": self.victim.model.get_submodule(self.embedding.layer),
+            "features": self.embedding.features.to(like),
+            "adjoints": self.embedding.adjoints.to(like),
+            "gradients": {name: self.update[name] for name in names},
+            "inputs": self.observation.inputs,
+            "first": first,
+            "survivors": self.victim.tensors.survivors,
+            "seen": None if self.embedding.seen is None else self.embedding.seen.to(like),
+        }
+        dropped, channel = self._dropped_below(), self.observation.channel
+        if not dropped or channel is None:
+            return HeldMatching(**facts, tv=self.attack.tv)
+        self.notes.append(f"masks of the inputs of {', '.join(dropped)} are searched along")
+        facts |= {"tv": MASKS_TV * self.attack.tv, "least_tv": MASKS_LEAST_TV}
+        return DroppedMatching(**facts, dropped=dropped, probability=channel.units_dropped)
+
+    def _dropped_below(self) -> list[str]:
+        """Layers below the cut whose inputs the client's network dropped, which ones is not known."""
+        channel = self.observation.channel
+        if channel is None or not channel.dropped_layers or self.embedding.reaches_input:
+            return []
+        return searched_layers(
+            self.observation.model, self.embedding.layer, channel.dropped_layers, self.victim_input(1)
         )
+
+    def _masks_known(self) -> bool:
+        """Whether the client's network dropped units, and which ones was read rather than searched."""
+        channel = self.observation.channel
+        return channel is not None and bool(channel.dropped_layers) and not self._dropped_below()
 
     def _weights_below(self) -> tuple[list[str], frozenset[str]]:
         """Weights of two or more dimensions that act before the cut, and those among them that read the input."""
@@ -301,7 +333,8 @@ class _Below:
 
     def _targets(self) -> Tensor:
         """The labels; any will do where the output gradient stands for the loss."""
-        labels, device = self.embedding.labels, self.observation.device
+        known, device = self.observation.labels, self.observation.device
+        labels = self.embedding.labels if known is None else known  # soft ones, too
         count = len(self.embedding.features)
         return torch.zeros(count, dtype=torch.int64, device=device) if labels is None else labels.to(device)
 
@@ -344,5 +377,6 @@ class _Below:
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
                 "certificate": found.certificate if math.isfinite(found.certificate) else None,
+                "defence_undone": certified and self._masks_known(),
             },
         )

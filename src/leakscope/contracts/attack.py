@@ -141,7 +141,8 @@ class Attack(Described, ABC):
             "dtype": str(observation.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
-        if observation.channel is not None and observation.channel.inexact:
+        channel, undone = observation.channel, result.info.get("defence_undone", False)
+        if channel is not None and (channel.inexact or channel.mixed > 1) and not undone:
             result = dataclasses.replace(result, flags=tuple(dict.fromkeys((*result.flags, "defence approximated"))))
         expected = observation.input_shape
         if tuple(result.inputs.shape[1:]) != expected:

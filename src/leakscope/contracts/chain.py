@@ -139,10 +139,16 @@ def _behind(first: Channel, second: Channel) -> Channel | None:
         return second if first == plain else first
     if type(first) is not Channel or type(second) is not Channel:
         return None
+    if min(first.mixed, second.mixed) > 1 or min(first.units_dropped, second.units_dropped) > 0:
+        return None  # mixtures of mixtures, units dropped twice
+    dropping = first if first.units_dropped else second
     changes = [_clipped(first, second), _zeroed(first, second), _noisy(first, second), _rounded(first, second)]
     joined: dict[str, Any] = {
         "unreliable": tuple(dict.fromkeys((*first.unreliable, *second.unreliable))),
         "inexact": first.inexact or second.inexact,
+        "units_dropped": dropping.units_dropped,
+        "dropped_layers": dropping.dropped_layers,
+        "mixed": max(first.mixed, second.mixed),
     }
     for change in changes:
         if change is None:

@@ -54,6 +54,11 @@ class Channel(Described):
     bits: int = setting(8, "Bits of a value where rounding is uniform or stochastic.", ge=2, le=32)
     unreliable: tuple[str, ...] = setting((), "Tensors that say nothing of the examples, or something false.")
     inexact: bool = setting(False, "Whether the client's network was random, and the one observed is its mean.")
+    units_dropped: float = setting(
+        0.0, "Probability with which the client's network dropped an input of a hidden layer.", ge=0, lt=1
+    )
+    dropped_layers: tuple[str, ...] = setting((), "The layers whose inputs it dropped.")
+    mixed: int = setting(1, "Examples of the batch in each of the mixtures that the client trained on.", ge=1)
 
     def problems(self) -> list[str]:
         levels = self.noise.values() if isinstance(self.noise, Mapping) else ()
@@ -173,6 +178,8 @@ class Channel(Described):
             return f"what a {type(self).__name__} does is known to attacks only"
         if self.inexact:
             return "the client's network was random, and a floor is that of one network"
+        if self.mixed > 1:
+            return "the client trained on mixtures of its examples, whose shares the calculation does not know"
         if self.unreliable:
             return f"what the update says of {', '.join(self.unreliable)} is not known to the calculation"
         if self.rounding != "none":
@@ -248,6 +255,8 @@ class Channel(Described):
             words.append(f"without {', '.join(self.unreliable)}")
         if self.inexact:
             words.append("of a random network")
+        if self.mixed > 1:
+            words.append(f"of mixtures of {self.mixed} examples")
         return ", ".join(words) or "the gradient as it is"
 
     def facts(self) -> dict[str, Any]:

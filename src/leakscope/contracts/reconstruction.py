@@ -33,8 +33,9 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "guess.",
         "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
         "gradients were altered.",
-        "defence approximated": "The defence makes the client's network a random one, and the attack simulated its "
-        "mean; one that searches the random numbers too may recover more.",
+        "defence approximated": "The defence makes the client's network a random one and the attack simulated its "
+        "mean, or it mixes examples and the attack could not take them apart for certain; one that searches the random "
+        "numbers too may recover more.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
         "unlike the simulations": "The update is unlike those that the attack learned from: the protocol or defence is "
         "not what it was told, or the examples are of another kind.",

@@ -6,10 +6,13 @@ Reconstruction Attacks and Defenses: A Systematic Evaluation". At every forward 
 convolution layer but those that read the example is set to zero with probability p and else divided by 1 - p. The
 masks are the client's own random numbers; the model that is shared has none.
 
-Promise: none. The adversary here simulates the plain network, which is the mean over masks of every layer's outputs;
-Scheliga et al., "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023, search the masks along with the
-input and undo it. This tool's attacks do not, so a result against it carries the flag "defence approximated", and no
-audit calls it safe.
+Promise: none. An input that was dropped is zero and so is its column of the layer's gradient: in front of the head the
+masks of each example of a batch are read off what the head gives away, and off every dense layer below it in turn, so
+that an MLP keeps nothing (equations/embedding.py). The masks of convolutions, which share their weights, are searched
+along with the input, as Scheliga et al., "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023, do
+(matching/dropped.py). Both are what ``head-first`` does; other attacks simulate the plain network, which is the mean
+over masks of every layer's outputs. Where masks were searched or left at their mean, a result carries the flag "defence
+approximated", and no audit calls it safe.
 """
 
 from __future__ import annotations
@@ -59,4 +62,6 @@ class NetworkDropout(Defense):
         return model
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
-        return Channel(inexact=self.probability > 0)
+        if not self.probability:
+            return Channel()
+        return Channel(inexact=True, units_dropped=self.probability, dropped_layers=self.layers)

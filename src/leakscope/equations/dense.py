@@ -51,8 +51,11 @@ def peel_dense(
     adjoints: Tensor,
     *,
     tolerance: float = TOLERANCE,
+    seen: Tensor | None = None,
 ) -> DenseSolution:
     """The layer's inputs from its ``outputs`` behind the activation and their ``adjoints``, both (n, units).
+
+    ``seen``: ones where outputs are known; elsewhere their adjoints are zero.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, x = torch.randn((8, 3), generator=draws).double(), torch.rand((2, 3), generator=draws).double()
@@ -73,7 +76,9 @@ def peel_dense(
         rows = _fitting(signals, observed, sums, usable)
         inputs = _solved(signals[:, rows], observed[rows])
         reached = inputs @ weight.T + shift
-        gap = float((activation(reached) - outputs).abs().sum() / outputs.abs().sum().clamp_min(1e-300))
+        apart = activation(reached) - outputs
+        apart = apart if seen is None else apart * seen
+        gap = float(apart.abs().sum() / outputs.abs().sum().clamp_min(1e-300))
         # NaN is no improvement either.
         if not (best is None or gap < best.residual):
             break

@@ -19,6 +19,8 @@ from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
 from leakscope.equations.head import solve_head
 from leakscope.equations.head_completion import complete_head
+from leakscope.equations.head_mixtures import solve_mixed_head
+from leakscope.equations.head_search import HeadProblem
 from leakscope.equations.head_solution import HeadRefused, HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
@@ -28,6 +30,9 @@ from leakscope.network.recorder import probe
 
 #: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
 LOOSEST = 0.03
+#: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
+#: dropped, or of silent units.
+DROPPED, SILENT_ERRORS = 1e-6, 4.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -37,8 +42,9 @@ class Embedding(HeadSolution):
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
     the certificate of all layers down to the cut. ``peeled``: dense layers between the cut and the head that were
-    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,):
-    which features were, where a defence set entries of the gradient to zero; None where all were. ``notes``: why the
+    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,)
+    or (n, d): which features were, where a defence set entries of the gradient or units of the network to zero; None
+    where all were. ``notes``: why the
     cut is not lower, and what else to know.
     """
 
@@ -82,7 +88,45 @@ def recover_embedding(
         adjoints=solution.output_gradients @ weight,
         reaches_input=path.reads_input[0],
     )
+    at_head = _undropped(at_head, observation.channel)
     return _peeled(observation, at_head, path) if peel else at_head
+
+
+def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
+    """Of a batch of mixtures, each one's soft labels and features at the head; HeadRefused where none follow."""
+    channel = observation.channel
+    if channel is None or channel.mixed < 2:
+        raise HeadRefused("the client is not known to train on mixtures of its examples")
+    if not isinstance(observation.task, Classification):
+        raise HeadRefused("the task has no classes whose shares would tell how examples were mixed")
+    plain = dataclasses.replace(observation, channel=dataclasses.replace(channel, mixed=1))
+    head = _observed_head(plain)
+    if channel.clip is not None or channel.survivors(observation.message.update):
+        raise HeadRefused("the head's gradient is clipped or has holes, and its scale or its values are not known")
+    scale, why = mean_gradient_scale(observation)
+    if scale is None:
+        raise HeadRefused(f"the scale of the head's gradient is not known: {why}")
+    examples, update = observation.num_examples or 1, observation.message.update
+    weight = update[head.weight_name]
+    module = observation.model.get_submodule(head.module_name)
+    assert isinstance(module, nn.Linear)
+    bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
+    sums = None if head.bias_name is None else update.get(head.bias_name)
+    problem = HeadProblem(
+        module.weight.detach().double().cpu(),
+        bias.double().cpu(),
+        weight.double().cpu(),
+        None if sums is None else sums.double().cpu(),
+        examples=examples,
+        nonnegative=_is_nonnegative(observation, head),
+        unit=1 / examples if observation.reduction == "mean" else 1.0,
+        scale=scale / examples if observation.reduction == "sum" else scale,
+        rounding=torch.finfo(weight.dtype).eps / 4,
+    )
+    present = observation.labels
+    if present is None and observation.label_counts is not None:
+        present = observation.label_counts.nonzero()[:, 0]
+    return solve_mixed_head(problem, images=channel.mixed, present=present, generator=generator)
 
 
 def _completed(observation: Observation, channel: Channel, head: Head) -> Embedding:
@@ -138,6 +182,7 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
                 found.features,
                 found.adjoints,
                 tolerance=tolerance,
+                seen=found.seen,
             )
         except DenseRefused as error:
             reason = f"{step.name!r} was not solved: {error}"
@@ -150,8 +195,29 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
             residual=max(found.residual, below.residual),
             peeled=(*found.peeled, step.name),
             reaches_input=path.reads_input[number],
+            seen=None,
         )
+        found = _undropped(found, observation.channel)
     return dataclasses.replace(found, notes=(*found.notes, f"it ends at {found.layer!r}: {reason}"))
+
+
+def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
+    """The embedding of the network without dropout, where the client's dropped inputs of this layer.
+
+    An input that was dropped is zero, as one is behind a silent unit: either way nothing comes back to it.
+    """
+    if channel is None or found.layer not in channel.dropped_layers:
+        return found
+    left, sizes = 1 - channel.units_dropped, found.features.abs()
+    errors = SILENT_ERRORS * found.error * sizes.square().mean(1, keepdim=True).sqrt()
+    seen = (sizes > torch.maximum(errors, DROPPED * sizes.amax(1, keepdim=True))).to(found.features)
+    return dataclasses.replace(
+        found,
+        features=left * found.features * seen,
+        adjoints=found.adjoints * seen / left,
+        seen=seen,
+        notes=(*found.notes, f"{100 * float(seen.mean()):.0f} % of the inputs of {found.layer!r} were not dropped"),
+    )
 
 
 def _observed_head(observation: Observation) -> Head:
@@ -172,6 +238,8 @@ def _observed_head(observation: Observation) -> Head:
     channel = observation.channel
     if channel is not None and channel.unreliable:
         raise HeadRefused(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
+    if channel is not None and channel.mixed > 1:
+        raise HeadRefused("the client trained on mixtures of its examples, whose targets are not known")
     if channel is not None and channel.rounding == "sign":
         raise HeadRefused("only the signs of the update are seen, and equations need its values")
     return head

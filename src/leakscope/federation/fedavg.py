@@ -66,10 +66,14 @@ class FedAvg(OneMessage):
         step = as_defense(steps).channel(examples=min(self.batch_size, examples))
         if step is None or type(step) is not Channel or self.optimizer != "sgd" or self.momentum:
             return None
+        if step.mixed > 1 and self.steps(examples) > 1:
+            return None  # other mixtures at each step
         if step.masked or step.rounding != "none" or isinstance(step.noise, Mapping):
             return None
         noise = self.lr * math.sqrt(self.steps(examples)) * step.noise
-        own = Channel(noise=noise, unreliable=step.unreliable, inexact=step.inexact)
+        own = Channel(noise=noise, unreliable=step.unreliable, inexact=step.inexact, mixed=step.mixed)
+        if self.steps(examples) == 1:  # one set of masks
+            own = replace(own, units_dropped=step.units_dropped, dropped_layers=step.dropped_layers)
         if step.clip is not None and not step.clips_examples:
             own = replace(own, clip=step.clip, clip_per="step")
         return composed([own, *rest])

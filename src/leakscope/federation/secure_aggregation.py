@@ -95,7 +95,8 @@ class SecureAggregation(Protocol):
             noise = math.hypot(noise, share * own.noise)
         first = each[0]
         assert first is not None
-        return dataclasses.replace(first, noise=noise)
+        # A client of one example has nothing to mix it with.
+        return dataclasses.replace(first, noise=noise, mixed=max(own.mixed for own in each if own is not None))
 
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
         statistics = None

@@ -71,9 +71,10 @@ class HeldMatching:
     """The search for inputs with known features and adjoints (examples, n) at what ``layer`` receives.
 
     ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
-    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls to zero over the search.
-    ``angle``: features are compared by one minus their cosine, for features whose length is not known. ``survivors``:
-    ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen`` (n,) the same of features.
+    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls over the search to the
+    share ``least_tv`` of it. ``angle``: features are compared by one minus their cosine, for features whose length is
+    not known. ``survivors``: ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen``
+    (n,) or (examples, n) the same of features.
     """
 
     model: nn.Module
@@ -84,6 +85,7 @@ class HeldMatching:
     inputs: InputSpace
     first: frozenset[str] = frozenset()
     tv: float = 0.2
+    least_tv: float = 0.0
     optimiser: Adam = Adam()
     canvas: Pixels = field(default=Pixels())
     angle: bool = False
@@ -117,8 +119,7 @@ class HeldMatching:
         def evaluate(rows: Tensor, step: int) -> Evaluation:
             with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
                 point = rows.detach().requires_grad_()
-                pictures = self.pictures(point)
-                found = inputs_of(self.layer, self.model, self.to_model(pictures)).flatten(1)
+                pictures, found = self.pictures(point), self.at_cut(point)
                 distance = weighting.features * self._apart(found, sizes)
                 if terms:
                     total = (found * self.adjoints).sum()
@@ -128,7 +129,7 @@ class HeldMatching:
                         if value is not None:  # a weight that acts behind the cut only
                             distance = distance + ((value - term.target).abs() * term.scale).sum()
                 # The prior leads the way from afar, and near the end it would only be in the way.
-                prior = self.tv * schedule_factor("cosine", step, iterations)
+                prior = self.tv * max(self.least_tv, schedule_factor("cosine", step, iterations))
                 objective = distance + prior * total_variation(pictures) if prior else distance
                 (gradient,) = torch.autograd.grad(objective, point)
             return objective.detach()[None], distance.detach().reshape(1, 1), gradient
@@ -156,6 +157,10 @@ class HeldMatching:
             return (1 - torch.nn.functional.cosine_similarity(found, self.features)).mean()
         apart = (found - self.features).abs()
         return ((apart if self.seen is None else apart * self.seen).sum(1) / sizes).mean()
+
+    def at_cut(self, row: Tensor) -> Tensor:
+        """What the layer receives of the candidate (examples, n)."""
+        return inputs_of(self.layer, self.model, self.to_model(self.pictures(row))).flatten(1)
 
     def pictures(self, row: Tensor) -> Tensor:
         return row.reshape(self.shape)

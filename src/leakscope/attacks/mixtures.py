@@ -1,0 +1,132 @@
+"""What attacks that know of MixUp do with it: recover the mixtures, read the shares, take the mixtures apart.
+
+The gradient of the head gives the soft label of every mixture (:mod:`leakscope.equations.head_mixtures`). With them the
+mixtures are examples like any others, which an attack recovers as it does. Their parts then follow from the shares
+(:mod:`leakscope.equations.mixtures`): a solver's mixtures are taken apart as they are; a search looks for the parts
+themselves, so that its prior is one of pictures and not of their sums.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.contracts.settings import setting
+from leakscope.equations.embedding import recover_mixtures
+from leakscope.equations.head_solution import HeadRefused
+from leakscope.equations.mixtures import MOST_GROWTH, MixturesRefused, Shares, possible_shares, take_apart
+
+#: The error that mixtures of a search without a certificate are taken to have, in units of the range.
+SEARCHED = 0.1
+#: An attack on an observation.
+Run = Callable[[Observation], Reconstruction]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownShares(Channel):
+    """The channel of a client whose mixtures are known: ``shares``, one row a mixture, one column an example."""
+
+    shares: tuple[tuple[float, ...], ...] = setting((), "The share of each example in each mixture.")
+
+    def mix(self, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = x.new_tensor(self.shares)
+        return torch.tensordot(matrix, x, dims=1), matrix.to(targets) @ targets
+
+
+@dataclass(frozen=True, eq=False)
+class Mixing:
+    """The update as one of examples that are mixtures, their soft labels known, and how they may be made of parts."""
+
+    observation: Observation
+    ways: tuple[Shares, ...]
+    notes: tuple[str, ...]
+
+
+def is_mixed(observation: Observation) -> bool:
+    """Whether the client is known to have trained on mixtures of its examples."""
+    channel = observation.channel
+    return channel is not None and channel.mixed > 1 and (observation.num_examples or 1) > 1
+
+
+def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
+    """What the head tells of the mixtures; without ways where it tells nothing, and a note says why."""
+    assert observation.channel is not None
+    channel = dataclasses.replace(observation.channel, mixed=1)
+    bare = dataclasses.replace(observation, channel=channel)
+    try:
+        head = recover_mixtures(observation, generator)
+    except HeadRefused as error:
+        return Mixing(bare, (), (f"the shares of the mixtures are not known: {error}",))
+    assert head.labels is not None
+    like = next(iter(observation.message.update.values()))
+    known = dataclasses.replace(observation.knowledge, labels="yes")
+    seen = dataclasses.replace(bare, knowledge=known, labels=head.labels.to(like), label_counts=None)
+    try:
+        return Mixing(seen, tuple(possible_shares(head.labels, observation.channel.mixed)), head.notes)
+    except MixturesRefused as error:
+        return Mixing(seen, (), (*head.notes, str(error)))
+
+
+def search_parts(observation: Observation, generator: torch.Generator, search: Run) -> Reconstruction:
+    """What a search finds of the parts themselves; of the mixtures, taken apart, where several divisions are open."""
+    mixing = read_mixing(observation, generator)
+    clips = mixing.observation.channel is not None and mixing.observation.channel.clips_examples
+    if len(mixing.ways) != 1 or clips:
+        return _apart(mixing, search(mixing.observation), SEARCHED)
+    way = mixing.ways[0]
+    channel = mixing.observation.channel
+    assert channel is not None
+    shares = tuple(tuple(float(share) for share in row) for row in way.matrix)
+    labels = torch.nn.functional.one_hot(way.labels, observation.num_classes)
+    like = next(iter(observation.message.update.values()))
+    facts = {field.name: getattr(channel, field.name) for field in dataclasses.fields(Channel)}
+    seen = dataclasses.replace(mixing.observation, channel=KnownShares(**facts, shares=shares), labels=labels.to(like))
+    result = search(seen)
+    note = "the parts of the mixtures were searched, their shares known from the head"
+    return dataclasses.replace(
+        result,
+        labels=way.labels.to(observation.device),
+        notes=(*result.notes, *mixing.notes, note),
+        info={**result.info, "labels": "head", "defence_undone": way.certain and way.growth <= MOST_GROWTH},
+    )
+
+
+def solve_parts(observation: Observation, generator: torch.Generator, solve: Run) -> Reconstruction:
+    """What a solver finds of the mixtures, taken apart; its certificate tells how near they are."""
+    mixing = read_mixing(observation, generator)
+    result = solve(mixing.observation)
+    certificate = result.info.get("certificate")
+    return _apart(mixing, result, SEARCHED if certificate is None else min(certificate, SEARCHED))
+
+
+def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:
+    """The parts of the mixtures that were found, or the mixtures with a note why not."""
+    space, notes = mixing.observation.inputs, (*result.notes, *mixing.notes)
+    if not mixing.ways:
+        return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"))
+    try:
+        parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
+    except MixturesRefused as error:
+        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {error}"))
+    growth = parts.shares.growth
+    note = f"the mixtures were taken apart; their errors grow by up to {growth:.1f}"
+    if not parts.forced:
+        note += f", in the division of {len(mixing.ways)} that looks most like pictures"
+    certificate = result.info.get("certificate")
+    facts = {"labels": "head", "defence_undone": parts.forced}
+    if certificate is not None:
+        facts["certificate"] = certificate * growth if parts.forced else None
+    return dataclasses.replace(
+        result,
+        inputs=space.from_unit(parts.pictures.to(result.inputs)),
+        labels=parts.shares.labels.to(result.inputs.device),
+        notes=(*notes, note),
+        info={**result.info, **facts},
+    )
