@@ -6,7 +6,7 @@ OUT ?= leakscope-audit
 BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit test bench clean
+.PHONY: audit test bench docs clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
@@ -21,6 +21,10 @@ test: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@# Exit code 1 means that something has become slower than in the last release. BENCH=--write stores new figures.
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/release.py $(BENCH)
+
+docs: $(VENV)/.installed-dev
+	@# No warning is let through. Read it at site/index.html; its search needs a server: python -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

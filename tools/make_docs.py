@@ -41,8 +41,9 @@ from leakscope.models import MODELS
 from leakscope.papers import PAPERS
 from leakscope.results import Policy
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+PAGES = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md")
 BENCHMARKS = ROOT / "benchmarks"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STANDARD = {"gradient": "gradients", "weight_delta": "weight updates", "rounds": "vertical learning"}
@@ -212,7 +213,9 @@ def executors() -> str:
 
 
 def rooms() -> str:
-    return script(Path(__file__).with_name("rooms.py")).drawing()
+    """The drawing as a file that every reader of Markdown shows, then the table."""
+    _, _, rest = script(TOOLS / "rooms.py").drawing().partition("```\n\n")
+    return f"![Who imports whom: an arrow leads from a room to one that it imports](rooms.svg)\n\n{rest}"
 
 
 def strength() -> str:
@@ -241,10 +244,12 @@ def scaling() -> str:
 
 
 def pictures() -> dict[str, str]:
-    """The drawn files of docs by name: plots of committed figures."""
+    """The drawn files of docs by name: plots of committed figures, and the rooms."""
+    graph, draw = script(TOOLS / "rooms.py"), script(TOOLS / "draw_rooms.py")
     table = script(BENCHMARKS / "scaling_table.py")
     rows, plots = table.read_rows(BENCHMARKS / "scaling.jsonl"), script(BENCHMARKS / "scaling_plots.py")
-    return {table.plot_file(axis): plots.plot(axis, rows) for axis in table.drawn_axes(rows)}
+    drawn = {table.plot_file(axis): plots.plot(axis, rows) for axis in table.drawn_axes(rows)}
+    return drawn | {"rooms.svg": draw.picture(graph.reduced(graph.graph()), graph.ADVERSARY)}
 
 
 def script(path: Path) -> ModuleType:
@@ -259,6 +264,10 @@ def script(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def api_parts() -> dict[str, Callable[[], str]]:
+    return dict(script(TOOLS / "api_pages.py").parts())
 
 
 def imprint() -> str:
@@ -332,6 +341,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "knowing": knowing,
     "scaling": scaling,
     "imprint": imprint,
+    **api_parts(),
 }
 
 
