@@ -1,4 +1,4 @@
-"""Attack an update that was captured: write it to a file, read it back as an adversary would, and look what is in it."""
+"""Attack a captured update: write it to a file, read it back as an adversary would, and look what is in it."""
 
 import torch
 

@@ -25,6 +25,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -178,7 +179,7 @@ def runnable(words: Sequence[str]) -> bool:
     """Not: tables of papers, whose own tests run them, and data sets that are not here."""
     if words[:2] == ["leakscope", "reproduce"]:
         return False
-    named = [DATA.get(value) for option, value in zip(words, words[1:], strict=False) if option == "--data"]
+    named = [DATA.get(value) for option, value in pairwise(words) if option == "--data"]
     needs_files = any(entry is not None and entry.needs_path for entry in named) and "--data-path" not in words
     return not needs_files or Path(os.environ.get("LEAKSCOPE_DATA", "no data")).is_dir()
 

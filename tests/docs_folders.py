@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -74,8 +75,9 @@ def write_pictures(folder: Path, name: str = "pictures") -> None:
 def write_update(folder: Path) -> None:
     """A captured update of an embedded picture through a reference model."""
     tiles = ls.load_data("tiles", limit=1)
-    net = ls.build_model("mlp", input_shape=(3, 32, 32), num_classes=9, hidden=8)
-    ls.FedSGD().observe(net, tiles.x, tiles.y).save(folder / "update")
+    net = ls.build_model("logistic", input_shape=tiles.shape, num_classes=tiles.num_classes)
+    observation = ls.FedSGD().observe(net, tiles.x, tiles.y)
+    dataclasses.replace(observation, model_name="logistic").save(folder / "update")
 
 
 def write_audits(folder: Path, *names: str) -> None:

@@ -31,7 +31,7 @@ def _plain(paragraph: str) -> str:
 
 
 class HouseDocstrings(griffe.Extension):
-    """Markdown for docstrings; ``name: type = setting(default, "help", ge=1)`` as an attribute with default and words."""
+    """Markdown for docstrings; ``setting(default, "help", ge=1)`` as an attribute with its default and its words."""
 
     def on_instance(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
@@ -43,10 +43,9 @@ class HouseDocstrings(griffe.Extension):
             return
         arguments = [ast.unparse(argument) for argument in call.args]
         words = next((arg.value for arg in call.args[1:] if isinstance(arg, ast.Constant)), None)
-        bounds = [
-            f"{_EQUALS[keyword.arg]} {ast.unparse(keyword.value)}" for keyword in call.keywords if keyword.arg in _EQUALS
-        ]
+        limits = [(one.arg, ast.unparse(one.value)) for one in call.keywords]
+        bounds = [f"{_EQUALS[name]} {value}" for name, value in limits if name in _EQUALS]
         attr.value = arguments[0] if arguments else None
-        text = f"{words}" + (f" Bounds: {', '.join(bounds)}." if bounds else "") if words else ""
-        if text and attr.docstring is None:
+        if words and attr.docstring is None:
+            text = f"{words} Bounds: {', '.join(bounds)}." if bounds else str(words)
             attr.docstring = griffe.Docstring(markdown_of(text), parent=attr)

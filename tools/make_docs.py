@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -266,6 +267,15 @@ def script(path: Path) -> ModuleType:
     return module
 
 
+def gallery() -> str:
+    rows = []
+    for scene, attacks_of in json.loads((TOOLS / "gallery.json").read_text(encoding="utf-8")).items():
+        for name, values in attacks_of.items():
+            mean = f"{sum(values) / len(values):.1f}"
+            rows.append([code(scene), name, mean, f"{min(values):.1f} to {max(values):.1f}", str(len(values))])
+    return table(["scene of `tools/make_gallery.py`", "attack or strength", "mean", "worst to best", "pictures"], rows)
+
+
 def api_parts() -> dict[str, Callable[[], str]]:
     return dict(script(TOOLS / "api_pages.py").parts())
 
@@ -341,6 +351,7 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "knowing": knowing,
     "scaling": scaling,
     "imprint": imprint,
+    "gallery": gallery,
     **api_parts(),
 }
 
