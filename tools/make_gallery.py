@@ -196,7 +196,8 @@ def main(names: Sequence[str]) -> int:
         draw(x, rows).quantize(256).save(path, optimize=True)
         figures[name] = {row.name: [round(value, 1) for value in row.psnr] for row in rows}
         print(name, figures[name], f"{path.stat().st_size / 1000:.0f} kB", flush=True)
-        FIGURES.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        ordered = {scene: figures[scene] for scene in SCENES if scene in figures}
+        FIGURES.write_text(json.dumps(ordered, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
