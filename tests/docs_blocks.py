@@ -38,7 +38,7 @@ from leakscope.data import DATA
 
 ROOT = Path(__file__).parents[1]
 PAGES = [*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md"]
-SHELL, FILES = ("sh", "console"), ("python", "yaml", "toml", "ini", "json")
+SHELL, FILES = ("sh", "console"), ("python", "yaml", "yml", "toml", "ini", "json")
 #: Outcomes of an audit, which are no errors.
 OUTCOMES = (0, 1, 5)
 FENCE = re.compile(

@@ -105,11 +105,7 @@ def trained() -> tuple[Tensor, list[Recovered]]:
 
 
 def batch() -> tuple[Tensor, list[Recovered]]:
-    return one_by_one(
-        victim(40),
-        {"inverting-gradients": ls.attacks.InvertingGradients(), "head-first": ls.attacks.HeadFirst()},
-        batch=4,
-    )
+    return one_by_one(victim(), {"head-first": ls.attacks.HeadFirst()}, batch=4)
 
 
 def pruning() -> tuple[Tensor, list[Recovered]]:
@@ -156,7 +152,7 @@ def imprint() -> tuple[Tensor, list[Recovered]]:
 SCENES = {
     "untrained": Scene("An untrained ConvNet, one picture an update", untrained),
     "trained": Scene("The same network trained, one picture an update", trained),
-    "batch": Scene("The trained network, four pictures in one update", batch),
+    "batch": Scene("The untrained network, four pictures in one update", batch),
     "pruning": Scene("Pruning of 90 %, without and with knowing of it", pruning),
     "noise": Scene("Noise on every entry, known to the attack", noise),
     "fedavg": Scene("Ten local steps on four pictures", fedavg),
