@@ -6,7 +6,7 @@ OUT ?= leakscope-audit
 BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit test wheel-check bench clean
+.PHONY: audit test wheel-check bench docs clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
@@ -25,6 +25,10 @@ wheel-check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-dev
 	@# Exit code 1 means that something has become slower than in the last release. BENCH=--write stores new figures.
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python benchmarks/release.py $(BENCH)
+
+docs: $(VENV)/.installed-dev
+	@# No warning is let through. Read it at site/index.html; its search needs a server: python -m http.server -d site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,8 +43,9 @@ from leakscope.models import MODELS
 from leakscope.papers import PAPERS
 from leakscope.results import Policy
 
-ROOT = Path(__file__).resolve().parents[1]
-PAGES = (*sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md")
+TOOLS = Path(__file__).resolve().parent
+ROOT = TOOLS.parent
+PAGES = (*sorted((ROOT / "docs").rglob("*.md")), ROOT / "README.md")
 BENCHMARKS = ROOT / "benchmarks"
 _PART = re.compile(r"(<!-- generated: (?P<name>[a-z-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 _STANDARD = {"gradient": "gradients", "weight_delta": "weight updates", "rounds": "vertical learning"}
@@ -213,7 +215,9 @@ def executors() -> str:
 
 
 def rooms() -> str:
-    return script(Path(__file__).with_name("rooms.py")).drawing()
+    """The drawing as a file that every reader of Markdown shows, then the table."""
+    _, _, rest = script(TOOLS / "rooms.py").drawing().partition("```\n\n")
+    return f"![Who imports whom: an arrow leads from a room to one that it imports](rooms.svg)\n\n{rest}"
 
 
 def strength() -> str:
@@ -251,10 +255,12 @@ def executor_settings() -> str:
 
 
 def pictures() -> dict[str, str]:
-    """The drawn files of docs by name: plots of committed figures."""
+    """The drawn files of docs by name: plots of committed figures, and the rooms."""
+    graph, draw = script(TOOLS / "rooms.py"), script(TOOLS / "draw_rooms.py")
     table = script(BENCHMARKS / "scaling_table.py")
     rows, plots = table.read_rows(BENCHMARKS / "scaling.jsonl"), script(BENCHMARKS / "scaling_plots.py")
-    return {table.plot_file(axis): plots.plot(axis, rows) for axis in table.drawn_axes(rows)}
+    drawn = {table.plot_file(axis): plots.plot(axis, rows) for axis in table.drawn_axes(rows)}
+    return drawn | {"rooms.svg": draw.picture(graph.reduced(graph.graph()), graph.ADVERSARY)}
 
 
 def script(path: Path) -> ModuleType:
@@ -269,6 +275,19 @@ def script(path: Path) -> ModuleType:
     finally:
         sys.path.remove(str(path.parent))
     return module
+
+
+def gallery() -> str:
+    rows = []
+    for scene, attacks_of in json.loads((TOOLS / "gallery.json").read_text(encoding="utf-8")).items():
+        for name, values in attacks_of.items():
+            mean = f"{sum(values) / len(values):.1f}"
+            rows.append([code(scene), name, mean, f"{min(values):.1f} to {max(values):.1f}", str(len(values))])
+    return table(["scene of `tools/make_gallery.py`", "attack or strength", "mean", "worst to best", "pictures"], rows)
+
+
+def api_parts() -> dict[str, Callable[[], str]]:
+    return dict(script(TOOLS / "api_pages.py").parts())
 
 
 def imprint() -> str:
@@ -344,6 +363,8 @@ PARTS: Mapping[str, Callable[[], str]] = {
     "executor-runs": executor_runs,
     "executor-settings": executor_settings,
     "imprint": imprint,
+    "gallery": gallery,
+    **api_parts(),
 }
 
 
