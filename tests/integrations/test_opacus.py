@@ -21,10 +21,11 @@ import leakscope as ls
 pytest.importorskip("opacus", reason="opacus is not installed: pip install 'leakscope[opacus]'")
 
 from opacus import GradSampleModule, PrivacyEngine
+from opacus.accountants import PRVAccountant
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
-from leakscope.integrations.opacus import EMPTY, OTHER_BATCH, UNCOUNTED, StepAudit, why_not_private
+from leakscope.integrations.opacus import EMPTY, OTHER_BATCH, UNCOUNTED, StepAudit, epsilon_of, why_not_private
 from leakscope.integrations.recordings import recordings
 
 TILES = ls.load_data("tiles", limit=99)
@@ -153,6 +154,15 @@ def test_without_noise_everything_leaks_with_noise_nothing_does(mode: str) -> No
     assert bare.worst is not None
     assert "epsilon inf at delta 1e-05" in bare.describe()
     assert "zero information" in noisy.describe()
+
+
+def test_epsilon_is_the_accountants_and_a_bound_where_its_grid_would_not_fit() -> None:
+    accountant = PRVAccountant()
+    accountant.step(noise_multiplier=2.0, sample_rate=0.1)
+    assert epsilon_of(accountant, DELTA) == accountant.get_epsilon(DELTA)
+    accountant.step(noise_multiplier=1e-3, sample_rate=0.1)  # 20 GB by itself
+    assert 1e4 < epsilon_of(accountant, DELTA) < float("inf")
+    assert epsilon_of(PRVAccountant(), DELTA) == 0
 
 
 def test_knowing_the_noise_is_worth_something_and_the_attack_is_told() -> None:

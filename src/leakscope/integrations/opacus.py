@@ -44,6 +44,8 @@ _validators = load_library("opacus.validators", "opacus")
 
 #: Optimisers that clip each example's whole gradient to one norm, and add one noise: what a channel can say.
 _FLAT = (_optimizers.DPOptimizer, _optimizers.DPOptimizerFastGradientClipping)
+#: An epsilon above this is told as a bound.
+NO_PROMISE = 100.0
 EMPTY = "an empty batch, as Poisson sampling draws them: only noise left, nothing to recover"
 UNCOUNTED = "a batch in parts, and batch(x, y) was not called: its number of examples is not known"
 OTHER_BATCH = "batch(x, y) told {} examples, the step was of {}; call it once for each batch that goes backward"
@@ -295,11 +297,22 @@ def passed_over(model: nn.Module) -> list[str]:
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
-    """What the accountant says was spent; infinite where a step had no noise."""
+    """What the accountant says was spent; infinite where a step had no noise.
+
+    Opacus' default accountant keeps a grid that grows with epsilon, of tens of gigabytes where there is next to no
+    noise. Where nothing is promised anyway, above :data:`NO_PROMISE`, the Renyi accountant's bound stands for it.
+    """
     history = list(accountant.history)
     if any(noise <= 0 for noise, *_ in history):
         return math.inf
-    return float(accountant.get_epsilon(delta)) if history else 0.0
+    if not history:
+        return 0.0
+    bound = load_library("opacus.accountants", "opacus").RDPAccountant()
+    bound.history = history
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that other orders might give a smaller bound
+        most = float(bound.get_epsilon(delta))
+    return most if most > NO_PROMISE else float(accountant.get_epsilon(delta))
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
