@@ -30,7 +30,7 @@ from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.caps import FLOAT, JOBS
 
 #: Seconds in which a worker starts, and in which the audit's own process writes a row; by the runs of docs/scaling.md.
-START_SECONDS, ROW_SECONDS = 6.0, 0.01
+START_SECONDS, ROW_SECONDS = 6.0, 0.005
 #: Bytes of a row, of each example in it, and of the curves beside it; by the same runs.
 ROW_BYTES, EXAMPLE_BYTES, CURVE_BYTES = 3000, 500, 3000
 #: From so much of what a processor could have done on, the machine counts as free.
@@ -118,7 +118,7 @@ def wall_seconds(work: float, jobs: int, workers: int, longest: float = 0.0) -> 
     >>> wall_seconds(3600.0, jobs=100, workers=1), wall_seconds(3600.0, jobs=100, workers=10)
     (3606.0, 366.0)
     >>> wall_seconds(3600.0, jobs=36000, workers=1000)  # rows are written one after another
-    366.0
+    186.0
     """
     return max(work / workers, jobs * ROW_SECONDS, longest) + START_SECONDS
 

@@ -5,6 +5,7 @@ Plain classes, which :mod:`leakscope.audit.executors.ray` makes actors of; nothi
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import platform
 import sys
@@ -55,8 +56,10 @@ class RayWorker:
         """Do one job."""
 
         def emit(event: dict[str, Any]) -> None:
-            if self._board is not None:
-                self._board.post.remote(job.key, {name: event[name] for name in ("done", "total", "value")})
+            steps = {name: event[name] for name in ("done", "total", "value")}
+            with contextlib.suppress(Exception):  # where the node is going down, the job must not fail for the telling
+                if self._board is not None:
+                    self._board.post.remote(job.key, steps)
 
         with unfailing_output():
             return "outcome", self._bench.run(job, throttled(job, emit, POST_SECONDS))
