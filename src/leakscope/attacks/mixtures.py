@@ -120,7 +120,8 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
     if not parts.forced:
         note += f", in the division of {len(mixing.ways)} that looks most like pictures"
     certificate = result.info.get("certificate")
-    facts = {"labels": "head", "defence_undone": parts.forced}
+    # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
+    facts = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
     if certificate is not None:
         facts["certificate"] = certificate * growth if parts.forced else None
     return dataclasses.replace(
