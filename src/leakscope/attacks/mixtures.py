@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,7 +122,7 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
         note += f", in the division of {len(mixing.ways)} that looks most like pictures"
     certificate = result.info.get("certificate")
     # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
-    facts = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
+    facts: dict[str, Any] = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
     if certificate is not None:
         facts["certificate"] = certificate * growth if parts.forced else None
     return dataclasses.replace(
