@@ -114,8 +114,8 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
         return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"))
     try:
         parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
-    except MixturesRefused as error:
-        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {error}"))
+    except MixturesRefused as refusal:
+        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {refusal}"))
     growth = parts.shares.growth
     note = f"the mixtures were taken apart; their errors grow by up to {growth:.1f}"
     if not parts.forced:
