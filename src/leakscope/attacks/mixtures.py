@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -113,14 +114,15 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
         return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"))
     try:
         parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
-    except MixturesRefused as error:
-        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {error}"))
+    except MixturesRefused as refusal:
+        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {refusal}"))
     growth = parts.shares.growth
     note = f"the mixtures were taken apart; their errors grow by up to {growth:.1f}"
     if not parts.forced:
         note += f", in the division of {len(mixing.ways)} that looks most like pictures"
     certificate = result.info.get("certificate")
-    facts = {"labels": "head", "defence_undone": parts.forced}
+    # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
+    facts: dict[str, Any] = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
     if certificate is not None:
         facts["certificate"] = certificate * growth if parts.forced else None
     return dataclasses.replace(
