@@ -120,7 +120,7 @@ def test_a_share_of_a_gpu(cluster: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"executor": {"ray": {"gpus": 2.0}}}, "expected a node with 1 CPU and 2 GPU, got one of 1 CPUs and 1 GPUs"),
+        ({"executor": {"ray": {"gpus": 2.0}}}, "expected a node with 1 CPU and 2 GPU, got one of"),
         ({"threads": 64}, "expected a node with 64 CPUs, got one of 1 CPUs"),
         ({"executor": {"ray": {"address": "10.1.1.1:6379"}}}, "connected to the Ray cluster at .* already"),
         ({"model": "unpicklable"}, "cannot be sent to a cluster"),
