@@ -127,7 +127,10 @@ class _Actors(Crew[_Actor]):
     def _turn(self) -> None:
         asked = {worker.answer: worker for worker in self._workers if worker.answer is not None}
         awaited = [*asked, *([] if self._posted is None else [self._posted])]
-        answered, _ = self._ray.wait(awaited, timeout=self._wait_seconds()) if awaited else ([], [])
+        if awaited:
+            self._ray.wait(awaited, timeout=self._wait_seconds())
+        # All that is there is read before anybody counts as overdue: starting or ending a worker may take long.
+        answered, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=0) if awaited else ([], [])
         for answer in answered:
             if answer == self._posted:
                 self._read_board()
