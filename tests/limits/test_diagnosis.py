@@ -54,6 +54,18 @@ def test_the_expected_error_is_the_real_one(example, generator, error) -> None:
     assert found.outcome == "recovered"
 
 
+@pytest.mark.parametrize("sigma, known", [(3.0, "not identifiable"), (1e-5, "optimiser failed")])
+def test_known_noise_is_not_the_fault_of_a_search(example, generator, sigma, known) -> None:
+    """Under strong noise even the truth is far from the nearest explanation; under weak noise a wrong picture is."""
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y, GradientNoise(sigma=sigma), Knowledge.adaptive_server, generator)
+    wrong = torch.rand(x.shape, generator=generator)
+    assert diagnose(seen, result(wrong, y)).outcome == known
+    assert diagnose(seen, result(x, y)).outcome == ("not identifiable" if sigma > 1 else "recovered")
+    # Who does not know the level cannot tell its work from that of a false minimum.
+    assert diagnose(seen.without_channel(), result(wrong, y)).outcome != "not identifiable"
+
+
 def test_too_few_weights_are_not_identifiable(example) -> None:
     x, y = example
     few = nn.Sequential(nn.AvgPool2d(4), nn.Flatten(), nn.Linear(4, 4))

@@ -70,7 +70,16 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
         return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
     # Without a known range that of the result has to do.
     span = 1.0 if wide.inputs.bounded else float(flat.max() - flat.min()) or 1.0
-    return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision)
+    sigma = _known_noise(observation)
+    return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision, sigma)
+
+
+def _known_noise(observation: Observation) -> float:
+    """The level of noise that is known to be on every entry; the least, so that it hides no more than it does."""
+    channel = observation.channel
+    if channel is None:
+        return 0.0
+    return min(channel.information_level(name) for name in observation.message.update)
 
 
 def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow: bool) -> Tensor:
@@ -83,8 +92,13 @@ def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow
     return mapping.jacobian(flat, columns=columns)
 
 
-def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float) -> Diagnosis:
+def explain(
+    matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float, sigma: float = 0.0
+) -> Diagnosis:
     """The diagnosis from the Jacobian (one row an unknown), the rest of the update, J' times it, and the update's norm.
+
+    ``sigma`` is a known level of noise on every entry: the true inputs themselves then lie as far from the nearest
+    explanation as the noise moves that, and no search is to blame for so much.
 
     >>> J, rest = torch.eye(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> explain(J, rest, J @ rest, size=1.0, precision=1e-7).outcome
@@ -92,6 +106,8 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     >>> far = torch.tensor([0.5, 0.0, 0.0], dtype=torch.float64)
     >>> explain(J, far, J @ far, size=1.0, precision=1e-7).outcome
     'optimiser failed'
+    >>> explain(J, far, J @ far, size=1.0, precision=1e-7, sigma=0.5).outcome
+    'not identifiable'
     >>> explain(J * torch.tensor([[1.0], [0.0]]), rest, J @ rest, size=1.0, precision=1e-7).outcome
     'not identifiable'
     """
@@ -120,6 +136,10 @@ def explain(matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision:
     if hidden:
         reason = f"in {hidden} of {unknowns} directions the inputs leave no trace in the update beyond its rounding"
         return Diagnosis(outcome="not identifiable", reason=reason, **facts)
+    moved = sigma * math.sqrt(float(values[visible].reciprocal().sum()) / unknowns)
+    if moved > RECOVERED and missed <= 2 * moved:
+        reason = f"the known noise hides the inputs: it moves the nearest explanation by {moved:.1g} of their range"
+        return Diagnosis(outcome="not identifiable", reason=reason, expected_rmse=math.hypot(missed, moved), **facts)
     words = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"
     if missed > RECOVERED:
         reason = f"the update determines the inputs, but its nearest explanation lies further on: {words}"
