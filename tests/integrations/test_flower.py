@@ -29,7 +29,6 @@ from flwr.clientapp.mod import LocalDpMod
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping, FedAdam, FedAvg, FedMedian, Strategy
 
 from leakscope.integrations import flower
-from leakscope.integrations.flower_capture import aligned
 from leakscope.integrations.flower_mod import NOT_INNERMOST
 from leakscope.integrations.flower_strategy import INNER
 from leakscope.integrations.leakage import UNTOLD, measure
@@ -367,29 +366,49 @@ def test_the_wrong_sign_explains_nothing(tmp_path: Path) -> None:
     assert bad > 0.5
 
 
-def test_arrays_are_aligned_by_name_or_order_and_misfits_are_told() -> None:
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    state = {name: value.numpy() for name, value in net.state_dict().items()}
-    assert list(aligned(state, net, "sent")) == list(state)
-    assert list(aligned({str(n): v for n, v in enumerate(state.values())}, net, "sent")) == list(state)
-    parameters = [value for name, value in state.items() if "running" not in name and "tracked" not in name]
-    by_order = aligned({str(n): v for n, v in enumerate(parameters)}, net, "sent")
-    assert list(by_order) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    with pytest.raises(ValueError, match=r"missing 0.bias, 1.bias, 1.weight; extra other"):
-        aligned({"0.weight": state["0.weight"], "other": state["0.bias"]}, net, "sent")
-    with pytest.raises(ValueError, match=r"0.weight: expected shape \(3, 2\), got \(2, 3\)"):
-        aligned({**state, "0.weight": state["0.weight"].T}, net, "sent")
-
-
-def test_buffers_are_no_parameters_and_batchnorm_clients_train_in_train_mode(tmp_path: Path) -> None:
+def test_arrays_are_aligned_by_name_or_order_and_misfits_are_told(tmp_path: Path) -> None:
     net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     facts = {"model": net, "input_shape": (2,), "num_classes": 2, "value_range": None}
+    observe = capture(tmp_path, **facts).observation
     state = {name: value.numpy() for name, value in net.state_dict().items()}
     moved = {name: value + 1 for name, value in state.items()}
-    seen, notes = capture(tmp_path, **facts).observation(state, moved, 4)
-    assert set(seen.message.update) == {name for name, _ in net.named_parameters()}
+    numbered = [{str(n): value for n, value in enumerate(one.values())} for one in (state, moved)]
+    only = [{name: one[name] for name, _ in net.named_parameters()} for one in (state, moved)]
+    for before, after in [(state, moved), numbered, only, [dict(zip("012345", o.values(), strict=True)) for o in only]]:
+        seen, _ = observe(before, after, 4)
+        assert set(seen.message.update) == {name for name, _ in net.named_parameters()}
+        assert all(torch.allclose(value, -torch.ones(())) for value in seen.message.update.values())
+    with pytest.raises(ValueError, match=r"(?s)missing: 0.bias.*extra: other"):
+        observe({"0.weight": state["0.weight"], "other": state["0.bias"]}, moved, 4)
+    with pytest.raises(ValueError, match=r"0.weight: expected shape \(3, 2\), got \(2, 3\)"):
+        observe(state, {**moved, "0.weight": moved["0.weight"].T}, 4)
+
+
+def test_buffers_of_one_step_tell_the_batch(tmp_path: Path) -> None:
+    """They are no parameters; the statistics of the only batch follow from them, as most clients send them."""
+    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    before = {name: value.numpy().copy() for name, value in net.state_dict().items()}
+    x = torch.rand((4, 2), generator=torch.Generator().manual_seed(0))
+    net.train()
+    loss = nn.functional.cross_entropy(net(x), torch.tensor([0, 1, 0, 1]))
+    loss.backward()
+    inputs = net[0](x).detach()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter -= 0.1 * parameter.grad
+    after = {name: value.numpy().copy() for name, value in net.state_dict().items()}
+    facts = {"model": net, "input_shape": (2,), "num_classes": 2, "value_range": None, "training": LocalTraining()}
+    seen, notes = capture(tmp_path, **facts).observation(before, after, 4)
     assert seen.batchnorm == "train"
-    assert "running_mean" in notes[0]
+    statistics = seen.message.batchnorm_statistics
+    assert statistics is not None, notes
+    assert torch.allclose(statistics["1.mean"].float(), inputs.mean(0), atol=1e-5)
+    assert torch.allclose(statistics["1.var"].float(), inputs.var(0, unbiased=False), atol=1e-5)
+    still, _ = capture(tmp_path, **facts).observation(
+        before, {**after, **{n: before[n] for n in before if "1.r" in n or "tracked" in n}}, 4
+    )
+    assert still.batchnorm == "eval"
+    assert still.message.batchnorm_statistics is None
 
 
 def test_strategies_of_the_older_interface_are_wrapped_too(tmp_path: Path) -> None:

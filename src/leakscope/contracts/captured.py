@@ -91,7 +91,7 @@ def observe_weights(before: Any, after: Any, model: nn.Module, facts: CaptureFac
     second, more = read_state("after", after, model)
     problems += more
     refuse("the captured weights do not fit the model", problems)
-    received = _with_weights(model, first)
+    received = with_weights(model, first)
     update = {name: first.parameters[name] - second.parameters[name] for name in _trained(model)}
     frozen = [n for n in first.parameters if n not in update and not _equal(first.parameters[n], second.parameters[n])]
     if frozen:
@@ -108,7 +108,7 @@ def observe_update(update: Any, kind: UpdateKind, before: Any, model: nn.Module,
         first, problems = read_state("before", before, model)
     moved, more = read_state("update", update, model, trained_only=True)
     refuse("the captured update does not fit the model", problems + more)
-    received = _with_weights(model, first)
+    received = with_weights(model, first)
     turn = -1.0 if facts.sign == "flip" else 1.0
     parameters = {name: turn * value for name, value in moved.parameters.items()}
     buffers = {name: first.buffers.get(name, value) - turn * value for name, value in moved.buffers.items()}
@@ -223,7 +223,7 @@ def _own_state(model: nn.Module) -> CapturedState:
     )
 
 
-def _with_weights(model: nn.Module, state: CapturedState) -> nn.Module:
+def with_weights(model: nn.Module, state: CapturedState) -> nn.Module:
     """A copy of the model as the client received it; buffers that were not captured stay those of the model."""
     twin = copy.deepcopy(model)
     with torch.no_grad():

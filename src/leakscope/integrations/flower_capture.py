@@ -6,29 +6,29 @@ inputs, the clients' recipe, the defence. Client mod and strategy wrapper share 
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
+from leakscope.contracts.captured import with_weights
+from leakscope.contracts.captured_state import CapturedState, plain_names, read_state
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
-from leakscope.contracts.inputs import ValueRange
+from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import BatchNormMode, LocalTraining, Observation
+from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
 from leakscope.contracts.protocol import BATCHNORM
+from leakscope.contracts.running_statistics import RunningMovement, running_movement
 from leakscope.contracts.task import Classification, Task
 
 Sends = Literal["weights", "difference", "gradient"]
 #: Keys under which clients tell how many examples they trained on, in Flower's own words, new and old.
 NUM_EXAMPLES = ("num-examples", "num_examples")
 ROUND = "server-round"
-BUFFERS_SENT = "buffers ({}) travel with the weights; statistics of the client's data in them were not attacked"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,72 +80,61 @@ class Capture:
         self, received: Mapping[str, Any], sent: Mapping[str, Any], num_examples: int | None
     ) -> tuple[Observation, tuple[str, ...]]:
         """The observation of one exchange, and what is to be noted about it."""
-        before = aligned(received, self.model, "received")
-        if self.sends == "weights":
-            after = aligned(sent, self.model, "sent")
-            update = {n: before[n] - after[n] for n in self._trained}
-        else:
-            sign = -1 if self.sends == "difference" else 1
-            update = {n: sign * v for n, v in aligned(sent, self.model, "sent").items() if n in self._trained}
-        model = copy.deepcopy(self.model)
-        model.load_state_dict(before, strict=False)
-        mixes = any(isinstance(module, BATCHNORM) for module in model.modules())
-        buffers = [name for name, _ in model.named_buffers() if name in before]
-        notes = (BUFFERS_SENT.format(", ".join(buffers)),) if buffers and self.sends == "weights" else ()
-        known = self.known
-        observation = Observation.from_update(
-            model,
-            update,
-            input_shape=tuple(self.input_shape),
+        weights = self.sends == "weights"
+        # A client whose training diverged is recorded like any other; who attacks it is told.
+        first, second = (in_order_or_by_name(arrays, self.model) for arrays in (received, sent))
+        before, problems = read_state("received", first, self.model, finite=False)
+        after, more = read_state("sent", second, self.model, trained_only=not weights, finite=False)
+        refuse("the arrays do not fit the model that Capture was given", problems + more)
+        sign = -1 if self.sends == "difference" else 1
+        update = {
+            name: (before.parameters[name] - after.parameters[name] if weights else sign * after.parameters[name])
+            for name in self._trained
+        }
+        model = with_weights(self.model, before)
+        movement = self._movement(model, before, after, num_examples) if weights else RunningMovement(None)
+        known = replace(self.known, batchnorm_statistics=True) if movement.statistics else self.known
+        has_norms = any(isinstance(module, BATCHNORM) for module in model.modules())
+        read: BatchNormMode = "eval" if not has_norms or movement.moved is False else "train"
+        kind: UpdateKind = "gradient" if self.sends == "gradient" else "weight_delta"
+        parameters = dict(model.named_parameters())
+        tensors = {name: value.to(parameters[name]) for name, value in update.items()}
+        observation = Observation(
+            model=model,
+            messages=(Message(update=tensors, kind=kind, batchnorm_statistics=movement.statistics),),
+            inputs=Box(tuple(self.input_shape), self.value_range if known.normalisation else None),
             num_classes=self.num_classes,
             num_examples=num_examples if known.num_examples else None,
-            kind="gradient" if self.sends == "gradient" else "weight_delta",
             knowledge=known,
-            value_range=self.value_range if known.normalisation else None,
             training=self.training.granted(known),
             channel=self.channel if known.defense else None,
             task=self.task,
-            batchnorm=self.batchnorm or ("train" if mixes else "eval"),
+            batchnorm=self.batchnorm or read,
         )
-        return observation, notes
+        return observation, (movement.note,) if movement.note else ()
+
+    def _movement(
+        self, model: nn.Module, before: CapturedState, after: CapturedState, examples: int | None
+    ) -> RunningMovement:
+        """What the buffers of BatchNorm that travel with the weights tell of the client's batches."""
+        epochs, size = self.training.epochs, self.training.batch_size
+        batch = examples if examples is None or size is None else min(examples, size)
+        steps = None if examples is None or epochs is None or not size else epochs * math.ceil(examples / size)
+        return running_movement(model, before.buffers, after.buffers, tuple(self.input_shape), batch, steps)
 
     @property
     def _trained(self) -> list[str]:
         return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
 
 
-def aligned(arrays: Mapping[str, Any], model: nn.Module, what: str) -> dict[str, Tensor]:
-    """Arrays by the model's own names: by name where the names are those of its state dict, else by their order.
+def in_order_or_by_name(arrays: Mapping[str, Any], model: nn.Module) -> Any:
+    """Arrays by name where some of the names are the model's; else they are numbered, and their order tells.
 
-    By order means all of the state dict, or the parameters alone, each in the model's order and shape. A missing or
-    extra name, or another shape, are told together.
-
-    >>> import numpy as np
-    >>> net = nn.Linear(2, 1)
-    >>> [name for name in aligned({"0": np.zeros((1, 2)), "1": np.zeros(1)}, net, "sent")]
-    ['weight', 'bias']
+    >>> in_order_or_by_name({"0": 1.0, "1": 2.0}, nn.Linear(2, 1)), in_order_or_by_name({"bias": 1.0}, nn.Linear(2, 1))
+    ([1.0, 2.0], {'bias': 1.0})
     """
-    state = model.state_dict()
-    parameters = {name for name, _ in model.named_parameters()}
-    if set(arrays) <= set(state) and parameters <= set(arrays):
-        named = {name: arrays[name] for name in state if name in arrays}
-    elif set(arrays) & set(state) or len(arrays) not in (len(state), len(parameters)):
-        missing, extra = sorted(parameters - set(arrays)), sorted(set(arrays) - set(state))
-        raise ValueError(
-            f"the arrays {what} do not fit the model: missing {', '.join(missing) or 'none'}; extra "
-            f"{', '.join(extra) or 'none'}. Give Capture the model that the federation trains."
-        )
-    else:
-        names = list(state) if len(arrays) == len(state) else [name for name in state if name in parameters]
-        named = dict(zip(names, arrays.values(), strict=True))
-    tensors = {name: torch.tensor(value).to(state[name].dtype) for name, value in named.items()}
-    problems = [
-        f"{name}: expected shape {tuple(state[name].shape)}, got {tuple(value.shape)}"
-        for name, value in tensors.items()
-        if value.shape != state[name].shape
-    ]
-    refuse(f"the arrays {what} do not fit the model", problems)
-    return tensors
+    named, _ = plain_names(arrays, model)
+    return dict(arrays) if set(named) & set(model.state_dict()) else list(arrays.values())
 
 
 def weights_in(content: Any, record: str | None, what: str) -> dict[str, Any]:
