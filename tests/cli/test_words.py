@@ -119,7 +119,8 @@ def test_the_help_of_audit_is_plain_text_and_says_what_the_spec_says(say: Any) -
     "command, argument",
     [
         ("audit", "[SPEC] YAML spec; without it the options, or the default audit."),
-        ("attack", "OBSERVATION A saved observation (.safetensors with a .json beside it)."),
+        ("attack", "[OBSERVATION] A saved observation (.safetensors with a .json beside it); or the files below."),
+        ("plan", "[SPEC]"),
         ("limits", "[SPEC] YAML spec of an audit"),
         ("reproduce", "TABLE PAPER/TABLE (leakscope list papers)."),
         ("list", "What to list."),
