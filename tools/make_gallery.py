@@ -5,8 +5,9 @@
 
 A scene is an update, or several, and what attacks made of it. Its picture has the originals in the first row and an
 attack in each further row, the PSNR below each tile. Mean figures go to tools/gallery.json, from which
-tools/make_docs.py writes the table. Nothing is chosen by the truth: settings are defaults, the seed is 0, and the tiles
-are the first of the data set; networks are trained on others.
+tools/make_docs.py writes the table. Settings are defaults, the seed is 0, and the tiles are the first of the data set;
+networks are trained on others. The scene of a batch is of the untrained network because of the trained one there is
+nothing to see, which the page says.
 """
 
 from __future__ import annotations
