@@ -19,6 +19,7 @@ from torch import nn
 import leakscope as ls
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import LocalTraining
+from leakscope.integrations.flower_mod import _next_number
 from leakscope.integrations.recordings import PLACES, Origin
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'leakscope[flower]'")
@@ -478,3 +479,9 @@ def test_nothing_loads_flower_unasked_and_its_absence_is_told() -> None:
         "else:\n    raise SystemExit('imported')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ)
+
+
+def test_exchanges_are_counted_where_the_server_tells_no_round(tmp_path: Path) -> None:
+    """Recorded or not, and in whatever process: otherwise every second round would be the first for ever."""
+    numbers = [_next_number(tmp_path, "7", "1", "raw") for _ in range(3)]
+    assert [*numbers, _next_number(tmp_path, "8", "1", "raw")] == [1, 2, 3, 1]

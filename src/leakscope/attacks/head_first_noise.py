@@ -84,30 +84,48 @@ def with_known_noise(
 ) -> Reconstruction:
     """``result``, or more probable pictures, and whether they explain the update down to its noise."""
     channel = noise_channel(observation)
-    if channel is None or result.labels is None:
+    # Of inputs that are no pictures there is no prior to search with, but what is left can be looked at.
+    noisy = observation.channel if channel is None else channel
+    if noisy is None or not noisy.noisy or result.labels is None or observation.message.kind != "gradient":
         return result
-    posterior = _Posterior(observation, channel, result.labels, _output_gradients(observation, embedding))
+    labels = result.labels if observation.labels is None else observation.labels  # soft ones, where they are known
+    posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, embedding))
+    if channel is not None:
+        result = _more_probable(result, posterior, generator, iterations, progress)
+    test = noise_test(observation.message.update, posterior.sent(result.inputs), noisy, result.inputs.numel())
+    if test is None:
+        return result
+    facts = {"noise_p_value": test.p_value, "noise_ratio": test.ratio}
+    return dataclasses.replace(result, notes=(*result.notes, test.describe()), info={**result.info, **facts})
+
+
+def _more_probable(
+    result: Reconstruction,
+    posterior: _Posterior,
+    generator: torch.Generator,
+    iterations: int,
+    progress: Progress | None,
+) -> Reconstruction:
+    """``result``, or what two searches find where that is more probable."""
     own = posterior.value(result.inputs)
     steps = int(result.info.get("steps", 0))
     tell = None if progress is None else _after(progress, steps, 2 * iterations)
     afar = posterior.start(len(result.inputs), generator)
-    near = observation.inputs.project(result.inputs)
+    near = posterior.to_unit(posterior.observation.inputs.project(result.inputs))
     found = [
-        posterior.search(posterior.to_unit(near), FROM_NEAR, iterations, tell),
+        posterior.search(near, FROM_NEAR, iterations, tell),
         posterior.search(afar, FROM_AFAR, iterations, None if tell is None else _after(tell, iterations, iterations)),
     ]
     values = [posterior.value(inputs) for inputs in found]
     best = min(range(len(found)), key=values.__getitem__)
-    if values[best] < own:
-        way = {"way": MOST_PROBABLE, "certificate": None}
-        # Flags of a search that was left behind say nothing of this one.
-        flags = tuple(flag for flag in result.flags if flag != "did not converge")
-        result = dataclasses.replace(result, inputs=found[best], flags=flags, info={**result.info, **way})
-    test = noise_test(observation.message.update, posterior.sent(result.inputs), channel, result.inputs.numel())
-    notes = () if test is None else (test.describe(),)
-    facts = {} if test is None else {"noise_p_value": test.p_value, "noise_ratio": test.ratio}
-    info = {**result.info, **facts, "steps": steps + 2 * iterations, "surprise": min(own, *values)}
-    return dataclasses.replace(result, notes=(*result.notes, *notes), info=info)
+    info = {**result.info, "steps": steps + 2 * iterations, "surprise": min(own, *values)}
+    if values[best] >= own:
+        return dataclasses.replace(result, info=info)
+    # In the units of what was searched: minus the logarithm of the probability, an entry of the update.
+    score = values[best] / posterior.count
+    info |= {"way": MOST_PROBABLE, "certificate": None, "distance": score}
+    scores = torch.full_like(result.scores, score)
+    return dataclasses.replace(result, inputs=found[best], scores=scores, history={}, info=info)
 
 
 class _Posterior:

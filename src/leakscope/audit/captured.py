@@ -18,7 +18,7 @@ from torch import Tensor
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first_rivals import unexplained
 from leakscope.audit.controls import noise_of_equal_norm
-from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.labels import recover_labels
@@ -124,9 +124,15 @@ def attack_captured(
     baselines = _blind_inputs(observation, result, labels, seed)
     if control:
         blind = noise_of_equal_norm(observation, torch.Generator().manual_seed(seed))
-        drawn = attack(blind, seed=seed, device=device)
-        left = _left(blind, drawn.inputs, _labels_of(blind, drawn))
-        baselines.append(Baseline("the same attack on noise of the update's norm", drawn.inputs, left, drawn.labels))
+        try:
+            drawn = attack(blind, seed=seed, device=device)
+        except (NotApplicable, MissingKnowledge) as error:  # which is an answer too: it takes noise for no update
+            note = f"on noise of the update's norm the attack refuses: {error}"
+            result = dataclasses.replace(result, notes=(*result.notes, note))
+        else:
+            left = _left(blind, drawn.inputs, _labels_of(blind, drawn))
+            name = "the same attack on noise of the update's norm"
+            baselines.append(Baseline(name, drawn.inputs, left, drawn.labels))
     left = _left(observation, result.inputs, labels)
     if truth is None:
         return CapturedResult(observation, attack, result, left, tuple(baselines))

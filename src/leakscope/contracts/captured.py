@@ -22,6 +22,7 @@ from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.running_statistics import RunningMovement, counted_steps, running_movement
 from leakscope.contracts.task import Classification, Reduction, Task
 from leakscope.contracts.update_sign import SignCheck, check_sign, logit_layer
@@ -194,7 +195,7 @@ def _assembled(
         normalisation=facts.value_range is not None,
     )
     statistics = movement.statistics if knowledge.batchnorm_statistics else None
-    read: BatchNormMode = "train" if movement.moved else "eval"
+    read = batchnorm_mode(model, movement)
     parameters = dict(model.named_parameters())
     tensors = {name: value.to(parameters[name]) for name, value in update.items()}
     return Observation(
@@ -212,6 +213,12 @@ def _assembled(
         model_name=facts.model_name,
         made=made,
     )
+
+
+def batchnorm_mode(model: nn.Module, movement: RunningMovement) -> BatchNormMode:
+    """The mode that the client's BatchNorm was in: "train", as one trains, unless its buffers stood still."""
+    has_norms = any(isinstance(module, BATCHNORM) for module in model.modules())
+    return "eval" if not has_norms or movement.moved is False else "train"
 
 
 def _own_state(model: nn.Module) -> CapturedState:

@@ -71,7 +71,8 @@ def running_movement(
     if not layers:
         return RunningMovement(None)
     if not known:
-        return RunningMovement(None, note="the BatchNorm layers' running statistics were not sent")
+        note = "the BatchNorm layers' running statistics were not sent; train mode is assumed"
+        return RunningMovement(None, note=note)
     if all(torch.equal(before[name].double(), after[name].double()) for name in known):
         return RunningMovement(False, note="the running statistics did not move: BatchNorm was in eval mode")
     counts = set(counted_steps(before, after).values())
@@ -109,7 +110,9 @@ def _of_one_step(
     for name, layer in layers.items():
         momentum = layer.momentum
         if momentum is None:  # a plain average over all steps so far
-            momentum = 1 / max(1.0, float(after.get(f"{name}.{COUNTER}", torch.tensor(1.0))))
+            if f"{name}.{COUNTER}" not in after:
+                return None, f"{name}: averages over all steps, and its counter of them was not sent"
+            momentum = 1 / max(1.0, float(after[f"{name}.{COUNTER}"]))
         if not momentum > 0:
             return None, f"{name}: with a momentum of {momentum:g} nothing moves, yet the running statistics did"
         mean, variance = (

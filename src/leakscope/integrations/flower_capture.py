@@ -14,14 +14,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from leakscope.contracts.captured import with_weights
+from leakscope.contracts.captured import batchnorm_mode, with_weights
 from leakscope.contracts.captured_state import CapturedState, plain_names, read_state
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
-from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.running_statistics import RunningMovement, running_movement
 from leakscope.contracts.task import Classification, Task
 
@@ -93,15 +92,16 @@ class Capture:
         }
         model = with_weights(self.model, before)
         movement = self._movement(model, before, after, num_examples) if weights else RunningMovement(None)
-        known = replace(self.known, batchnorm_statistics=True) if movement.statistics else self.known
-        has_norms = any(isinstance(module, BATCHNORM) for module in model.modules())
-        read: BatchNormMode = "eval" if not has_norms or movement.moved is False else "train"
+        # A defence alters buffers as it alters weights, and then they tell no batch.
+        granted = self.channel is None and (self.knowledge is None or self.knowledge.batchnorm_statistics)
+        statistics = movement.statistics if granted else None
+        known = replace(self.known, batchnorm_statistics=True) if statistics else self.known
         kind: UpdateKind = "gradient" if self.sends == "gradient" else "weight_delta"
         parameters = dict(model.named_parameters())
         tensors = {name: value.to(parameters[name]) for name, value in update.items()}
         observation = Observation(
             model=model,
-            messages=(Message(update=tensors, kind=kind, batchnorm_statistics=movement.statistics),),
+            messages=(Message(update=tensors, kind=kind, batchnorm_statistics=statistics),),
             inputs=Box(tuple(self.input_shape), self.value_range if known.normalisation else None),
             num_classes=self.num_classes,
             num_examples=num_examples if known.num_examples else None,
@@ -109,9 +109,9 @@ class Capture:
             training=self.training.granted(known),
             channel=self.channel if known.defense else None,
             task=self.task,
-            batchnorm=self.batchnorm or read,
+            batchnorm=self.batchnorm or batchnorm_mode(model, movement),
         )
-        return observation, (movement.note,) if movement.note else ()
+        return observation, (movement.note,) if movement.note and (granted or not movement.statistics) else ()
 
     def _movement(
         self, model: nn.Module, before: CapturedState, after: CapturedState, examples: int | None

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.integrations.flower_capture import Capture, told_examples, told_round, weights_in
 from leakscope.integrations.leakage import Leakage, measure
 from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
@@ -145,8 +146,8 @@ class AuditMod:
         doubts: tuple[str, ...],
     ) -> None:
         folder = Path(self.capture.folder)
-        number = told_round(message.content) or _next_number(folder, str(context.node_id), self.position)
         client, run = str(context.node_id), str(message.metadata.run_id)
+        number = told_round(message.content) or _next_number(folder, run, client, self.position)
         attacked = self.inline is not None and self.inline.in_round(number)
         if not self.capture.records(number) and not attacked:
             return
@@ -232,6 +233,13 @@ def library() -> str:
     return f"flwr {load_library('flwr', 'flower').__version__}"
 
 
-def _next_number(folder: Path, client: str, position: str) -> int:
-    """The number of a client's recording where the server does not tell its rounds."""
-    return 1 + len(list(folder.glob(f"*_client-{client}_{position}.origin.json")))
+def _next_number(folder: Path, run: str, client: str, position: str) -> int:
+    """The number of a client's exchange where the server does not tell its rounds, counted in a file.
+
+    A client may live in another process each time, and not every exchange is recorded.
+    """
+    private_folder(folder)
+    file = folder / f"run-{run}_client-{client}_{position}.exchanges"
+    number = 1 + (int(file.read_text()) if file.exists() else 0)
+    atomic_write(file, str(number).encode())
+    return number

@@ -258,8 +258,13 @@ class StepAudit:
             value_range=self._range,
             channel=Channel(clip=clip, clip_per="example", noise=noise, inexact=random),
             task=self._task,
-            batchnorm="train" if any(isinstance(one, BATCHNORM) for one in modules) else "eval",
+            batchnorm="train" if any(_uses_batch(one) for one in self._inner.modules()) else "eval",
         )
+
+
+def _uses_batch(module: nn.Module) -> bool:
+    """Whether it is a BatchNorm layer that takes the statistics of the batch; a frozen one in eval mode does not."""
+    return isinstance(module, BATCHNORM) and (module.training or module.running_mean is None)
 
 
 def why_not_private(model: nn.Module) -> list[str]:

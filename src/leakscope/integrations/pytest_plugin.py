@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import hashlib
 import re
 import tempfile
 from collections.abc import Iterator
@@ -174,6 +175,7 @@ class AuditRunner:
         folder = self._config.getoption("--leakscope-report")
         if not folder:
             return None
+        from leakscope.contracts.disk import atomic_write
         from leakscope.report import sarif_log
         from leakscope.results.export import json_text
         from leakscope.results.source import Source, place_of
@@ -184,8 +186,8 @@ class AuditRunner:
         stem.parent.mkdir(parents=True, exist_ok=True)
         page = audit.report(f"{stem}.html")
         log = sarif_log(audit.store, audit.verdict, None if place is None else Source(whole=place))
-        Path(f"{stem}.sarif").write_text(json_text(log), encoding="utf-8")
-        Path(f"{stem}.json").write_text(audit.to_json(), encoding="utf-8")
+        atomic_write(Path(f"{stem}.sarif"), json_text(log).encode())
+        atomic_write(Path(f"{stem}.json"), audit.to_json().encode())
         return page
 
     def _judge(self, audit: Audit, name: str, accept_inconclusive: bool, page: Path | None) -> None:
@@ -219,8 +221,6 @@ def baseline_file(config: pytest.Config) -> Path:
 
 def _update(file: Path, name: str, now: Any) -> str:
     """Accept what leaks now; several workers may do so side by side."""
-    import hashlib
-
     from filelock import FileLock
 
     from leakscope.results.accepted_leaks import read_accepted, write_accepted

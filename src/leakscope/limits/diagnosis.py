@@ -108,6 +108,8 @@ def explain(
     'optimiser failed'
     >>> explain(J, far, J @ far, size=1.0, precision=1e-7, sigma=0.5).outcome
     'not identifiable'
+    >>> explain(J, 9 * J[1].roll(1), J @ (9 * J[1].roll(1)), size=10.0, precision=1e-7, sigma=0.5).outcome
+    'undecided'
     >>> explain(J * torch.tensor([[1.0], [0.0]]), rest, J @ rest, size=1.0, precision=1e-7).outcome
     'not identifiable'
     """
@@ -137,7 +139,9 @@ def explain(
         reason = f"in {hidden} of {unknowns} directions the inputs leave no trace in the update beyond its rounding"
         return Diagnosis(outcome="not identifiable", reason=reason, **facts)
     moved = sigma * math.sqrt(float(values[visible].reciprocal().sum()) / unknowns)
-    if moved > RECOVERED and missed <= 2 * moved:
+    # What is left must be of the size of the noise: at a false minimum nothing is missed either.
+    is_noise = float(rest.norm()) <= 2 * sigma * math.sqrt(len(rest))
+    if moved > RECOVERED and missed <= 2 * moved and is_noise:
         reason = f"the known noise hides the inputs: it moves the nearest explanation by {moved:.1g} of their range"
         return Diagnosis(outcome="not identifiable", reason=reason, expected_rmse=math.hypot(missed, moved), **facts)
     words = f"expected error {expected:.1g} of the inputs' range, condition number {condition:.1e}"

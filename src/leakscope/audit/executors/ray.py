@@ -161,7 +161,8 @@ class _Actors(Crew[_Actor]):
 
     def _lose(self, worker: _Actor, error: Exception) -> None:
         """Begin again what it did, unless that has cost too many workers."""
-        if not worker.ready:
+        # A node that is lost takes all that was starting on it along; only where nobody works is something wrong.
+        if not worker.ready and not any(colleague.ready for colleague in self._workers):
             self._failed_start(f"with {type(error).__name__}: {error}\nIs leakscope installed on every node?")
         if worker.job is not None:
             self._losses[worker.job.key] += 1
