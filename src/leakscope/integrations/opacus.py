@@ -263,7 +263,11 @@ class StepAudit:
 
 
 def _uses_batch(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm layer that takes the statistics of the batch; a frozen one in eval mode does not."""
+    """Whether it is a BatchNorm layer that takes the statistics of the batch; a frozen one in eval mode does not.
+
+    >>> [_uses_batch(layer) for layer in (nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval(), nn.Linear(2, 2))]
+    [True, False, False]
+    """
     return isinstance(module, BATCHNORM) and (module.training or module.running_mean is None)
 
 
