@@ -28,6 +28,7 @@ from leakscope.audit.plan import Job, client_of, derived_seed, describe, is_trai
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.utility import describe_utility
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
@@ -310,7 +311,10 @@ def _prepared(setup: Setup, attack: Attack) -> Setup:
 
 def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Evaluation) -> dict[str, Any]:
     return {
-        "examples": _examples(setup, job, measured, reconstruction.scores.detach().cpu().flatten().tolist()),
+        "examples": _examples(
+            *(setup, job, measured, reconstruction.scores.detach().cpu().flatten().tolist()),
+            reconstruction.certificates,
+        ),
         "reasons": plain(dict(measured.reasons)),
         "flags": list(reconstruction.flags),
         "notes": list(reconstruction.notes),
@@ -318,12 +322,20 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
     }
 
 
-def _examples(setup: Setup, job: Job, measured: Evaluation, scores: list[float]) -> list[dict[str, Any]]:
+def _examples(
+    setup: Setup,
+    job: Job,
+    measured: Evaluation,
+    scores: list[float],
+    certificates: tuple[Certificate | None, ...] = (),
+) -> list[dict[str, Any]]:
     examples = []
     for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
         source = int(measured.order[place])
         score = scores[source] if 0 <= source < len(scores) else None
-        examples.append({"index": index, **plain(numbers), "score": plain(score)})
+        certificate = certificates[source] if 0 <= source < len(certificates) else None
+        proof = None if certificate is None else plain(dataclasses.asdict(certificate))
+        examples.append({"index": index, **plain(numbers), "score": plain(score), "certificate": proof})
     return examples
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.tables import html_facts
 
 DiagnosisOutcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
@@ -37,6 +38,8 @@ FLAGS: Mapping[str, str] = MappingProxyType(
         "mean, or it mixes examples and the attack could not take them apart for certain; one that searches the random "
         "numbers too may recover more.",
         "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
+        "update not explained": "What came out leaves more of the update unexplained than noise or rounding does: the "
+        "search ended in a wrong place, or what the attack assumes of the client is wrong.",
         "unlike the simulations": "The update is unlike those that the attack learned from: the protocol or defence is "
         "not what it was told, or the examples are of another kind.",
     }
@@ -56,6 +59,7 @@ REMEDIES: Mapping[str, str] = MappingProxyType(
         "not identifiable": "Give the protocol more rounds",
         "rounds disagree": "Lower the protocol's learning rate, or add another attack",
         "defence approximated": "Add an attack that is trained on protected updates",
+        "update not explained": "Give the attack more steps or restarts, or add others (leakscope list attacks)",
         "unlike the simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
         "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
     }
@@ -83,8 +87,9 @@ class Diagnosis:
 class Reconstruction:
     """An adversary's guess, with its own opinion of it; nothing here was compared with the truth.
 
-    ``diagnosis`` is the attack's own where it has one, a certificate say; ``leakscope.limits.diagnose`` makes one from
-    the Jacobian of any result.
+    ``certificates`` holds one entry for each example, None where nothing was proved; it is empty where the attack
+    proves nothing at all. ``diagnosis`` is the attack's own where it has one; ``leakscope.limits.diagnose`` makes one
+    from the certificates, or from the Jacobian of any result.
     """
 
     inputs: Tensor
@@ -95,8 +100,13 @@ class Reconstruction:
     notes: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
+    certificates: tuple[Certificate | None, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.certificates and len(self.certificates) != len(self.inputs):
+            raise ValueError(
+                f"certificates: expected one for each of {len(self.inputs)} examples, got {len(self.certificates)}"
+            )
         unknown = [flag for flag in self.flags if flag not in FLAGS]
         if unknown:
             raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")

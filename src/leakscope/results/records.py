@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import DIAGNOSES
 
 Status = Literal["done", "failed", "refused"]
@@ -192,13 +193,19 @@ class ExampleRecord(_Record):
     label: Any = None
     label_guess: Any = None
     score: float = NAN
+    certificate: Certificate | None = None
+
+    @property
+    def certified(self) -> bool:
+        """Whether a certificate of this example holds."""
+        return self.certificate is not None and self.certificate.holds
 
     def value(self, key: str) -> float:
         return self.values.get(key, NAN)
 
     @classmethod
     def read(cls, raw: Any) -> Self:
-        named = {"index", "label", "label_guess", "score"}
+        named = {"index", "label", "label_guess", "score", "certificate"}
         return super().read({**mapping(raw), "values": {k: v for k, v in mapping(raw).items() if k not in named}})
 
 
@@ -214,6 +221,8 @@ class DiagnosisRecord(_Record):
 class AttemptRecord(_Record):
     """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
 
+    ``unexplained`` is what the result leaves of the update, ``unexplained_by_truth`` what the true examples leave:
+    noise, rounding, and what the attack does not know of the defence. NaN where either cannot be computed.
     ``chose_model``: the client was sent a model of the attack's own making.
     ``given_labels`` is what the same attack makes of the same update when it is told the labels; only there where it
     had guessed them wrong.
@@ -229,6 +238,8 @@ class AttemptRecord(_Record):
     chose_model: bool = False
     given_labels: tuple[ExampleRecord, ...] = ()
     peak_memory_mb: float = NAN
+    unexplained: float = NAN
+    unexplained_by_truth: float = NAN
 
     @property
     def best_psnr(self) -> float:
@@ -344,6 +355,19 @@ def job_facts(job: JobRecord) -> dict[str, Any]:
     return facts
 
 
+def _certificate(value: Any) -> Certificate | None:
+    facts = mapping(value)
+    free = _whole(facts.get("free_directions"))
+    if not isinstance(facts.get("method"), str):
+        return None
+    return Certificate(
+        residual=number(facts.get("residual")),
+        tolerance=number(facts.get("tolerance")),
+        free_directions=free if free >= 0 else None,
+        method=facts["method"],
+    )
+
+
 def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
 
@@ -368,6 +392,7 @@ _READERS: Mapping[str, Callable[[Any], Any]] = {
     "tuple[ExampleRecord, ...]": lambda value: tuple(
         ExampleRecord.read(item) for item in _items(value) if isinstance(item, dict)
     ),
+    "Certificate | None": _certificate,
     "DiagnosisRecord | None": lambda value: (
         DiagnosisRecord.read(value) if mapping(value).get("outcome") in DIAGNOSES else None
     ),

@@ -1,0 +1,41 @@
+"""A certificate: the proof, without the truth, that a reconstructed example is the client's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Certificate:
+    """Say what was proved of one example. Explaining the update is not enough: nothing else may explain it.
+
+    ``residual`` is what the inputs leave of the update, in units of what rounding (or known noise) leaves by itself;
+    ``tolerance`` is the residual, in the same units, up to which the update counts as explained. ``free_directions``
+    counts the directions in which this example can move without a trace in the equations that were solved; None where
+    they were not counted. ``method`` says how the example was solved.
+
+    >>> Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="masks decoded").holds
+    True
+    >>> Certificate(residual=0.4, tolerance=1.0, free_directions=12, method="masks decoded").holds
+    False
+    """
+
+    residual: float
+    tolerance: float
+    free_directions: int | None
+    method: str
+
+    @property
+    def explains(self) -> bool:
+        """Whether the example explains the update; a residual of NaN does not."""
+        return self.residual <= self.tolerance
+
+    @property
+    def holds(self) -> bool:
+        """Whether the example explains the update and nothing near it does."""
+        return self.explains and self.free_directions == 0
+
+    @property
+    def not_unique(self) -> bool:
+        """Whether the example explains the update, and so do others."""
+        return self.explains and bool(self.free_directions)
