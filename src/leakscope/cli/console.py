@@ -254,6 +254,7 @@ def _print_audited(audited: Any, console: Console) -> None:
 
 
 def _print_settings(verdict: Any, console: Console) -> None:
+    from leakscope.report.certificate import strongest_words
     from leakscope.results.names import name_settings
 
     settings = name_settings(verdict)
@@ -276,6 +277,9 @@ def _print_settings(verdict: Any, console: Console) -> None:
     console.print()
     print_listing([(setting.name, setting.short) for setting in settings], console)
     say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
+    for setting in settings:
+        for line in strongest_words(setting.verdict.examples):
+            say(console, f"{setting.name}, {line}.")
 
 
 def print_study(study: Any, verdict: Any, console: Console) -> None:

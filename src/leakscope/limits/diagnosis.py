@@ -6,8 +6,8 @@ r what is left of the observed update: J^+ r is how far the nearest explanation 
 error that the search is to blame for; sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what
 noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. The last two
 mean something only where most of the update is explained. All of it is linear and local, and none of it knows the
-truth. Certificates come first: they decide at any size of the model, without a Jacobian. Where the Jacobian is large, sums of its entries with random signs take the place of entries: sizes are then
-right to a factor of two or so.
+truth. Where the Jacobian is large, sums of its entries with random signs take the place of entries: sizes are then
+right to a factor of two or so. Certificates come before all of this: they decide at any size of the model.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def from_certificates(result: Reconstruction) -> Diagnosis | None:
     >>> def proof(free: int) -> Certificate:
     ...     return Certificate(residual=0.2, tolerance=1.0, free_directions=free, method="Gauss-Newton")
     >>> [from_certificates(Reconstruction(x, None, x[:, 0], certificates=(proof(n),))).reason for n in (0, 5)]
-    ['certified: Gauss-Newton', 'explains the update, but 5 directions of the inputs are not determined']
+    ['certified (Gauss-Newton)', 'explains the update, but 5 directions of the inputs are not determined']
     """
     proofs: list[Certificate] = [proof for proof in result.certificates if proof is not None]
     unknowns = result.inputs.numel()
@@ -98,7 +98,7 @@ def from_certificates(result: Reconstruction) -> Diagnosis | None:
         reason = f"explains the update, but {what} not determined"
         return Diagnosis(outcome="not identifiable", reason=reason, unknowns=unknowns, hidden=hidden)
     if proofs and result.certified == len(result.inputs):
-        reason = f"certified: {', '.join(dict.fromkeys(proof.method for proof in proofs))}"
+        reason = f"certified ({', '.join(dict.fromkeys(proof.method for proof in proofs))})"
         return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, hidden=0)
     return None
 
