@@ -191,9 +191,10 @@ def print_comparison(
     names = setting_names(lines)
     print_listing([(side, f"{name}: {told}") for side, (name, told) in zip("AB", outcomes, strict=True)], console)
     console.print()
+    proofs = any(line.certified_a or line.certified_b for line in lines)
     print_table(
         None,
-        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap"),
+        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap", *(["certified, A and B"] * proofs)),
         (
             (
                 names[line.protocol, line.defense],
@@ -202,6 +203,7 @@ def print_comparison(
                 decibels(line.psnr_b),
                 decibels(line.difference),
                 {True: "yes", False: "no", None: "-"}[line.overlap],
+                *([f"{line.certified_a} and {line.certified_b}"] * proofs),
             )
             for line in lines
         ),

@@ -12,6 +12,11 @@ from leakscope.report.words import fixed, short
 from leakscope.results.records import NAN, counted
 from leakscope.results.setting_verdict import StrongestExample
 
+#: Of a captured update whose examples are all certified, beside which no baseline is needed.
+CERTIFIED = (
+    "Recovered, certified: every input explains the update as well as rounding or known noise allows, and no other "
+    "input near it does."
+)
 RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 
 
@@ -53,6 +58,8 @@ def shared_words(certificates: Sequence[Certificate | None], psnrs: Sequence[flo
     >>> shared_words([proof, None, proof])
     ['2 of 3 examples: recovered, certified (masks decoded)']
     """
+    if not certificates:
+        return []
     known = psnrs or [NAN] * len(certificates)
     told = Counter(
         f"{certificate_words(proof, psnr)} ({proof.method})"
