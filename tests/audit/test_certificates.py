@@ -8,11 +8,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from leakscope.audit import Audit
 from leakscope.cli import app
+from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.federation import FedSGD
 
 PROVER = '''
 """An attack that proves its result, or says what it leaves open."""
@@ -53,26 +58,17 @@ class Prover(ls.Attack):
 
 
 @pytest.fixture
-def mine(folder: Path) -> Path:
+def mine(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.syspath_prepend(folder)
     (folder / "prover.py").write_text(PROVER)
     return folder
 
 
 def audited(attack: str) -> tuple[Any, dict[str, Any], str, dict[str, Any], list[dict[str, str]], str]:
     """Run one audit as somebody types it; return the process, JSON, page, SARIF, CSV and console."""
-    parts = [
-        "--model",
-        "prover:model",
-        "--data",
-        "prover:data",
-        "--examples",
-        "1",
-        "--attack",
-        attack,
-        "--defense",
-        "none",
-    ]
-    run = CliRunner().invoke(app, ["audit", *parts, "--serial", "--no-findings", "--out", "run", "--json"])
+    parts = ["--model", "prover:model", "--data", "prover:data", "--examples", "1"]
+    parts += ["--defense", "none", "--attack", attack, "--serial", "--no-findings"]
+    run = CliRunner().invoke(app, ["audit", *parts, "--out", "run", "--json"])
     assert run.exit_code in (0, 1, 5), run.stderr
     made = CliRunner().invoke(app, ["report", "run", "--csv", "--sarif", "run/findings.sarif"])
     log = json.loads(Path("run/findings.sarif").read_text())
@@ -135,3 +131,35 @@ def test_the_truth_has_the_last_word(mine: Path) -> None:
     assert "recovered, certified" not in page + console
     assert "certified, but the original differs" in page
     assert "certified, but the original differs" in " ".join(console.split())
+
+
+@pytest.mark.parametrize("options, truth", [("", False), ("", True), (":free=5", False), (":wrong=true", True)])
+def test_a_captured_update_tells_its_certificates(options: str, truth: bool, mine: Path) -> None:
+    import prover  # type: ignore[import-not-found]
+
+    x, y = (values[:1] for values in prover.data())
+    FedSGD().observe(prover.model(), x, y).save(mine / "seen.safetensors")
+    np.savez(mine / "truth.npz", x=x.numpy(), y=y.numpy())
+    command = ["attack", "seen.safetensors", "--model", "prover:model", "--attack", f"prover:Prover{options}"]
+    done = CliRunner().invoke(app, [*command, "--out", "found", *(["--truth", "truth.npz"] if truth else [])])
+    assert done.exit_code == 0, done.stderr
+    told = json.loads((mine / "found" / "reconstruction.json").read_text())
+    page = (mine / "found" / "report.html").read_text(encoding="utf-8")
+    holds, right = "free" not in options, not options
+    proof = {"residual": 0.4, "tolerance": 1.0, "free_directions": 0 if holds else 5, "method": "quotient"}
+    assert (told["certified"], told["certificates"]) == (int(holds), [proof])
+    assert told["diagnosis"]["outcome"] == ("recovered" if holds else "not identifiable")
+    assert told["diagnosis"]["hidden"] == proof["free_directions"]
+    assert told["confidence"].startswith("Recovered, certified") == right
+    assert f"<dt>Certified</dt><dd>{int(holds)} of 1</dd>" in page
+    for text in (page, " ".join(done.stdout.split())):
+        assert ("recovered, certified" in text) == right
+        assert ("5 directions of the input are not determined" in text) == (not holds)
+        assert ("the original differs" in text) == ("wrong" in options)
+
+
+def test_a_notebook_counts_them() -> None:
+    proof = Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="quotient")
+    x = torch.zeros(2, 3)
+    assert "1 of 2" in Reconstruction(x, None, x[:, 0], certificates=(proof, None))._repr_html_()
+    assert "certified" not in Reconstruction(x, None, x[:, 0])._repr_html_()
