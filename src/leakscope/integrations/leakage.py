@@ -83,7 +83,7 @@ class Leakage:
         guess = self.reconstruction
         numbers = {
             "audited": 0.0 if guess is None else 1.0,
-            "certified": float(self.certified),
+            "certified": math.nan if guess is None else float(self.certified),
             "unexplained": _number(self.unexplained),
             "unexplained_of_noise": _number(self.unexplained_of_noise),
         }
