@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import REMEDIES
 from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
@@ -40,6 +41,12 @@ class StrongestExample:
     label_guess: Any = None
     baseline_psnr: float = NAN
     leaks: bool = False
+    certificate: Certificate | None = None
+
+    @property
+    def certified(self) -> bool:
+        """Whether a certificate of this reconstruction holds."""
+        return self.certificate is not None and self.certificate.holds
 
     def value(self, key: str) -> float:
         """The measure with this key; NaN where it is missing."""
@@ -367,7 +374,7 @@ def above_policy(example: StrongestExample, policy: Policy) -> bool:
 
 def _attempt(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
     job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
-    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess")}
+    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
     same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
     return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
 
