@@ -11,16 +11,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leakscope import __version__
 from leakscope.attacks import make_attack
 from leakscope.cli.parsing import parse_part
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.certificate import ROUNDING
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
+from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.data import Examples
 from leakscope.defenses import DPSGD, GradientPruning
@@ -146,10 +148,10 @@ def measure(
         for attempt in range(tries):
             result = attack(seen, seed=number + 1000 * attempt)
             made += 1
-            doubt = max(certificates(result.info, len(places)), default=math.inf)
+            doubt = max(certificates(result), default=result.info.get("residual") or math.inf)
             if best is None or doubt < least:
                 best, least = result, doubt
-            if "certificate" not in result.info or least < CERTIFIED:
+            if "residual" not in result.info or least < CERTIFIED:
                 break
     except (NotApplicable, MissingKnowledge) as error:
         refused = f"{type(error).__name__}: {error}"
@@ -161,7 +163,7 @@ def measure(
     unit = truth.inputs.to_unit
     told = evaluate(unit(truth.x), truth.y, unit(best.inputs), best.labels, inputs=truth.inputs)
     right = [found["label_correct"] for found in told.rows if found["label_correct"] is not None]
-    claims = certificates(best.info, len(places))
+    claims = certificates(best)
     return {
         **row,
         # Nothing in [0, 1] is further away than 0 dB, and what is no number is not nearer.
@@ -172,14 +174,12 @@ def measure(
     }
 
 
-def certificates(info: Any, count: int) -> list[float]:
-    """One an image, in the order of the reconstructions; none where the attack gives none."""
-    given = info.get("certificate")
-    if given is None:
-        return []
-    if isinstance(given, Tensor):
-        given = given.tolist()
-    return [float(value) for value in given] if isinstance(given, Sequence) else [float(given)] * count
+def certificates(result: Reconstruction) -> list[float]:
+    """Return what each image leaves of the update, infinity where it is not determined; none without certificates."""
+    return [
+        ROUNDING * one.residual if one is not None and one.free_directions == 0 else math.inf
+        for one in result.certificates
+    ]
 
 
 def number_or_none(value: float) -> float | None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.attacks import ATTACKS, HeadFirst, InvertingGradients, head_first
-from leakscope.attacks.head_first import CERTIFIED, NOISY_TRIES, WHOLE_UPDATE
+from leakscope.attacks.head_first import NOISY_TRIES, WHOLE_UPDATE
 from leakscope.contracts.inputs import Box
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -71,7 +71,7 @@ def decibel(x: Tensor, result: Reconstruction) -> float:
 
 
 def is_certified(result: Reconstruction) -> bool:
-    return result.info["certificate"] is not None and result.info["certificate"] < CERTIFIED
+    return result.certified == len(result.inputs)
 
 
 @pytest.mark.parametrize("labels", [[2], [1, 4, 5], [3, 3]])
@@ -138,7 +138,7 @@ def test_double_precision_is_exact_to_more_digits(activation: Callable[[], nn.Mo
 def test_without_a_finish_there_is_no_certificate() -> None:
     x = pictures(1)
     result = HeadFirst(solve=False, iterations=30, rival=False)(look(conv_net(), x, [2]))
-    assert result.info["certificate"] is None
+    assert not result.certificates
     assert result.info["steps"] > 0
 
 
@@ -158,7 +158,7 @@ def test_where_the_head_tells_nothing_it_is_inverting_gradients_and_says_so(name
     seen, words = FALLBACKS[name]()
     result = HeadFirst(iterations=20)(seen, seed=0)
     assert result.info["way"] == WHOLE_UPDATE
-    assert result.info["certificate"] is None
+    assert not result.certificates
     assert "inverting-gradients" in result.notes[0]
     assert words in result.notes[0]
     assert torch.equal(result.inputs, InvertingGradients(iterations=20)(seen, seed=0).inputs)
@@ -252,7 +252,7 @@ def test_runs_repeat_and_seeds_differ() -> None:
     attack = HeadFirst(iterations=10, solve=False)
     first, again, other = (attack(seen, seed=seed) for seed in (0, 0, 1))
     assert torch.equal(first.inputs, again.inputs)
-    assert first.info["certificate"] == again.info["certificate"]
+    assert first.certificates == again.certificates
     assert not torch.equal(first.inputs, other.inputs)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import json
+import math
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from leakscope.contracts.attack import Attack
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.data import Examples, load_data
@@ -163,7 +165,8 @@ class _Broken(Attack):
 
     def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
         inputs = torch.full((1, *observation.input_shape), torch.nan)
-        return Reconstruction(inputs, None, torch.zeros(1), info={"certificate": torch.nan})
+        proof = Certificate.of_share(math.nan, None, "broken")
+        return Reconstruction(inputs, None, torch.zeros(1), certificates=(proof,))
 
 
 class _Claims(Attack):
@@ -174,7 +177,8 @@ class _Claims(Attack):
         late = generator.initial_seed() >= 1000
         claims = [1e-9, 1e-3] if late else [1e-2, 1e-2]
         inputs = torch.stack([torch.full(shape[1:], 0.9 if late else 0.4), torch.full(shape[1:], 0.1)])
-        return Reconstruction(inputs, None, torch.zeros(shape[0]), info={"certificate": claims})
+        proofs = tuple(Certificate.of_share(claim, 0, "claimed") for claim in claims)
+        return Reconstruction(inputs, None, torch.zeros(shape[0]), info={"residual": max(claims)}, certificates=proofs)
 
 
 def test_certificates_follow_their_pictures_and_choose_among_seeds(

@@ -43,7 +43,7 @@ from leakscope.attacks.head_first_rivals import (
 )
 from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -93,11 +93,10 @@ class _Candidate:
         return True, self.distance if math.isfinite(self.distance) else math.inf
 
     def certificates(self) -> tuple[Certificate, ...]:
-        """Certify each example; none where no equations were solved."""
-        if not math.isfinite(self.residual):
+        """Certify each example; none where the equations that were solved are not explained."""
+        if not self.residual < EXPLAINED:
             return ()
-        free = self.free or (None,) * len(self.inputs)
-        return tuple(Certificate.of_share(self.residual, count, self.way) for count in free)
+        return tuple(Certificate.of_share(self.residual, count, self.way) for count in self.free)
 
 
 def _better(first: _Candidate | None, second: _Candidate) -> _Candidate:
@@ -395,6 +394,7 @@ class _Below:
                 "way": found.way,
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
+                "residual": found.residual if math.isfinite(found.residual) else None,
                 "defence_undone": certified and self._masks_known(),
             },
             certificates=certificates,

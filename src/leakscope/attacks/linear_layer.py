@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -56,7 +56,8 @@ class LinearLayer(Attack):
             inputs, residual = invert_single(weight, bias)
             scores = residual[None]
             # One quotient, so that nothing is free as long as there is something to divide by.
-            certificates = (Certificate.of_share(float(residual), 0, "first dense layer"),)
+            if float(residual) <= EXPLAINED:
+                certificates = (Certificate.of_share(float(residual), 0, "first dense layer"),)
             if float(residual) > 0.1:
                 notes = (f"one input explains the layer's gradient only to {float(residual):.0%}: it was altered",)
             if not bool((bias != 0).any()):

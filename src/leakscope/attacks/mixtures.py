@@ -9,7 +9,6 @@ themselves, so that its prior is one of pictures and not of their sums.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.contracts.certificate import ROUNDING, Certificate
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -102,12 +101,11 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
 
 
 def solve_parts(observation: Observation, generator: torch.Generator, solve: Run) -> Reconstruction:
-    """What a solver finds of the mixtures, taken apart; its certificate tells how near they are."""
+    """What a solver finds of the mixtures, taken apart; its residual tells how near they are."""
     mixing = read_mixing(observation, generator)
     result = solve(mixing.observation)
-    proofs = [one for one in result.certificates if one is not None]
-    shares = [ROUNDING * one.residual for one in proofs if math.isfinite(one.residual)]
-    return _apart(mixing, result, min(max(shares, default=SEARCHED), SEARCHED))
+    residual = result.info.get("residual")
+    return _apart(mixing, result, SEARCHED if residual is None else min(residual, SEARCHED))
 
 
 def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:

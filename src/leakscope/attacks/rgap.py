@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
@@ -311,7 +311,7 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         notes=notes,
         info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
         diagnosis=_diagnosis(walk, len(x)) if unique else None,
-        certificates=(_certificate(walk),) if unique else (),
+        certificates=(_certificate(walk),) if unique and walk.residual <= EXPLAINED else (),
     )
 
 

@@ -23,8 +23,9 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
-from leakscope.limits.effort import effort_of
+from leakscope.limits.effort import Effort, effort_of
 from leakscope.matching import GradientMap
+from leakscope.matching.determinacy import free_directions
 from leakscope.matching.least_squares import SKETCH
 
 #: A result that leaves more of the update than this says nothing of the place where the inputs lie.
@@ -37,6 +38,9 @@ QUICK_COLUMNS_WORK = 2e10
 MAX_UNKNOWNS = 5000
 MAX_WORK = 2**32
 THOROUGH_COLUMNS_WORK = 5e11
+#: Products with a Jacobian that is not made, and operations of them all: seconds.
+PROBES = 200
+PROBES_WORK = 5e9
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
 
@@ -53,7 +57,7 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
         return proved
     inputs, labels, unknowns = result.inputs, result.labels, result.inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
-    reason = _obstacle(observation, result, entries, thorough)
+    reason = _obstacle(observation, result, entries)
     if reason is not None:
         return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
     if entries < unknowns:
@@ -66,7 +70,11 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     mapping = GradientMap.of(wide, labels.cpu())
     flat = mapping.flat(inputs.detach().cpu().double())
     observed = torch.cat([value.flatten() for value in wide.message.update.values()])
+    effort = effort_of(observation.model, observation.input_shape, len(inputs))
     try:
+        too_large = _too_large(unknowns, entries, effort, thorough)
+        if too_large is not None:
+            return _by_probes(mapping, flat, observed, effort, too_large)
         columns = SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
         matrix = _jacobian(mapping, flat, columns, narrow=observation.dtype == torch.float32)
         value, pull = vjp(mapping, flat)[:2]
@@ -187,7 +195,38 @@ def explain(
     return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)
 
 
-def _obstacle(observation: Observation, result: Reconstruction, entries: int, thorough: bool) -> str | None:
+def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Effort, too_large: str) -> Diagnosis:
+    """Look for free directions by products with a Jacobian that is too large to be made.
+
+    Where most of the update is unexplained the result is no place to look at alone: then any input must have them.
+    """
+    undecided = Diagnosis(outcome="undecided", reason=too_large, unknowns=mapping.unknowns)
+    if effort.refusal("a probe", PROBES, PROBES_WORK) is not None:
+        return undecided
+    residual = float((mapping(flat).detach() - observed).norm() / observed.norm().clamp_min(1e-300))
+    draws = torch.Generator().manual_seed(0)
+    anywhere = torch.rand(flat.shape, generator=draws, dtype=torch.float64).to(flat)
+    hidden = mapping.unknowns
+    for place in (flat,) if residual <= EXPLAINED else (flat, anywhere):
+        counts = free_directions(mapping, place, limit=PROBES)
+        hidden = min(hidden, sum(count or 0 for count in counts))
+        if not hidden:
+            return undecided
+    reason = f"in about {hidden:,} of {mapping.unknowns:,} directions the inputs leave no trace in the update"
+    facts: dict[str, Any] = {"unknowns": mapping.unknowns, "residual": residual, "hidden": hidden}
+    return Diagnosis(outcome="not identifiable", reason=reason, **facts)
+
+
+def _too_large(unknowns: int, entries: int, effort: Effort, thorough: bool) -> str | None:
+    """Why the Jacobian is not made, or None."""
+    limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
+    if unknowns > limit or unknowns * entries > work:
+        more = "too many" if thorough else "thorough=True allows more"
+        return f"the Jacobian of {unknowns} unknowns and {entries} entries was not computed; {more}"
+    return effort.refusal("the Jacobian", unknowns, THOROUGH_COLUMNS_WORK if thorough else QUICK_COLUMNS_WORK)
+
+
+def _obstacle(observation: Observation, result: Reconstruction, entries: int) -> str | None:
     """Why no diagnosis can be made, or None."""
     if observation.has_rounds:
         return "the calculation is for one update of all examples, and there are rounds on some of them"
@@ -205,9 +244,4 @@ def _obstacle(observation: Observation, result: Reconstruction, entries: int, th
         return channel.beyond_theory
     if result.labels is None:
         return "the attack gives no labels, which the Jacobian needs"
-    limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
-    if unknowns > limit or unknowns * entries > work:
-        more = "too many" if thorough else "thorough=True allows more"
-        return f"the Jacobian of {unknowns} unknowns and {entries} entries was not computed; {more}"
-    effort = effort_of(observation.model, observation.input_shape, len(result.inputs))
-    return effort.refusal("the Jacobian", unknowns, THOROUGH_COLUMNS_WORK if thorough else QUICK_COLUMNS_WORK)
+    return None
