@@ -62,20 +62,18 @@ def body(activation: Activation, channels: int = 3, side: int = SIDE, widths: tu
     return *layers, nn.Flatten(), nn.Linear(channels * side * side, CLASSES)
 
 
-def with_dead_filters(activation: Activation) -> nn.Module:
-    """A 1x1 convolution of three filters in front, two of which are zero."""
-    front = nn.Conv2d(3, 3, 1)
-    with torch.no_grad():
-        front.weight[1:] = 0
-    return nn.Sequential(front, *body(activation))
+def kill(net: nn.Module, name: str) -> None:
+    """Set two of three filters in front to zero, or the units of the second layer beyond what any input wakes.
 
-
-def dead(activation: Activation) -> nn.Module:
-    """Units of the second layer that hardly any input wakes: behind ReLU nothing comes back, behind tanh next to it."""
-    net = nn.Sequential(*body(activation))
+    Training brings them back, so that it is done after it too.
+    """
+    layers = [module for module in net.modules() if isinstance(module, nn.Conv2d)]
     with torch.no_grad():
-        net[2].bias.fill_(-100.0)
-    return net
+        if name == "dead filters":
+            layers[0].weight[1:] = 0
+        if name == "dead":
+            assert layers[1].bias is not None
+            layers[1].bias.fill_(-100.0)
 
 
 HIDING: dict[str, Callable[[Activation], nn.Module]] = {
@@ -83,10 +81,10 @@ HIDING: dict[str, Callable[[Activation], nn.Module]] = {
     "1x1, stride 2": lambda a: nn.Sequential(nn.Conv2d(3, 8, 1, 2), *body(a, 8, SIDE // 2)),
     "2x2, stride 3": lambda a: nn.Sequential(nn.Conv2d(3, 16, 2, 3), *body(a, 16, 10)),
     "3-to-1": lambda a: nn.Sequential(nn.Conv2d(3, 1, 1), *body(a, 1)),
-    "dead filters": with_dead_filters,
+    "dead filters": lambda a: nn.Sequential(nn.Conv2d(3, 3, 1), *body(a)),
     "pixel mask": lambda a: nn.Sequential(PixelMask(), *body(a)),
     "too few filters": lambda a: nn.Sequential(*body(a, widths=(2, 4, 8))),
-    "dead": dead,
+    "dead": lambda a: nn.Sequential(*body(a)),
 }
 ACTIVATIONS: dict[str, Activation] = {"ReLU": nn.ReLU, "tanh": nn.Tanh}
 DETERMINED = ("convnet", "mlp", "femnist-cnn")
@@ -115,11 +113,13 @@ def hiding_net(name: str, activation: str, state: str, cache: Path) -> nn.Module
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         net = HIDING[name](ACTIVATIONS[activation]).eval()
+    kill(net, name)
     if state != UNTRAINED:
         kept = cache / f"hiding-{fingerprint(net)}.safetensors"
         if not kept.exists():
             train(net, 1, load_data("cifar10", split="train", limit=IMAGES), lambda _: kept)
         load_weights(net, kept)
+        kill(net, name)
     return net.eval()
 
 

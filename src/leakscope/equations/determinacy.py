@@ -79,7 +79,11 @@ def count_free_directions(
             if bool((shares <= SEEN).all()):
                 return (0,) * shape[0]
             if change(_of_size_one(left)) <= INVISIBLE:
-                return _whole(shares)
+                if precondition is None:
+                    return _whole(shares)
+                # What is left is free, but its length was changed on the way: it is not the share that counts.
+                counts = count_free_directions(normal, change, shape, like, limit=limit)
+                return _whole(shares.clamp_max(unknowns)) if None in counts else counts
         if settled:
             break
     return (None,) * shape[0]

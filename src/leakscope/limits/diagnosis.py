@@ -38,8 +38,8 @@ QUICK_COLUMNS_WORK = 2e10
 MAX_UNKNOWNS = 5000
 MAX_WORK = 2**32
 THOROUGH_COLUMNS_WORK = 5e11
-#: Products with a Jacobian that is not made, and operations of them all: seconds.
-PROBES = 200
+#: Products with a Jacobian that is not made: at least and at most, and operations of them all, which are seconds.
+PROBES = (100, 1000)
 PROBES_WORK = 5e9
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
@@ -201,14 +201,15 @@ def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Eff
     Where most of the update is unexplained the result is no place to look at alone: then any input must have them.
     """
     undecided = Diagnosis(outcome="undecided", reason=too_large, unknowns=mapping.unknowns)
-    if effort.refusal("a probe", PROBES, PROBES_WORK) is not None:
+    if effort.refusal("a probe", PROBES[0], PROBES_WORK) is not None:
         return undecided
+    limit = int(min(PROBES[1], PROBES_WORK / max(effort.operations, 1)))
     residual = float((mapping(flat).detach() - observed).norm() / observed.norm().clamp_min(1e-300))
     draws = torch.Generator().manual_seed(0)
     anywhere = torch.rand(flat.shape, generator=draws, dtype=torch.float64).to(flat)
     hidden = mapping.unknowns
     for place in (flat,) if residual <= EXPLAINED else (flat, anywhere):
-        counts = free_directions(mapping, place, limit=PROBES)
+        counts = free_directions(mapping, place, limit=limit)
         hidden = min(hidden, sum(count or 0 for count in counts))
         if not hidden:
             return undecided
