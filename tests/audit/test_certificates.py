@@ -80,7 +80,6 @@ def test_recovered_and_certified_is_said_everywhere(mine: Path) -> None:
     _everywhere("prover:Prover", "quotient")
 
 
-@pytest.mark.xfail(strict=False, reason="head-first gives no certificates of examples yet")
 def test_so_it_is_of_head_first_on_an_mlp(mine: Path) -> None:
     _everywhere("head-first", None)
 
