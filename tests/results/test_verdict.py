@@ -352,10 +352,12 @@ def test_a_wide_gap_to_theory_is_a_doubt() -> None:
     ],
 )
 def test_a_search_that_failed_is_a_doubt(told: list[str], outcome: str) -> None:
-    attempts = [make(n, 9, attack=f"{n}()", diagnosis=what) for n, what in enumerate(told)]
-    assert (
-        judge([*attempts, control(7, attack="0()"), planted(8, attack="0()")], None, 4).settings[0].outcome == outcome
-    )
+    rows = [make(n, 9, attack=f"{n}()", diagnosis=what) for n, what in enumerate(told)]
+    rows += [control(7, attack="0()"), planted(8, attack="0()")]
+    if "recovered" in told:
+        assert judge(rows, None, 4).outcome == "inconclusive", "an attack without a positive control supports nothing"
+        rows.append(planted(9, attack="1()"))
+    assert judge(rows, None, 4).settings[0].outcome == outcome
 
 
 LABELS: list[tuple[str, dict[str, Any], list[bool | None], dict[str, Any], str]] = [

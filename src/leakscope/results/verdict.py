@@ -20,10 +20,11 @@ from leakscope.contracts.tables import data_frame, latex_table
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
-from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number
-from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict, StrongestExample
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number, texts
+from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
+from leakscope.results.strongest import StrongestExample
 
 EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive": 5, "nothing audited": 5}
 
@@ -98,7 +99,7 @@ def judge(
     rows = list(rows)
     # What a defence costs says nothing about what leaks.
     findings = [finding for finding in findings if finding.kind != UTILITY]
-    total, cells, with_floor = _expectations(rows, plan)
+    total, cells, with_floor = _expectations(rows, plan, limits)
     floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
     settings = []
@@ -131,7 +132,8 @@ def judge(
 
 def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
     """Doubts that belong to no one setting."""
-    broken = sum(row.status == "failed" for row in rows if not row.counts)
+    # A failed control of an attack costs that attack its word (AttackStrength); one without an attack serves them all.
+    broken = sum(row.status == "failed" for row in rows if not row.counts and row.job.attack == "none")
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
     doubts = []
     if broken:
@@ -159,7 +161,7 @@ def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[tuple[str, str],
 
 
 def _expectations(
-    rows: list[Row], plan: Mapping[str, Any] | int | None
+    rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
 ) -> tuple[int, dict[tuple[str, str], Expected], set[str]]:
     """How many jobs there should be, in all and per setting, and the protocols of which theory can say something.
 
@@ -181,9 +183,21 @@ def _expectations(
     facts: dict[str, Any] = {"examples": examples, "budget": _ended_budget(plan)}
     spared, _ = _spared(plan)
     cells = {
-        cell: Expected(int(entry["jobs"]), findings=int(entry.get("findings", 0)), spared=spared.get(cell, 0), **facts)
+        cell: Expected(
+            int(entry["jobs"]),
+            findings=int(entry.get("findings", 0)),
+            spared=spared.get(cell, 0),
+            required=_required(plan, entry["protocol"], policy),
+            **facts,
+        )
         for entry in entries
         for cell in [(entry["protocol"], entry["defense"])]
     }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor
+
+
+def _required(plan: Mapping[str, Any] | int | None, protocol: str, policy: Policy) -> frozenset[str] | None:
+    """The standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
+    names = mapping(plan.get("standard")).get(protocol) if isinstance(plan, Mapping) else None
+    return None if names is None else frozenset(texts(names)) - set(policy.waive)
