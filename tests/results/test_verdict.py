@@ -29,6 +29,7 @@ def make(
     labels: str = "no",
     diagnosis: str | None = None,
     given_psnr: float | None = None,
+    residuals: tuple[float | None, float | None] = (None, None),
     **numbers: Any,
 ) -> Row:
     job = {
@@ -47,7 +48,7 @@ def make(
     given = [] if given_psnr is None else [{**example, "psnr": given_psnr}]
     why = None if diagnosis is None else {"outcome": diagnosis, "reason": "so it is"}
     facts = {"flags": list(flags), "adaptive": adaptive, "given_labels": given, "diagnosis": why}
-    facts["chose_model"] = chose_model
+    facts |= {"chose_model": chose_model, "unexplained": residuals[0], "unexplained_by_truth": residuals[1]}
     result = {"examples": [example], **facts} if status == "done" else None
     told = None if status == "done" else error
     return Row.read(f"key{position}", position, status, job, result, told, 1.0, "now")  # type: ignore[arg-type]

