@@ -164,8 +164,16 @@ def test_another_audits_folder_is_refused_untouched(tmp_path: Path) -> None:
 def test_policy_may_change_on_resume(tmp_path: Path) -> None:
     assert run(tmp_path, defenses=None).verdict.outcome == "leaks"
     again = run(tmp_path, defenses=None, policy={"max_psnr": 500.0, "max_identification": 1.0})
+    assert "standard attacks not run: " in str(again.verdict)
+    lenient = {"max_psnr": 500.0, "max_identification": 1.0, "waive": doubles.STANDARD}
+    again = run(tmp_path, defenses=None, policy=lenient)
     assert again.verdict.outcome == "within policy"
-    assert again.store.meta("policy")["max_psnr"] == 500.0
+    assert any("Waived: " in line["text"] for line in again.store.meta("audited"))
+    assert "The policy allows a pass without the standard attacks linear-layer, " in again.report().read_text()
+    assert json.loads(again.to_json())["policy"]["waive"] == doubles.STANDARD
+    stricter = run(tmp_path, defenses=None, policy={"max_psnr": 500.0, "max_identification": 1.0})
+    assert not any("Waived: " in line["text"] for line in stricter.store.meta("audited"))
+    assert stricter.store.meta("policy")["max_psnr"] == 500.0
 
 
 def test_nothing_is_left_when_the_spec_is_wrong(tmp_path: Path) -> None:

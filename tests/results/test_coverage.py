@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.results.test_verdict import NOISE, SGD, control, held_out, make, planted
 
 from leakscope.results import Row, judge
 from leakscope.results.coverage import NOISE_MARGIN, ROUNDING, explained
+from verdict_rows import NOISE, SGD, control, held_out, make, planted
 
 HOLDS = {"residual": 0.3, "tolerance": 1.0, "free_directions": 0, "method": "masks decoded"}
 OPEN = {**HOLDS, "free_directions": 12}

@@ -16,6 +16,7 @@ from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
+from leakscope.equations.noise_test import drowned
 from leakscope.labels import RecoveredLabels, local_steps, mean_gradient_scale
 from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
@@ -28,6 +29,9 @@ LabelChoice = Literal["recover", "joint"]
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: A replayed local step in forward passes: two gradients of three each, and six to pull an adjoint back.
 LOCAL_STEP_FORWARDS = 12
+#: Steps where the noise drowns the update: there is nothing to find, and a longer search only fits the noise.
+DROWNED_STEPS = 30
+DROWNED_NOTE = f"the known noise drowns the clipped update, so the search ends after at most {DROWNED_STEPS} steps"
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
@@ -61,6 +65,9 @@ class GradientMatching(Attack):
         """What the search with ``matcher`` makes of the observation, labels included."""
         if is_mixed(observation):
             return search_parts(observation, generator, lambda seen: self.search(seen, matcher, generator, progress))
+        hopeless = drowned(observation)
+        if hopeless:
+            matcher = replace(matcher, iterations=min(matcher.iterations, DROWNED_STEPS))
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
         copies = self.copies(observation)
@@ -91,6 +98,8 @@ class GradientMatching(Attack):
             readings = [readings[chosen]]
         targets, method = (readings[0].labels, readings[0].method) if readings else (None, "joint")
         match = match_with(matcher, targets, trials)
+        if hopeless:  # that it would go on falling does not mean that it would find anything
+            notes, match = (*notes, DROWNED_NOTE), replace(match, flags=tuple({*match.flags} - {"did not converge"}))
         labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),

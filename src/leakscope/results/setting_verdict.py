@@ -237,7 +237,7 @@ class Setting:
             return []
         weak = self.strength.doubt({row.job.attack for row in rows})
         doubts = [] if weak is None else [weak]
-        doubts += [*self._doubts_of_knowledge(rows), *_doubts_of_searches(rows), *unresolved_labels(rows)]
+        doubts += [*_doubts_of_searches(rows), *self._doubts_of_knowledge(rows), *unresolved_labels(rows)]
         flags = {flag for row in rows for flag in raised(row)} - {UNCERTAIN_LABELS}
         doubts += [_flag_doubt(flag, rows) for flag in sorted(flags)]
         return [*doubts, *self._doubts_of_numbers(rows)]
