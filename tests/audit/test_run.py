@@ -55,7 +55,9 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     assert meta["plan"]["findings"] == len(done.findings) == 4
     assert meta["data"]["shape"] == [1, 4, 4]
     assert meta["model"]["parameters"] == 51
-    assert set(meta["policy"]) == {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
+    limits = {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
+    assert set(meta["policy"]) == {*limits, "waive"}
+    assert meta["plan"]["standard"] == {"FedSGD(batchnorm='eval', reduction='mean')": doubles.STANDARD}
     assert set(meta["versions"]) == {"leakscope", "torch", "numpy", "python", "platform"}
     assert done.store.meta("threat_model")[0].startswith("The adversary sees")
 
