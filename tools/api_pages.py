@@ -23,7 +23,7 @@ from leakscope.network.inspection import ModelInspection, inspect_model
 #: Public names of the package that have their home in the contracts, in the order in which one meets them.
 CONTRACTS = (
     *("Knowledge", "Observation", "Message", "Protocol", "Task", "InputSpace", "Box", "ValueRange", "Defense"),
-    *("Channel", "Attack", "Reconstruction", "Diagnosis", "setting"),
+    *("Channel", "Attack", "Reconstruction", "Certificate", "Diagnosis", "setting"),
 )
 
 

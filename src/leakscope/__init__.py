@@ -21,6 +21,7 @@ __version__ = "0.11.0"
 _NAMES = {
     "Attack": "leakscope.contracts.attack",
     "Box": "leakscope.contracts.inputs",
+    "Certificate": "leakscope.contracts.certificate",
     "Channel": "leakscope.contracts.channel",
     "Defense": "leakscope.contracts.defense",
     "Diagnosis": "leakscope.contracts.reconstruction",

@@ -68,6 +68,24 @@ def run(pytester: pytest.Pytester, *arguments: str) -> tuple[Any, dict[str, tupl
     return result, outcomes(pytester.path / "junit.xml")
 
 
+PROVED = """
+from dataclasses import dataclass
+import leakscope as ls
+from leakscope.contracts.certificate import Certificate
+
+@dataclass(frozen=True, kw_only=True)
+class Prover(ls.Attack):
+    def run(self, observation, generator, progress=None):
+        bias, weight = observation.message.update["1.bias"], observation.message.update["1.weight"]
+        x = (weight[0] / bias[0]).reshape(1, *observation.input_shape)
+        proof = Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="quotient")
+        return ls.Reconstruction(x, bias.argmin()[None], torch.zeros(1), certificates=(proof,))
+
+def test_proved(leakscope_audit):
+    small(leakscope_audit, attacks=[Prover()])
+"""
+
+
 @pytest.fixture
 def repository(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
     def forget_own_modules(_: Any) -> None:
@@ -110,6 +128,14 @@ def test_a_repository_fails_with_a_leaking_model_and_passes_with_a_protected_one
     assert sarif_problems(log) == []
     assert {result["level"] for result in log["runs"][0]["results"]} <= {"note"}
     assert not (repository.path / "leakscope-baseline.json").exists()
+
+
+def test_certified_examples_are_told(repository: pytest.Pytester) -> None:
+    repository.makepyfile(test_audits=SMALL + PROVED)
+    _, told = run(repository)
+    outcome, properties, message = told["test_proved"]
+    assert (outcome, properties["leakscope_certified"]) == ("failed", "1")
+    assert "1 of 1 example: recovered, certified (quotient)" in message
 
 
 def test_the_example_of_the_docs_runs(repository: pytest.Pytester) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import DLG, GaussNewton
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.defenses import GradientNoise, GradientPruning
@@ -128,6 +129,44 @@ def test_an_attack_that_certifies_its_result_has_the_last_word(example) -> None:
     seen = FedSGD().observe(lenet(), x, y)
     own = Diagnosis(outcome="undecided", reason="the attack knows better", unknowns=64)
     assert diagnose(seen, dataclasses.replace(result(x, y), diagnosis=own)) is own
+
+
+def proof(free: int | None = 0, residual: float = 0.4) -> Certificate:
+    return Certificate(residual=residual, tolerance=1.0, free_directions=free, method="masks decoded")
+
+
+@pytest.mark.parametrize(
+    "proofs, outcome, hidden",
+    [
+        ((proof(), proof()), "recovered", 0),
+        ((proof(), proof(7)), "not identifiable", 7),
+        ((proof(5), proof(7)), "not identifiable", 12),
+        ((proof(5), None), "not identifiable", 5),
+        # Nothing follows from these: the search went on being judged by the Jacobian, which is too large here.
+        ((proof(), None), "undecided", None),
+        ((proof(), proof(None)), "undecided", None),
+        ((proof(), proof(7, residual=3.0)), "undecided", None),
+        ((proof(), proof(residual=float("nan"))), "undecided", None),
+        ((), "undecided", None),
+    ],
+)
+def test_certificates_decide_at_any_size_of_the_model(generator, proofs, outcome, hidden) -> None:
+    x, y = torch.rand(2, 3, 40, 40, generator=generator), torch.tensor([1, 0])
+    model = build_model("mlp", input_shape=(3, 40, 40), num_classes=4, hidden=(5,), activation="tanh")
+    seen = FedSGD().observe(model, x, y)
+    found = diagnose(seen, dataclasses.replace(result(x, y), certificates=proofs))
+    assert (found.outcome, found.hidden) == (outcome, hidden)
+    assert ("masks decoded" in found.reason) == (outcome == "recovered")
+
+
+def test_a_certificate_overrules_the_attacks_word_where_they_differ(example) -> None:
+    x, y = example
+    seen = FedSGD().observe(lenet(), x, y)
+    own = Diagnosis(outcome="recovered", reason="the attack's own", unknowns=64)
+    told = dataclasses.replace(result(x, y), diagnosis=own)
+    assert diagnose(seen, dataclasses.replace(told, certificates=(proof(),))) is own
+    assert diagnose(seen, dataclasses.replace(told, certificates=(None,))) is own
+    assert diagnose(seen, dataclasses.replace(told, certificates=(proof(3),))).outcome == "not identifiable"
 
 
 def test_mixtures_and_missing_labels_are_undecided(example) -> None:

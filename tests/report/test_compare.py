@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 from fabricate import HOSTILE, NOISE, PRUNING, SGD, fabricate
+from typer.testing import CliRunner
 
+from json_schema import violations
+from leakscope.cli import app
 from leakscope.report import compare, compare_differences, compare_tables, write_comparison
 from leakscope.report.compare import STRONGEST
+from leakscope.results.export import schema
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +54,26 @@ def test_other_hyper_parameters_are_matched_by_name(tmp_path: Path) -> None:
     lines = compare_tables(first.write(tmp_path / "a"), second.write(tmp_path / "b"))
     assert [line.attack for line in lines] == [STRONGEST, "inverting-gradients", "deep-leakage", "analytic"]
     assert all(math.isfinite(line.difference) for line in lines)
+
+
+def test_certified_examples_are_counted_on_both_sides(tmp_path: Path) -> None:
+    stores = [fabricate(settings=((SGD, "none"),), level=(0.01,), failures=False) for _ in range(2)]
+    proof = {"residual": 0.4, "tolerance": 1.0, "free_directions": 0, "method": "masks decoded"}
+    for row in stores[1].jobs:
+        # Of two seeds one is enough; a second example is explained and not determined.
+        free = {0: 0, 1: 7}.get(row["job"]["batch"])
+        if row["job"]["attack_name"] == "inverting-gradients" and row["job"]["seed"] == 0 and free is not None:
+            row["result"]["examples"][0]["certificate"] = {**proof, "free_directions": free}
+    folders = [store.write(tmp_path / name) for store, name in zip(stores, "ab", strict=True)]
+    counts = {line.attack: (line.certified_a, line.certified_b) for line in compare_tables(*folders)}
+    assert counts["inverting-gradients"] == (0, 1)
+    assert counts["deep-leakage"] == (0, 0)
+    assert "<small>1 certified</small>" in compare(folders)
+    told = CliRunner().invoke(app, ["compare", *map(str, folders), "--json"])
+    lines = json.loads(told.stdout)["lines"]
+    assert violations(json.loads(told.stdout), schema("compare")) == []
+    assert {line["attack"]: line["certified_second"] for line in lines}["inverting-gradients"] == 1
+    assert "certified" in told.stderr
 
 
 def test_page_is_the_same_each_time_and_escapes(pair: tuple[Path, Path], tmp_path: Path) -> None:

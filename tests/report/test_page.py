@@ -332,6 +332,28 @@ def test_empty_and_unfinished_stores_have_a_page(tmp_path: Path) -> None:
     assert "Nothing audited" in Page(render(broken.write(tmp_path / "broken"))).text
 
 
+def test_certificates_stand_beside_the_pictures_and_in_the_table_of_jobs(tmp_path: Path) -> None:
+    built = fabricate(settings=((SGD, "none"),), level=(0.01,), examples=3, seeds=1, failures=False)
+    proof = {"residual": 0.4, "tolerance": 1.0, "free_directions": 0, "method": "masks decoded"}
+    proofs = {0: proof, 1: {**proof, "free_directions": 2304}}
+    for row in built.jobs:
+        if row["job"]["attack_name"] == "inverting-gradients" and not row["job"]["control"]:
+            row["result"]["examples"][0]["certificate"] = proofs.get(row["job"]["batch"])
+    text = render(built.write(tmp_path / "run"))
+    free = "explains the update, but 2,304 directions of the input are not determined"
+    assert text.count("inverting-gradients<br>recovered, certified</span>") == 1
+    assert text.count(f"inverting-gradients<br>{free}</span>") == 1
+    assert "<small>1 of 3 examples: recovered, certified (masks decoded)</small>" in text
+    assert "<td>recovered, certified; masks decoded, residual 0.4 (limit 1)</td>" in text
+    assert "<th>Certificate</th>" in text
+
+
+def test_a_store_without_certificates_has_no_column_of_them(store: Path) -> None:
+    text = render(store)
+    assert "recovered, certified" not in text
+    assert "<th>Certificate</th>" not in text
+
+
 def convincing(built: Fabricated) -> Fabricated:
     """Adds what a pass needs: the easiest case recovered, and theory that allows no more than attacks reach."""
     for row in [row for row in built.jobs if row["job"]["seed"] == 0 and not row["job"]["control"] and row["result"]]:

@@ -75,6 +75,25 @@ def _place(result: dict[str, Any]) -> tuple[str, int]:
     return place["artifactLocation"]["uri"], place["region"]["startLine"]
 
 
+def test_what_was_proved_of_an_example_is_told(tmp_path: Path) -> None:
+    proof = {"residual": 0.4, "tolerance": 1.0, "free_directions": 0, "method": "masks decoded"}
+    proofs = [proof, {**proof, "free_directions": 2304}, None]
+    result = {"examples": [{"index": n, "psnr": 40.0, "certificate": one} for n, one in enumerate(proofs)]}
+    job = {"protocol": SGD, "defense": "none", "attack": "A()", "attack_name": "a", "seed": 0, "batch": 0}
+    store = Store.create(tmp_path / "run", {"policy": {"max_psnr": 20.0, "min_lift": 0.0}, "source": SOURCE})
+    store.record(Row.read("a", 0, "done", job, result))
+    log = log_of(store)
+    assert sarif_problems(log) == []
+    (leak,) = (one for one in log["runs"][0]["results"] if one["ruleId"] == "LS001")
+    assert "1 of 3 examples: recovered, certified (masks decoded)." in leak["message"]["text"]
+    assert "2,304 directions" in leak["message"]["text"]
+    assert leak["properties"]["certified_examples"] == [0]
+    assert leak["properties"]["certificates"] == [
+        {"example": 0, "certified": True, **proof},
+        {"example": 1, "certified": False, **proof, "free_directions": 2304},
+    ]
+
+
 def test_nothing_audited_is_no_clean_log(tmp_path: Path) -> None:
     store = store_of(tmp_path / "run")
     log = log_of(store)

@@ -15,6 +15,7 @@ from json_schema import violations
 from leakscope.metrics import MEASURES
 from leakscope.results import Store, judge_store
 from leakscope.results.export import VERSIONS, audit_document, audit_table, csv_text, document, json_text, schema
+from leakscope.results.records import FindingRow, Row
 
 SGD, PRUNING = "FedSGD(batchnorm='eval')", "GradientPruning(fraction=0.9, scope='tensor')"
 
@@ -42,8 +43,6 @@ def store(tmp_path: Path) -> Any:
         "label_correct": True,
         "score": 0.5,
     }
-    from leakscope.results.records import FindingRow, Row
-
     store.record(Row.read("a", 0, "done", job, {"examples": [example, {**example, "index": 1}], "flags": ["odd", "x"]}))
     blind = {"examples": [{"index": 0, "psnr": 8.0}]}
     store.record(Row.read("b", 1, "done", {**job, "control": "noise"}, blind, None, math.nan))
@@ -67,6 +66,40 @@ def test_the_document_of_an_audit_keeps_its_schema(store: Any) -> None:
     assert told["findings"][0]["content"] == {"rmse": None}
     assert told["audited"] == [{"text": "random weights", "warning": True}]
     assert any(reason["settings"] == ["S1"] for reason in told["reasons"])
+
+
+def test_certificates_are_in_the_document_and_in_the_table(tmp_path: Path) -> None:
+    job = {"protocol": SGD, "defense": "none", "attack": "A()", "attack_name": "a", "seed": 0, "batch": 0}
+    proof = {"residual": 0.4, "tolerance": 1.0, "free_directions": 0, "method": "masks decoded"}
+    proofs = [proof, {**proof, "free_directions": 2304}, {**proof, "residual": None, "free_directions": None}, None]
+    examples = [{"index": n, "psnr": 40.0, "certificate": one} for n, one in enumerate(proofs)]
+    old = [{"index": n, "psnr": 10.0} for n in range(4)]  # as versions before 0.12 wrote them
+    why = {"outcome": "not identifiable", "reason": "see /home/ada/model.py"}
+    with Store.create(tmp_path / "run", {"policy": {"max_psnr": 20.0}, "plan": {"total": 2}}) as store:
+        store.record(Row.read("a", 0, "done", job, {"examples": examples, "diagnosis": why}))
+        store.record(Row.read("b", 1, "done", {**job, "seed": 1}, {"examples": old}))
+        told = json.loads(json_text(audit_document(store, judge_store(store), {})))
+        lines = list(csv.DictReader(io.StringIO(csv_text(audit_table(store, judge_store(store))))))
+    assert violations(told, schema("audit")) == []
+    new, before = (one["examples"] for one in told["jobs"])
+    assert [(one["certified"], one["certificate"]) for one in new] == [
+        (True, proof),
+        *((False, other) for other in proofs[1:]),
+    ]
+    assert [(one["certified"], one["certificate"]) for one in before] == [(False, None)] * 4
+    assert [job["diagnosis"] for job in told["jobs"]] == [{**why, "reason": "see model.py"}, None]
+    setting = told["settings"][0]
+    assert setting["certified"] == 1
+    assert [one["certificate"] for one in setting["examples"]] == proofs
+    assert told["worst"]["certified"] is True
+    columns = ("certified", *(f"certificate_{name}" for name in proof))
+    assert [tuple(line[name] for name in columns) for line in lines[:5]] == [
+        ("True", "0.4", "1.0", "0", "masks decoded"),
+        ("False", "0.4", "1.0", "2304", "masks decoded"),
+        ("False", "", "1.0", "", "masks decoded"),
+        ("", "", "", "", ""),
+        ("", "", "", "", ""),
+    ]
 
 
 def test_nothing_private_is_in_it(store: Any) -> None:

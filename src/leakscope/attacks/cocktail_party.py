@@ -36,11 +36,13 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.certificate import ROUNDING, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense_signals import Separated, positive_peak, separate
+from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.unmixing import Domain, Unmixed, UnmixingRefused, count_sources, independent_rows, unmix
 from leakscope.matching import Victim
 from leakscope.matching.held import HeldMatching, Weighting
@@ -170,11 +172,11 @@ class _Party:
             "compiled": False,
             "outside": unmixed.residual,
             "negentropy": float(unmixed.negentropy.min()),
-            "certificate": residual if certified else None,
         }
         if self.entry.reads_input:
-            return self._result(rows if certified else self._project(rows), labels, residual, info)
-        info = {**info, "embedding_certificate": info["certificate"], "certificate": None}
+            result = self._result(rows if certified else self._project(rows), labels, residual, info)
+            return dataclasses.replace(result, certificates=self._certificates(separated if certified else None))
+        info = {**info, "embedding_residual": residual if certified else None}
         return self._inverted(rows, labels, info, exact=certified)
 
     def _count(self) -> int:
@@ -269,6 +271,17 @@ class _Party:
         except (UnmixingRefused, torch.linalg.LinAlgError) as error:
             self.notes.append(f"the inputs are not solved for: {str(error).strip().splitlines()[0]}")
             return None
+
+    def _certificates(self, separated: Separated | None) -> tuple[Certificate, ...]:
+        """Certify the inputs that were solved for, each by the units that tell it from the others."""
+        if separated is None or several_steps(self.observation):
+            return ()
+        residual, tolerance = separated.residual / ROUNDING, separated.rounding / ROUNDING
+        free = free_inputs_of_dense(separated.signals.double(), separated.inputs.double())
+        return tuple(
+            Certificate(residual=residual, tolerance=tolerance, free_directions=count, method="unmixed, solved")
+            for count in free
+        )
 
     def _labels(self, separated: Separated | None) -> Tensor | None:
         """Cross-entropy pulls one output up, that of the label."""

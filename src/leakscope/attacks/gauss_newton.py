@@ -30,11 +30,13 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.matching import Fit, GradientMap, LevenbergMarquardt, Roughness
+from leakscope.matching.determinacy import free_directions
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.network.kinks import kinks
 from leakscope.network.layers import find_head
@@ -127,7 +129,17 @@ class GaussNewton(Attack):
                 "jacobians": best.builds,
                 "output_gradient_held": held is not None,
             },
+            certificates=self._certificates(observation, mapping, best, relative),
         )
+
+    def _certificates(
+        self, observation: Observation, mapping: GradientMap, best: Fit, relative: float
+    ) -> tuple[Certificate, ...]:
+        """Certify inputs that explain one gradient without noise to its rounding."""
+        if relative > EXPLAINED or mapping.scales is not None or several_steps(observation):
+            return ()
+        free = free_directions(mapping, best.x, best.preconditioner)
+        return tuple(Certificate.of_share(relative, count, "Gauss-Newton") for count in free)
 
     def _search(
         self,

@@ -8,8 +8,9 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
    search in every trained network, is out of the way. Among a few weightings that one is taken whose short trial
    explains the whole update best.
 3. *From near to exact.* In ReLU networks masks are decoded and what is then linear is solved
-   (:mod:`leakscope.attacks.head_first_finish`), and the residual is a certificate. Further rounds of matching and
-   solving go on from there until one ends with it. Networks without kinks are finished by Gauss-Newton steps.
+   (:mod:`leakscope.attacks.head_first_finish`). A residual of rounding and no free direction are a certificate. Further
+   rounds of matching and solving go on until one explains the update. Networks without kinks are finished by
+   Gauss-Newton steps.
    Under noise of a known level the most probable pictures are looked for (:mod:`leakscope.attacks.head_first_noise`).
 
 Where the head tells nothing (pruned, too many examples, several local steps) the whole update is matched, as
@@ -29,7 +30,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.head_first_finish import CERTIFIED, Finish, Finisher
+from leakscope.attacks.head_first_finish import Finish, Finisher
 from leakscope.attacks.head_first_noise import with_known_noise
 from leakscope.attacks.head_first_rivals import (
     MOST_WORK,
@@ -42,9 +43,11 @@ from leakscope.attacks.head_first_rivals import (
 )
 from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
+from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import DirectionL1, Victim
@@ -56,7 +59,7 @@ from leakscope.network.recorder import record_layers
 
 #: What the rounding of a batch's gradient alone may leave: below this there is nothing left to gain by another round.
 SETTLED = 3e-6
-#: With a certificate below this masks are right but for a few, and the certificate tells more than the whole update's
+#: With a residual below this masks are right but for a few, and the residual tells more than the whole update's
 #: distance, in which one wrong mask outweighs all pixels.
 NEARLY = 1e-4
 #: Rounds where noise or rounding leaves no certificate to be reached.
@@ -68,21 +71,33 @@ WHOLE_UPDATE = "whole update"
 
 @dataclass(frozen=True, eq=False)
 class _Candidate:
-    """Inputs that some step found, in the model's space: what they leave of the whole update, and their certificate."""
+    """Inputs that some step found, in the model's space, and what they leave of the whole update.
+
+    ``residual``: what they leave of the equations that were solved. ``free``: the directions of each example that these
+    do not determine.
+    """
 
     inputs: Tensor
     distance: float
     way: str
-    certificate: float = math.inf
+    residual: float = math.inf
+    free: tuple[int | None, ...] = ()
     curve: tuple[float, ...] = ()
     flags: tuple[str, ...] = ()
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Smaller is better: by the certificate where that is small, else by what is left of the update."""
-        if self.certificate < NEARLY:
-            return False, self.certificate
+        """Smaller is better: by the residual where that is small, else by what is left of the update."""
+        if self.residual < NEARLY:
+            return False, self.residual
         return True, self.distance if math.isfinite(self.distance) else math.inf
+
+    def certificates(self) -> tuple[Certificate, ...]:
+        """Certify each example; none where no equations were solved."""
+        if not math.isfinite(self.residual):
+            return ()
+        free = self.free or (None,) * len(self.inputs)
+        return tuple(Certificate.of_share(self.residual, count, self.way) for count in free)
 
 
 def _better(first: _Candidate | None, second: _Candidate) -> _Candidate:
@@ -128,7 +143,7 @@ class HeadFirst(Attack):
             note = f"the head tells nothing, so the whole update is matched, as inverting-gradients does: {error}"
             rivals = rivals_for(observation, self.iterations)
             result = best_match(match_whole_update(rivals, observation, untouched, progress), observation)
-            info = {**result.info, "way": WHOLE_UPDATE, "certificate": None}
+            info = {**result.info, "way": WHOLE_UPDATE}
             return dataclasses.replace(result, notes=(note, *result.notes), info=info), None
         below = _Below(self, observation, embedding, generator, untouched, progress)
         return below.reconstruct(), embedding
@@ -158,14 +173,15 @@ class _Below:
         best = self._algebra() if self.embedding.reaches_input else self._search()
         # Where masks of units are unknown, the distance of the network's mean would prefer what explains that one.
         rival = self.attack.rival and not self._dropped_below()
-        if best.certificate >= SETTLED and rival and not self.embedding.reaches_input:
+        if best.residual >= SETTLED and rival and not self.embedding.reaches_input:
             best = self._rivalled(best)
         return self._result(best)
 
     def _algebra(self) -> _Candidate:
         """The cut is the input itself: nothing is left to search."""
         inputs = self.embedding.features.reshape(-1, *self.observation.input_shape)
-        return dataclasses.replace(self._candidate(inputs, "algebra"), certificate=self.embedding.residual)
+        free = free_inputs_of_dense(self.embedding.signals, self.embedding.features)
+        return dataclasses.replace(self._candidate(inputs, "algebra"), residual=self.embedding.residual, free=free)
 
     def _search(self) -> _Candidate:
         """Searches below the cut, each finished where that can be done, until one has a certificate."""
@@ -187,7 +203,7 @@ class _Below:
                     continue
                 break
             best = _better(best, self._finished(finish, found))
-            if best.certificate < SETTLED or self.smooth or self.steps * work > MOST_WORK:
+            if best.residual < SETTLED or self.smooth or self.steps * work > MOST_WORK:
                 break
         assert best is not None
         return best
@@ -279,7 +295,9 @@ class _Below:
         if solution is None:
             return near
         solved = self._candidate(solution.inputs, f"{near.way}, {solution.way}")
-        return dataclasses.replace(solved, certificate=solution.certificate, curve=near.curve, flags=near.flags)
+        return dataclasses.replace(
+            solved, residual=solution.residual, free=solution.free, curve=near.curve, flags=near.flags
+        )
 
     def _rivalled(self, best: _Candidate) -> _Candidate:
         """The best so far, or what matching the whole update finds with these labels where that explains it better."""
@@ -353,7 +371,8 @@ class _Below:
 
     def _result(self, found: _Candidate) -> Reconstruction:
         embedding, observation = self.embedding, self.observation
-        certified = found.certificate < CERTIFIED
+        certificates = found.certificates()
+        certified = bool(certificates) and all(one.holds for one in certificates)
         flags = list(() if certified else found.flags)
         known = observation.labels is not None or observation.label_counts is not None
         if not (known or embedding.exact or certified):
@@ -376,7 +395,7 @@ class _Below:
                 "way": found.way,
                 "cut": embedding.layer,
                 "head_residual": embedding.residual,
-                "certificate": found.certificate if math.isfinite(found.certificate) else None,
                 "defence_undone": certified and self._masks_known(),
             },
+            certificates=certificates,
         )

@@ -1,8 +1,8 @@
 """How ``head-first`` finishes a search: from inputs that are near to the exact ones.
 
 In ReLU networks masks are decoded and what is then linear is solved (:mod:`leakscope.equations.gated_inverse`);
-networks without kinks are finished by Gauss-Newton steps. Either ends with a certificate that needs no truth. See
-docs/strength.md.
+networks without kinks are finished by Gauss-Newton steps. Either ends with a residual and, where that is small, with
+the number of free directions: both together are a certificate that needs no truth. See docs/strength.md.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.observation import Observation
 from leakscope.equations.embedding import Embedding
 from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.matching import GradientMap, LevenbergMarquardt, Victim
+from leakscope.matching.determinacy import free_directions
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.least_squares import solve
 from leakscope.network.activations import Unsupported
 from leakscope.network.read_gates import read_gated
 
-#: A certificate below this is one: the layers' gradients are explained to the rounding of float32.
-CERTIFIED = 1e-6
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 #: Features within so many times their expected error of zero may be those of silent units.
@@ -33,18 +33,22 @@ SILENT_ERRORS = 4.0
 GAUSS_NEWTON = ((10, 0.1), (20, math.inf))
 #: So many products with the Jacobian must be affordable, by the size of the model.
 GAUSS_NEWTON_PRODUCTS = 100
-#: Where an update that is off by what a certificate allows moves the inputs by more than the first, it does not
-#: determine them. The movement is that of so many conjugate gradients, which is too small where conditions are worst:
-#: 4e-6 was seen where images came back at 109 dB, 5e-5 on a transformer that has many images for one update.
+#: Where an update that is off by what a certificate allows moves the inputs by more than the first, Gauss-Newton steps
+#: are not worth their time. The movement is that of so many conjugate gradients, which is too small where conditions
+#: are worst: 4e-6 was seen where images came back at 109 dB, 5e-5 on a transformer with many images for one update.
 MOST_MOVEMENT, PROBE_STEPS = 2e-5, 200
 
 
 @dataclass(frozen=True, eq=False)
 class Finished:
-    """Inputs in the model's space, their certificate, and how they came about."""
+    """Inputs in the model's space, what they leave of the update, and how they came about.
+
+    ``free``: the directions of each example that are not determined; None where nothing was counted.
+    """
 
     inputs: Tensor
-    certificate: float
+    residual: float
+    free: tuple[int | None, ...]
     way: str
 
 
@@ -93,8 +97,10 @@ class Finisher:
             return None
 
         def decode(near: Tensor) -> Finished:
-            solution = problem.solve(near.cpu(), SolverSettings(exact=CERTIFIED))
-            return Finished(solution.inputs, solution.certificate, "masks decoded")
+            solution = problem.solve(near.cpu(), SolverSettings(exact=EXPLAINED))
+            explained = solution.certificate < EXPLAINED
+            free = problem.free_directions(solution.inputs) if explained else (None,) * len(near)
+            return Finished(solution.inputs, solution.certificate, free, "masks decoded")
 
         return decode
 
@@ -121,28 +127,20 @@ class Finisher:
 
     def _newton_steps(self, mapping: GradientMap, observed: Tensor, x: Tensor) -> Finished | None:
         size, residual = float(observed.norm().clamp_min(1e-300)), math.inf
-        if not self._determined(mapping, x, size):
+        movement = inputs_movement(mapping, x, EXPLAINED * size)
+        if movement > MOST_MOVEMENT:
+            self.notes.append(f"no Gauss-Newton steps: errors of 1e-6 in the update move the inputs by {movement:.1e}")
             return None
         for steps, enough in GAUSS_NEWTON:
-            fit = LevenbergMarquardt(steps=steps, tolerance=CERTIFIED / 3).run(mapping, observed, x)
+            fit = LevenbergMarquardt(steps=steps, tolerance=EXPLAINED / 3).run(mapping, observed, x)
             x, residual = fit.x, float(fit.residual.norm()) / size
             if fit.at_rest or residual > enough:
                 break
-        if residual >= CERTIFIED:
+        if residual >= EXPLAINED:
             # The gradient alone, without a prior, is explained by inputs that are further away.
             self.notes.append(f"Gauss-Newton steps ended at a relative residual of {residual:.1e} and are left out")
             return None
-        # All of the update is explained: the inputs are kept, and certified where no others explain it as well.
-        certificate = residual if self._determined(mapping, x, size) else math.inf
-        return Finished(mapping.pictures(x), certificate, "Gauss-Newton")
-
-    def _determined(self, mapping: GradientMap, x: Tensor, size: float) -> bool:
-        """Whether an update of this length determines the inputs; a note says where it does not."""
-        movement = inputs_movement(mapping, x, CERTIFIED * size)
-        if movement <= MOST_MOVEMENT:
-            return True
-        self.notes.append(f"the update hardly determines the inputs: errors of 1e-6 in it move them by {movement:.1e}")
-        return False
+        return Finished(mapping.pictures(x), residual, free_directions(mapping, x, fit.preconditioner), "Gauss-Newton")
 
 
 def inputs_movement(mapping: GradientMap, x: Tensor, noise: float) -> float:

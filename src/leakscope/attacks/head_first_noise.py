@@ -123,9 +123,9 @@ def _more_probable(
         return dataclasses.replace(result, info=info)
     # In the units of what was searched: minus the logarithm of the probability, an entry of the update.
     score = values[best] / posterior.count
-    info |= {"way": MOST_PROBABLE, "certificate": None, "distance": score}
+    info |= {"way": MOST_PROBABLE, "distance": score}
     scores = torch.full_like(result.scores, score)
-    return dataclasses.replace(result, inputs=found[best], scores=scores, history={}, info=info)
+    return dataclasses.replace(result, inputs=found[best], scores=scores, history={}, info=info, certificates=())
 
 
 class _Posterior:

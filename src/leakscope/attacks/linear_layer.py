@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -48,11 +49,14 @@ class LinearLayer(Attack):
         weight, bias = update[f"{layer}.weight"], update.get(f"{layer}.bias")
         flags: tuple[str, ...] = ()
         notes: tuple[str, ...] = ()
+        certificates: tuple[Certificate, ...] = ()
         if observation.num_examples == 1:
             if bias is None:
                 raise NotApplicable(f"layer {layer!r} has no bias, so the input's length is not in its gradient")
             inputs, residual = invert_single(weight, bias)
             scores = residual[None]
+            # One quotient, so that nothing is free as long as there is something to divide by.
+            certificates = (Certificate.of_share(float(residual), 0, "first dense layer"),)
             if float(residual) > 0.1:
                 notes = (f"one input explains the layer's gradient only to {float(residual):.0%}: it was altered",)
             if not bool((bias != 0).any()):
@@ -73,6 +77,7 @@ class LinearLayer(Attack):
             flags=flags,
             notes=notes,
             info={"layer": layer, "steps": 1, "restarts": 1, "compiled": False},
+            certificates=certificates,
         )
 
 

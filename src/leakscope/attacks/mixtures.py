@@ -9,6 +9,7 @@ themselves, so that its prior is one of pictures and not of their sums.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import ROUNDING, Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
@@ -103,32 +105,44 @@ def solve_parts(observation: Observation, generator: torch.Generator, solve: Run
     """What a solver finds of the mixtures, taken apart; its certificate tells how near they are."""
     mixing = read_mixing(observation, generator)
     result = solve(mixing.observation)
-    certificate = result.info.get("certificate")
-    return _apart(mixing, result, SEARCHED if certificate is None else min(certificate, SEARCHED))
+    proofs = [one for one in result.certificates if one is not None]
+    shares = [ROUNDING * one.residual for one in proofs if math.isfinite(one.residual)]
+    return _apart(mixing, result, min(max(shares, default=SEARCHED), SEARCHED))
 
 
 def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:
     """The parts of the mixtures that were found, or the mixtures with a note why not."""
     space, notes = mixing.observation.inputs, (*result.notes, *mixing.notes)
     if not mixing.ways:
-        return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"))
+        return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"), certificates=())
     try:
         parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
     except MixturesRefused as refusal:
-        return dataclasses.replace(result, notes=(*notes, f"what was found are mixtures: {refusal}"))
+        why = f"what was found are mixtures: {refusal}"
+        return dataclasses.replace(result, notes=(*notes, why), certificates=())
     growth = parts.shares.growth
     note = f"the mixtures were taken apart; their errors grow by up to {growth:.1f}"
     if not parts.forced:
         note += f", in the division of {len(mixing.ways)} that looks most like pictures"
-    certificate = result.info.get("certificate")
     # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
     facts: dict[str, Any] = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
-    if certificate is not None:
-        facts["certificate"] = certificate * growth if parts.forced else None
     return dataclasses.replace(
         result,
         inputs=space.from_unit(parts.pictures.to(result.inputs)),
         labels=parts.shares.labels.to(result.inputs.device),
         notes=(*notes, note),
         info={**result.info, **facts},
+        certificates=_of_parts(result.certificates, growth, len(parts.pictures)) if parts.forced else (),
     )
+
+
+def _of_parts(mixtures: tuple[Certificate | None, ...], growth: float, count: int) -> tuple[Certificate | None, ...]:
+    """Certify the parts: each is a combination of all mixtures, whose errors have grown."""
+    proofs = [one for one in mixtures if one is not None]
+    if not proofs or len(proofs) < len(mixtures):
+        return ()
+    worst = max(proofs, key=lambda one: one.residual)
+    counts = [one.free_directions for one in proofs]
+    free = None if None in counts else max(count for count in counts if count is not None)
+    part = dataclasses.replace(worst, residual=growth * worst.residual, free_directions=free)
+    return (part,) * count

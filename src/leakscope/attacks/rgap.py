@@ -38,6 +38,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
@@ -51,6 +52,8 @@ from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage
 
 #: Possibilities at the logits that are followed to the next layer.
 _FOLLOWED = 4
+#: The error of a certified input, in units of the range: 80 dB.
+ACCURATE = 1e-4
 CLIP = "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1."
 
 
@@ -307,15 +310,28 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         flags=tuple(flags),
         notes=notes,
         info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
-        diagnosis=_certificate(walk, len(x)) if unique else None,
+        diagnosis=_diagnosis(walk, len(x)) if unique else None,
+        certificates=(_certificate(walk),) if unique else (),
     )
 
 
-def _certificate(walk: Walk, unknowns: int) -> Diagnosis | None:
+def _certificate(walk: Walk) -> Certificate:
+    """Certify the input by the ranks of the layers; where errors would grow too far, nothing is counted."""
+    ranks = [row["rank"] for row in walk.layers]
+    free = None if None in ranks else sum(row["unknowns"] - row["rank"] for row in walk.layers)
+    if free == 0 and not walk.residual * _condition(walk) <= ACCURATE:
+        free = None
+    return Certificate.of_share(walk.residual, free, "layer by layer")
+
+
+def _condition(walk: Walk) -> float:
+    return max(math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers)
+
+
+def _diagnosis(walk: Walk, unknowns: int) -> Diagnosis | None:
     """Recovered, where every layer had as many independent equations as unknowns and they agree; else None."""
-    conditions = [math.inf if row.get("condition") is None else float(row["condition"]) for row in walk.layers]
     full = all(row["rank"] == row["unknowns"] for row in walk.layers)
-    if not full or not walk.residual * max(conditions) <= RECOVERED:
+    if not full or not walk.residual * _condition(walk) <= RECOVERED:
         return None
     reason = f"the equations of every layer have full rank and are met to {walk.residual:.1g}"
     return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, residual=walk.residual, hidden=0)

@@ -24,6 +24,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.labels import recover_labels
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
+from leakscope.report.certificate import CERTIFIED, RECOVERED_PSNR
 
 #: Inputs that know nothing: grey ones, and so many draws of random values.
 BLIND_DRAWS = 3
@@ -74,8 +75,20 @@ class CapturedResult:
         """Whether what is left is that of one gradient although there may have been several local steps."""
         return several_steps(self.observation)
 
+    @property
+    def psnrs(self) -> list[float]:
+        """Return the PSNR of each input to the original it is matched with; NaN without one."""
+        measured = {}
+        if self.evaluation is not None:
+            places = self.evaluation.order.tolist()
+            measured = {place: row["psnr"] for place, row in zip(places, self.evaluation.rows, strict=True)}
+        return [measured.get(number, math.nan) for number in range(len(self.reconstruction.inputs))]
+
     def confidence(self) -> str:
-        """What the attack's result may be taken for, in a sentence, by what it leaves unexplained alone."""
+        """Say what the result may be taken for: by its certificates, else by what it leaves unexplained."""
+        wrong = any(psnr < RECOVERED_PSNR for psnr in self.psnrs)
+        if 0 < self.reconstruction.certified == len(self.reconstruction.inputs) and not wrong:
+            return CERTIFIED
         words = confidence_words(self.left, [one.left for one in self.baselines])
         return f"{words} {_ONE_GRADIENT}" if self.one_gradient and not words.startswith(_STANDS_OUT) else words
 

@@ -97,12 +97,15 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
 def _tell(result: Any, out: Path) -> None:
     """What people read of it."""
     from leakscope.cli.console import make_console, say, say_path
+    from leakscope.report.certificate import shared_words
     from leakscope.results.records import counted
 
     console, recovered = make_console(), result.reconstruction
     for line in (*recovered.flags, *recovered.notes):
         say(console, f"Note: {line}")
     say(console, f"{recovered.diagnosis.outcome}: {recovered.diagnosis.reason}")
+    for line in shared_words(recovered.certificates, result.psnrs):
+        say(console, f"{line}.")
     say(console, result.confidence())
     if result.evaluation is not None:
         values = ", ".join(f"{row['psnr']:.1f}" for row in result.evaluation.rows)
@@ -155,6 +158,8 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
         "flags": list(recovered.flags),
         "notes": list(recovered.notes),
         "diagnosis": dataclasses.asdict(recovered.diagnosis),
+        "certified": recovered.certified,
+        "certificates": [None if proof is None else dataclasses.asdict(proof) for proof in recovered.certificates],
         "info": dict(recovered.info),
         "left_unexplained": result.left,
         "baselines": [{"name": one.name, "left_unexplained": one.left} for one in result.baselines],

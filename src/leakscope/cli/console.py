@@ -191,9 +191,10 @@ def print_comparison(
     names = setting_names(lines)
     print_listing([(side, f"{name}: {told}") for side, (name, told) in zip("AB", outcomes, strict=True)], console)
     console.print()
+    proofs = any(line.certified_a or line.certified_b for line in lines)
     print_table(
         None,
-        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap"),
+        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap", *(["certified, A and B"] * proofs)),
         (
             (
                 names[line.protocol, line.defense],
@@ -202,6 +203,7 @@ def print_comparison(
                 decibels(line.psnr_b),
                 decibels(line.difference),
                 {True: "yes", False: "no", None: "-"}[line.overlap],
+                *([f"{line.certified_a} and {line.certified_b}"] * proofs),
             )
             for line in lines
         ),
@@ -254,6 +256,7 @@ def _print_audited(audited: Any, console: Console) -> None:
 
 
 def _print_settings(verdict: Any, console: Console) -> None:
+    from leakscope.report.certificate import strongest_words
     from leakscope.results.names import name_settings
 
     settings = name_settings(verdict)
@@ -276,6 +279,9 @@ def _print_settings(verdict: Any, console: Console) -> None:
     console.print()
     print_listing([(setting.name, setting.short) for setting in settings], console)
     say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
+    for setting in settings:
+        for line in strongest_words(setting.verdict.examples):
+            say(console, f"{setting.name}, {line}.")
 
 
 def print_study(study: Any, verdict: Any, console: Console) -> None:

@@ -133,7 +133,8 @@ def _outcome(folder: Path) -> str:
 
 def _comparison(line: Any) -> dict[str, Any]:
     numbers: dict[str, Any] = {}
-    for side, (psnr, (low, high), examples) in zip(("first", "second"), line.sides, strict=True):
-        numbers |= {f"psnr_{side}": psnr, f"low_{side}": low, f"high_{side}": high, f"examples_{side}": examples}
+    for side, (psnr, (low, high), examples, certified) in zip(("first", "second"), line.sides, strict=True):
+        numbers |= {f"psnr_{side}": psnr, f"low_{side}": low, f"high_{side}": high}
+        numbers |= {f"examples_{side}": examples, f"certified_{side}": certified}
     same = {name: getattr(line, name) for name in ("protocol", "defense", "attack")}
     return {**same, **numbers, "difference": line.difference, "overlap": line.overlap}

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
+
+#: What rounding to float32 leaves of an update, as a share of it.
+ROUNDING = 2.0**-23
+#: A share of the update up to which rounding explains what is left, after it has passed through some layers.
+EXPLAINED = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +30,12 @@ class Certificate:
     tolerance: float
     free_directions: int | None
     method: str
+
+    @classmethod
+    def of_share(cls, share: float, free_directions: int | None, method: str) -> Self:
+        """Certify inputs that leave this ``share`` of an update whose entries were rounded to float32."""
+        tolerance = EXPLAINED / ROUNDING
+        return cls(residual=share / ROUNDING, tolerance=tolerance, free_directions=free_directions, method=method)
 
     @property
     def explains(self) -> bool:

@@ -71,7 +71,8 @@ class Diagnosis:
     """Why a result is what it is, and the numbers behind it; None where a number was not computed.
 
     ``residual`` is the norm of what the result leaves unexplained, relative to the update. ``hidden`` counts the
-    directions that rounding of the update hides. ``expected_rmse`` is the error of the inputs to be expected.
+    directions that rounding of the update hides, or that the equations of a certificate leave free. ``expected_rmse``
+    is the error of the inputs to be expected.
     """
 
     outcome: DiagnosisOutcome
@@ -111,11 +112,17 @@ class Reconstruction:
         if unknown:
             raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
 
+    @property
+    def certified(self) -> int:
+        """Return how many examples have a certificate that holds."""
+        return sum(proof is not None and proof.holds for proof in self.certificates)
+
     def _repr_html_(self) -> str:
         """Facts for a notebook; labels and pictures are private, and ``leakscope.report.show`` draws the latter."""
         scores = self.scores.detach().flatten().tolist()
         facts = {
             "examples": f"{len(self.inputs)} of shape {' x '.join(map(str, self.inputs.shape[1:])) or '()'}",
+            "certified": f"{self.certified} of {len(self.inputs)}" if self.certificates else None,
             "labels": "none" if self.labels is None else "recovered or known",
             "scores": f"{min(scores):.3g} to {max(scores):.3g}" if scores else None,
             "flags": self.flags or None,

@@ -31,13 +31,15 @@ class DenseRefused(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class DenseSolution:
-    """``inputs`` (n, d) of the layer and what came back to them, ``adjoints`` (n, d).
+    """``inputs`` (n, d) of the layer and what came back to them, ``adjoints`` (n, d); ``signals`` (n, units).
 
+    The signals are what came back to the layer's outputs. They decide whether the gradient determines the inputs.
     ``residual`` is the certificate: the relative gap (L1) between the known outputs and those that the inputs give.
     """
 
     inputs: Tensor
     adjoints: Tensor
+    signals: Tensor
     residual: float
 
 
@@ -82,8 +84,8 @@ def peel_dense(
         # NaN is no improvement either.
         if not (best is None or gap < best.residual):
             break
-        settled = slope(activation, reached)
-        best = DenseSolution(inputs, (adjoints * settled) @ weight, gap)
+        settled = adjoints * slope(activation, reached)
+        best = DenseSolution(inputs, settled @ weight, settled, gap)
         inner, usable = reached, torch.ones_like(usable)
     assert best is not None
     if not best.residual <= tolerance:

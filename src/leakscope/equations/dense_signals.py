@@ -75,10 +75,14 @@ class Separated:
         return more > TIE or (more >= -TIE and self.residual < other.residual)
 
     @property
+    def rounding(self) -> float:
+        """The residual that the gradient's rounding may leave."""
+        return max(CERTIFIED, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
+
+    @property
     def certified(self) -> bool:
         """Whether the gradient is explained to its rounding, by far more equations than unknowns."""
-        rounding = max(CERTIFIED, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
-        return self.residual < rounding and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
+        return self.residual < self.rounding and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
 
 
 def positive_peak(rows: Tensor) -> Tensor:

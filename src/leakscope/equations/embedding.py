@@ -41,7 +41,8 @@ class Embedding(HeadSolution):
 
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
-    the certificate of all layers down to the cut. ``peeled``: dense layers between the cut and the head that were
+    the certificate of all layers down to the cut. ``signals`` (n, units): what came back to the outputs of ``layer``.
+    ``peeled``: dense layers between the cut and the head that were
     solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,)
     or (n, d): which features were, where a defence set entries of the gradient or units of the network to zero; None
     where all were. ``notes``: why the
@@ -51,6 +52,7 @@ class Embedding(HeadSolution):
     layer: str
     features: Tensor
     adjoints: Tensor
+    signals: Tensor
     peeled: tuple[str, ...] = ()
     reaches_input: bool = False
     seen: Tensor | None = None
@@ -86,6 +88,7 @@ def recover_embedding(
         **vars(solution),
         layer=head.module_name,
         adjoints=solution.output_gradients @ weight,
+        signals=solution.output_gradients,
         reaches_input=path.reads_input[0],
     )
     at_head = _undropped(at_head, observation.channel)
@@ -154,6 +157,7 @@ def _completed(observation: Observation, channel: Channel, head: Head) -> Embedd
         **vars(solution),
         layer=head.module_name,
         adjoints=solution.output_gradients @ weight.detach().double().cpu(),
+        signals=solution.output_gradients,
         reaches_input=False,
         seen=completed.seen,
     )
@@ -192,6 +196,7 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
             layer=step.name,
             features=below.inputs,
             adjoints=below.adjoints,
+            signals=below.signals,
             residual=max(found.residual, below.residual),
             peeled=(*found.peeled, step.name),
             reaches_input=path.reads_input[number],

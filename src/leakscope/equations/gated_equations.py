@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.equations.determinacy import count_free_directions
 from leakscope.network.gates import GatedNetwork, Gates, WeightedLayer
 
 #: Directions of a layer's signals below this share of the largest hold equations without content.
@@ -96,8 +97,6 @@ class LinearStep:
     ) -> Tensor:
         """The next input. ``slack``: how far what each gate lets through may be off; zero where it is trusted."""
         unknowns = _Unknowns(z, slack)
-        narrow_gates = {n: gate.float() if gate.is_floating_point() else gate for n, gate in gates.items()}
-        narrow_blocks = [Block(self._layers[b.layer.step], b.signal.float(), b.right) for b in blocks]
         with torch.enable_grad():
             point = unknowns.start.requires_grad_()
             value = self._half_square(self.network, unknowns, point, gates, blocks, bias=True)
@@ -106,15 +105,42 @@ class LinearStep:
         moves = torch.ones(len(point))
         moves[: z.numel()] = free.flatten().float()
 
-        def product(direction: Tensor) -> Tensor:
-            direction = (moves * direction).requires_grad_()
-            with torch.enable_grad():
-                square = self._half_square(self.narrow, unknowns, direction, narrow_gates, narrow_blocks, bias=False)
-                (image,) = torch.autograd.grad(square, direction)
-            return moves * image + damping * direction.detach()
-
-        step = conjugate_gradients(product, -moves * gradient.float(), steps)
+        normal = self._normal(unknowns, gates, blocks)
+        step = conjugate_gradients(
+            lambda row: moves * normal(moves * row) + damping * moves * row, -moves * gradient.float(), steps
+        )
         return self.project(z + step[: z.numel()].reshape(z.shape).double())
+
+    def free_directions(
+        self, z: Tensor, gates: Gates, layers: Sequence[LayerState], *, limit: int
+    ) -> tuple[int | None, ...]:
+        """Count the directions of each example that the equations at ``z`` do not determine, its gates held."""
+        blocks = blocks_of(layers, whitening=0.0, trust=0.0)
+        sizes = [float(one.gradient.norm().clamp_min(1e-300)) for one in layers]
+
+        def change(row: Tensor) -> float:
+            inputs, features = self.network.held(row.double().reshape(z.shape), gates, bias=False)
+            parts = [self._weight * float(features.norm())]
+            for one, size in zip(layers, sizes, strict=True):
+                parts.append(float(one.layer.weight_gradient(inputs[one.layer.step], one.signal).norm()) / size)
+            return max(parts)
+
+        normal = self._normal(_Unknowns(z, {}), gates, blocks)
+        return count_free_directions(normal, change, tuple(z.shape), z.float(), limit=limit)
+
+    def _normal(self, unknowns: _Unknowns, gates: Gates, blocks: Sequence[Block]) -> Callable[[Tensor], Tensor]:
+        """Multiply by A'A, with A the equations in float32."""
+        narrow_gates = {n: gate.float() if gate.is_floating_point() else gate for n, gate in gates.items()}
+        narrow_blocks = [Block(self._layers[b.layer.step], b.signal.float(), b.right) for b in blocks]
+
+        def product(direction: Tensor) -> Tensor:
+            with torch.enable_grad():
+                row = direction.detach().requires_grad_()
+                square = self._half_square(self.narrow, unknowns, row, narrow_gates, narrow_blocks, bias=False)
+                (image,) = torch.autograd.grad(square, row)
+            return image
+
+        return product
 
     def _free(self, z: Tensor, gradient: Tensor) -> Tensor:
         """Inputs that descent does not push out of their bounds (projected Newton: the others stay where they are)."""

@@ -53,6 +53,8 @@ WORK, SOON_THERE = 6e10, 1e-4
 #: Of features and of layers that read the input, the share that an exact solution may leave. Their residual is not as
 #: small as that of the others, and not needed as small: they only rule out what the others do not see.
 UNSEEN = 1e-3
+#: Products that counting free directions may take: a trained ConvNet takes 200 for one example and 900 for four.
+MOST_PROBES = 2000
 #: A slack of a gate is at most this share of the spread of what it receives.
 MOST_SLACK = 0.2
 
@@ -82,7 +84,7 @@ class GatedSolution:
 
     The certificate is the largest relative residual of the gradients of the layers above the first, all units counted;
     or that of the features or of a first layer where these are not explained. What it certifies is that the input
-    explains them. It is the client's own as far as these gradients determine it.
+    explains them. Whether these gradients determine it is another question: :meth:`GatedProblem.free_directions`.
     """
 
     inputs: Tensor
@@ -135,6 +137,12 @@ class GatedProblem:
             slack = _slack(now, errors, pace.reach)
             z = linear(z, gates, blocks, damping=damping, slack=slack, steps=pace.steps)
         return GatedSolution(best, max(pace.lowest, self.certificate(best)), tuple(pace.history))
+
+    def free_directions(self, z: Tensor) -> tuple[int | None, ...]:
+        """Count the directions of each example that the equations do not determine, with the masks decoded at ``z``."""
+        gates, layers, _ = self._decode(self.network.run(z), near=True)
+        linear = LinearStep(self.network, self.features, self.project)
+        return linear.free_directions(z, gates, layers, limit=min(MOST_PROBES, self.affordable_products()))
 
     def certificate(self, z: Tensor) -> float:
         """What the input ``z`` leaves unexplained, see :class:`GatedSolution`."""

@@ -211,7 +211,7 @@ def worst_of_clients(contents: Sequence[Any]) -> dict[str, float]:
     worst = {}
     for key, values in gathered.items():
         name = key.rsplit(".", 1)[-1]
-        if name in ("psnr", "lift", "labels_correct"):
+        if name in ("psnr", "lift", "labels_correct", "certified"):
             worst[f"{key}.worst_client"] = max(values)
         elif name == "unexplained":
             worst[f"{key}.worst_client"] = min(values)

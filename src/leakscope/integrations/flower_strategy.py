@@ -144,14 +144,18 @@ def record_replies(capture: Capture, inline: Inline | None, number: int, replies
 
 
 def summary_of(found: list[Leakage]) -> dict[str, float]:
-    """The server's findings of one round as metrics: of the client whose update was explained best."""
+    """The server's findings of one round as metrics: of the client whose update was explained best.
+
+    Audited clients and certified examples are counted over all of them.
+    """
     numbers: dict[str, float] = {
-        "leakscope.server.audited": float(sum(one.reconstruction is not None for one in found))
+        "leakscope.server.audited": float(sum(one.reconstruction is not None for one in found)),
+        "leakscope.server.certified": float(sum(one.certified for one in found)),
     }
     explained = [one for one in found if one.unexplained is not None]
     if explained:
         worst = min(explained, key=lambda one: one.unexplained or 0.0)
-        numbers |= {key: value for key, value in worst.metrics().items() if not key.endswith(".audited")}
+        numbers = {**worst.metrics(), **numbers}
     return numbers
 
 

@@ -26,6 +26,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.integrations.recordings import Origin, Recording, Truth, recordings
 from leakscope.matching import SingleGradient, UnrolledSteps, Victim, steps_in_order
 from leakscope.metrics import evaluate
+from leakscope.report.certificate import shared_words
 
 #: Kept apart from the attack's own draws.
 _NOISE_SEED = 0x0E15E
@@ -69,6 +70,11 @@ class Leakage:
             return math.nan, math.nan
         return max(zip(self.psnr, self.baseline_psnr, strict=True), key=lambda pair: _or_least(pair[0]))
 
+    @property
+    def certified(self) -> int:
+        """Return how many examples are certified: recovered, with a proof that needs no truth."""
+        return 0 if self.reconstruction is None else self.reconstruction.certified
+
     def metrics(self) -> dict[str, float]:
         """Numbers that may travel: no inputs and no labels; NaN where something was not measured.
 
@@ -77,6 +83,7 @@ class Leakage:
         guess = self.reconstruction
         numbers = {
             "audited": 0.0 if guess is None else 1.0,
+            "certified": math.nan if guess is None else float(self.certified),
             "unexplained": _number(self.unexplained),
             "unexplained_of_noise": _number(self.unexplained_of_noise),
         }
@@ -108,6 +115,7 @@ class Leakage:
         if self.unexplained is not None:
             noise = "" if self.unexplained_of_noise is None else f" (of noise {self.unexplained_of_noise:.0%})"
             words.append(f"{self.unexplained:.0%} of the update unexplained{noise}")
+        words += shared_words(self.reconstruction.certificates)
         return "; ".join([*words, *self.reconstruction.flags, *self.notes])
 
 

@@ -86,6 +86,11 @@ class DPReport:
         known = [one for leakage in self.leakage for one in leakage.identified or () if one is not None]
         return sum(map(bool, known)), len(known)
 
+    @property
+    def certified(self) -> int:
+        """Return how many examples are certified, over all recorded steps."""
+        return sum(one.certified for one in self.leakage)
+
     def describe(self) -> str:
         """The promise, what was recovered in spite of it, and what was left out; one line each."""
         promise = "no accountant" if self.epsilon is None else f"epsilon {self.epsilon:.3g} at delta {self.delta:g}"
@@ -94,6 +99,7 @@ class DPReport:
         lines += [one.describe() for one in self.leakage]
         right, known = self.identified
         lines += [f"{right} of {known} examples identified among the others"] if known else []
+        lines += [f"{self.certified} examples certified"] if self.certified else []
         return "\n".join([*lines, *(f"step {n} not recorded: {why}" for n, why in self.skipped.items())])
 
 

@@ -24,6 +24,7 @@ MARKER = "leakscope"
 FIXTURE = "leakscope_audit"
 #: Properties of tests, which reports and JUnit files hold and which reach the main process from every worker.
 OUTCOME, PSNR, REMARK, SPEC = "leakscope_outcome", "leakscope_worst_psnr", "leakscope_remark", "leakscope_spec"
+CERTIFIED = "leakscope_certified"
 _CALLS: pytest.StashKey[int] = pytest.StashKey()
 
 
@@ -167,6 +168,8 @@ class AuditRunner:
         told.append((OUTCOME, audit.verdict.outcome))
         if audit.worst is not None:
             told.append((PSNR, f"{audit.worst.psnr:.1f}"))
+            certified = sum(example.certified for setting in audit.verdict.settings for example in setting.examples)
+            told.append((CERTIFIED, str(certified)))
         if path is not None:
             told.append((SPEC, _relative(path, self._config.rootpath)))
 
@@ -191,7 +194,9 @@ class AuditRunner:
         return page
 
     def _judge(self, audit: Audit, name: str, accept_inconclusive: bool, page: Path | None) -> None:
+        from leakscope.report.certificate import strongest_words
         from leakscope.results.accepted_leaks import AcceptedLeaks, judge_against, read_accepted
+        from leakscope.results.names import name_settings
 
         file = baseline_file(self._config)
         now = AcceptedLeaks.of(audit.store, audit.verdict)
@@ -202,6 +207,8 @@ class AuditRunner:
             self._say(remark)
         if judgement.problems:
             lines = [str(audit.verdict), *(f"  - {problem}" for problem in judgement.problems)]
+            for setting in name_settings(audit.verdict):
+                lines += [f"{setting.name}, {line}" for line in strongest_words(setting.verdict.examples)]
             lines.append("Page: run with --leakscope-report DIR" if page is None else f"Page: {page}")
             if now.settings:
                 lines.append("Known leaks are accepted by --leakscope-update-baseline")

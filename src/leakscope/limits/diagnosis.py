@@ -7,7 +7,7 @@ error that the search is to blame for; sigma sqrt(trace (J'J)^-1) with sigma^2 =
 noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. The last two
 mean something only where most of the update is explained. All of it is linear and local, and none of it knows the
 truth. Where the Jacobian is large, sums of its entries with random signs take the place of entries: sizes are then
-right to a factor of two or so.
+right to a factor of two or so. Certificates come before all of this: they decide at any size of the model.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.func import vjp
 
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, DiagnosisOutcome, Reconstruction
@@ -41,9 +42,15 @@ EXACT_ENTRIES = 2**25
 
 
 def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool = False) -> Diagnosis:
-    """Why a result is what it is: the attack's own word, or what the Jacobian says; ``thorough`` allows minutes."""
-    if result.diagnosis is not None:
-        return result.diagnosis
+    """Say why a result is what it is: by its certificates, by the attack's own word, or by the Jacobian.
+
+    A certificate overrules the attack's word where the two differ. ``thorough`` allows a Jacobian that takes minutes.
+    """
+    proved, own = from_certificates(result), result.diagnosis
+    if own is not None and (proved is None or proved.outcome == own.outcome):
+        return own
+    if proved is not None:
+        return proved
     inputs, labels, unknowns = result.inputs, result.labels, result.inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
     reason = _obstacle(observation, result, entries, thorough)
@@ -72,6 +79,28 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     span = 1.0 if wide.inputs.bounded else float(flat.max() - flat.min()) or 1.0
     sigma = _known_noise(observation)
     return explain(matrix.double() * span, rest, right * span, float(observed.norm()), precision, sigma)
+
+
+def from_certificates(result: Reconstruction) -> Diagnosis | None:
+    """Return the diagnosis that the certificates give; None where they leave it open.
+
+    >>> x = torch.zeros(1, 12)
+    >>> def proof(free: int) -> Certificate:
+    ...     return Certificate(residual=0.2, tolerance=1.0, free_directions=free, method="Gauss-Newton")
+    >>> [from_certificates(Reconstruction(x, None, x[:, 0], certificates=(proof(n),))).reason for n in (0, 5)]
+    ['certified (Gauss-Newton)', 'explains the update, but 5 directions of the inputs are not determined']
+    """
+    proofs: list[Certificate] = [proof for proof in result.certificates if proof is not None]
+    unknowns = result.inputs.numel()
+    hidden = sum(proof.free_directions or 0 for proof in proofs if proof.not_unique)
+    if hidden:
+        what = "1 direction of the inputs is" if hidden == 1 else f"{hidden:,} directions of the inputs are"
+        reason = f"explains the update, but {what} not determined"
+        return Diagnosis(outcome="not identifiable", reason=reason, unknowns=unknowns, hidden=hidden)
+    if proofs and result.certified == len(result.inputs):
+        reason = f"certified ({', '.join(dict.fromkeys(proof.method for proof in proofs))})"
+        return Diagnosis(outcome="recovered", reason=reason, unknowns=unknowns, hidden=0)
+    return None
 
 
 def _known_noise(observation: Observation) -> float:

@@ -74,7 +74,8 @@ class Solved(NamedTuple):
 class Fit:
     """Where the search ended: the point, ||r||^2 and r there, and what it cost.
 
-    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made.
+    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made,
+    of which the last one's ``preconditioner`` is kept.
     """
 
     x: Tensor
@@ -85,6 +86,7 @@ class Fit:
     builds: int
     at_rest: bool
     curve: list[float] = field(repr=False)
+    preconditioner: Preconditioner | None = field(default=None, repr=False)
 
 
 class Preconditioner:
@@ -241,7 +243,7 @@ class LevenbergMarquardt:
             curve.append(value)
             if progress is not None:
                 progress(steps, self.steps, value)
-        return Fit(x, value, residual, steps, spent, builds, at_rest, curve)
+        return Fit(x, value, residual, steps, spent, builds, at_rest, curve, helper)
 
 
 def _mean_diagonal(products: Linearisation, like: Tensor, probes: int = 8) -> float:

@@ -54,11 +54,11 @@ def write_captured(result: Any, path: FileName, title: str, pictures: bool = Fal
 
 def _tiles(result: Any) -> list[tuple[str, str]]:
     reconstruction = result.reconstruction
-    certificate = reconstruction.info.get("certificate")
+    count = len(reconstruction.inputs)
     tiles = [
-        ("Inputs", str(len(reconstruction.inputs))),
+        ("Inputs", str(count)),
         ("Left unexplained", words.short(result.left)),
-        ("Certificate", words.short(certificate) if isinstance(certificate, float) else "none"),
+        ("Certified", f"{reconstruction.certified} of {count}" if reconstruction.certificates else "none"),
     ]
     if result.evaluation is None:
         return [*tiles, ("Time", words.duration(reconstruction.info["seconds"]))]
@@ -77,7 +77,6 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
         original: Picture | None = None
         if pictures and place is not None:
             original = draw(result.truth[place], alt=f"original {place}", identity=f"o{number}")
-        row = {} if place is None else result.evaluation.rows[place]
         labels = reconstruction.labels
         examples.append(
             {
@@ -86,7 +85,8 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
                 "original": original,
                 "label": None if labels is None else labels[number].tolist(),
                 "score": float(reconstruction.scores.reshape(-1)[min(number, reconstruction.scores.numel() - 1)]),
-                "psnr": row.get("psnr"),
+                "psnr": None if place is None else result.psnrs[number],
+                "certificate": reconstruction.certificates[number] if reconstruction.certificates else None,
             }
         )
     return examples

@@ -14,19 +14,24 @@ from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.names import short_names
-from leakscope.results.records import NAN, Row, mapping, mean
+from leakscope.results.records import NAN, ExampleRecord, Row, mapping, mean
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict, judge_store
 
 STRONGEST = "strongest for each example"
 NOTHING = words.DASH
-_Table = dict[tuple[str, str, str], list[float]]
-_Side = tuple[float, tuple[float, float], int]
+#: PSNR of the examples, and how many of them are certified.
+_Entry = tuple[list[float], int]
+_Table = dict[tuple[str, str, str], _Entry]
+_Side = tuple[float, tuple[float, float], int, int]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One line: mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it."""
+    """One line: mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it.
+
+    ``certified_a`` and ``certified_b`` count the examples with a certificate that holds, of any seed.
+    """
 
     protocol: str
     defense: str
@@ -34,14 +39,19 @@ class Comparison:
     psnr_a: float
     interval_a: tuple[float, float]
     examples_a: int
+    certified_a: int
     psnr_b: float
     interval_b: tuple[float, float]
     examples_b: int
+    certified_b: int
 
     @property
     def sides(self) -> tuple[_Side, _Side]:
-        """Mean, interval and number of examples in A and in B."""
-        return (self.psnr_a, self.interval_a, self.examples_a), (self.psnr_b, self.interval_b, self.examples_b)
+        """Mean, interval, number of examples and of certified ones in A and in B."""
+        return (
+            (self.psnr_a, self.interval_a, self.examples_a, self.certified_a),
+            (self.psnr_b, self.interval_b, self.examples_b, self.certified_b),
+        )
 
     @property
     def setting(self) -> str:
@@ -114,17 +124,22 @@ class _Audit:
     def table(self, crowded: set[str]) -> _Table:
         """PSNR of every example by setting and attack: the strongest, then each with its mean over seeds."""
         table: _Table = {
-            (setting.protocol, setting.defense, STRONGEST): [example.psnr for example in setting.examples]
+            (setting.protocol, setting.defense, STRONGEST): (
+                [example.psnr for example in setting.examples],
+                sum(example.certified for example in setting.examples),
+            )
             for setting in self.verdict.settings
         }
-        seeds: dict[tuple[str, str, str], dict[int, list[float]]] = {}
+        seeds: dict[tuple[str, str, str], dict[int, list[ExampleRecord]]] = {}
         for row in self.attempts:
             attack = row.job.attack if row.job.attack_name in crowded else row.job.attack_name
             examples = seeds.setdefault((*row.job.setting, attack), {})
             for example in row.examples:
-                examples.setdefault(example.index, []).append(example.value("psnr"))
-        table |= {place: [mean(values) for values in examples.values()] for place, examples in seeds.items()}
-        return {place: [v for v in values if not math.isnan(v)] for place, values in table.items()}
+                examples.setdefault(example.index, []).append(example)
+        for place, tries in seeds.items():
+            psnrs = [mean(example.value("psnr") for example in each) for each in tries.values()]
+            table[place] = psnrs, sum(any(example.certified for example in each) for each in tries.values())
+        return {place: ([v for v in values if not math.isnan(v)], count) for place, (values, count) in table.items()}
 
 
 def compare_differences(dir_a: FileName, dir_b: FileName) -> list[Difference]:
@@ -180,11 +195,14 @@ def _compared(first: _Audit, second: _Audit) -> list[Comparison]:
     places = list(dict.fromkeys((*table_a, *table_b)))
     settings = list(dict.fromkeys((protocol, defense) for protocol, defense, _ in places))
     places.sort(key=lambda place: (settings.index(place[:2]), place[2] != STRONGEST))
-    return [Comparison(*place, *_side(table_a.get(place, [])), *_side(table_b.get(place, []))) for place in places]
+    nothing: _Entry = ([], 0)
+    sides = [(_side(table_a.get(place, nothing)), _side(table_b.get(place, nothing))) for place in places]
+    return [Comparison(*(*place, *a, *b)) for place, (a, b) in zip(places, sides, strict=True)]
 
 
-def _side(values: list[float]) -> _Side:
-    return mean(values), spread(values), len(values)
+def _side(entry: _Entry) -> _Side:
+    values, certified = entry
+    return mean(values), spread(values), len(values), certified
 
 
 def compare(directories: Sequence[FileName]) -> str:

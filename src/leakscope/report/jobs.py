@@ -11,6 +11,7 @@ from typing import Any
 
 from leakscope.metrics import Measure
 from leakscope.report import svg, words
+from leakscope.report.certificate import certificate_details
 from leakscope.report.limits import settled
 from leakscope.report.settings import PSNR, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
@@ -50,12 +51,14 @@ class JobTable:
         self.measures = measures_of(example for row in rows for example in row.examples)
         self.main = main_measures(self.measures)
         self.several = any(len(row.examples) > 1 for row in rows)
+        self.proofs = any(example.certificate is not None for row in rows for example in row.examples)
 
     def section(self) -> dict[str, Any]:
         figures = [PSNR.title, *([f"Best {PSNR.title}"] if self.several else []), *(m.title for m in self.main)]
         columns = [("#", True), ("Status", False), ("Setting", False), ("Attack", False), ("Seed", True)]
         columns += [("Batch", True), *((name, True) for name in figures), ("Seconds", True), ("Flags", False)]
         example_columns = ["Example", "Label", "Guess", *(m.label for m in self.measures), "Score"]
+        example_columns += ["Certificate"] if self.proofs else []
         lines = [self._line(position, row) for position, row in enumerate(self.rows, start=1)]
         return {"columns": columns, "example_columns": example_columns, "lines": lines}
 
@@ -95,7 +98,8 @@ class JobTable:
     def _example(self, example: ExampleRecord) -> list[str]:
         labels = [words.label_name(label, self.class_names) for label in (example.label, example.label_guess)]
         figures = [_figure(example.value(measure.key), measure, 1) for measure in self.measures]
-        return [str(example.index), *labels, *figures, fixed(example.score, 4)]
+        proof = [certificate_details(example.certificate, example.value(PSNR.key)) or words.DASH] if self.proofs else []
+        return [str(example.index), *labels, *figures, fixed(example.score, 4), *proof]
 
 
 def _figure(value: float, measure: Measure, count: int) -> str:

@@ -7,14 +7,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from leakscope.contracts.reconstruction import DIAGNOSES, RECOVERED
+from leakscope.contracts.reconstruction import DIAGNOSES
 from leakscope.report import rounds as vertical
 from leakscope.report import words
+from leakscope.report.certificate import RECOVERED_PSNR
 from leakscope.report.words import fixed
 from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, number
 
-_RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 _ANOTHER_MODEL = "A server that may choose the model can send one that tells more, and is not bound by this."
 
 
@@ -83,7 +83,7 @@ def _error(psnr: float, rmse: float, method: str = "") -> dict[str, str]:
 
 def _sentence(content: Mapping[str, Any], best: float) -> str:
     """What floor and best attack say together."""
-    if content.get("infinite") and not best >= _RECOVERED_PSNR:
+    if content.get("infinite") and not best >= RECOVERED_PSNR:
         if _may_change(content):
             return f"Parts of the inputs leave no trace in the update of the model as it is. {_ANOTHER_MODEL}"
         return "Parts of the inputs leave no trace: without prior knowledge they cannot all be recovered."
@@ -92,14 +92,14 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
         return ""
     if best > floor + 1 and _may_change(content):
         meaning = f"The best attack does better than theory allows of the model as it is. {_ANOTHER_MODEL}"
-    elif best >= _RECOVERED_PSNR:
+    elif best >= RECOVERED_PSNR:
         meaning = "The inputs were recovered; what theory allows beyond the best attack are digits only."
     elif best > floor + 1:
         above = "The best attack does better than theory allows to one without prior knowledge"
         meaning = f"{above}: what it knows of pictures helps it."
     elif _unsettled(content):
         meaning = "Theory does not exclude a better attack."
-    elif floor - best > 10 and floor >= _RECOVERED_PSNR:
+    elif floor - best > 10 and floor >= RECOVERED_PSNR:
         meaning = (
             f"Theory allows {words.likeness(floor)}, and the best attack reached {words.likeness(best)} "
             f"({floor - best:.0f} dB less): this setting does not protect the inputs, it only withstood the attacks "
@@ -131,7 +131,7 @@ def _outcomes(done: Sequence[Row], floor: FindingRow | None) -> Counter[str]:
 
 def settled(outcome: str, psnr: float, floor: Mapping[str, Any]) -> str:
     """The attack's own opinion where the truth agrees; else truth tells if it recovered, and the floor if it could."""
-    if psnr >= _RECOVERED_PSNR:
+    if psnr >= RECOVERED_PSNR:
         return "recovered"
     if outcome not in ("recovered", "undecided"):
         return outcome
@@ -140,7 +140,7 @@ def settled(outcome: str, psnr: float, floor: Mapping[str, Any]) -> str:
     allowed = number(floor.get("psnr"))
     if math.isnan(psnr) or math.isnan(allowed) or _unsettled(floor):
         return "undecided"
-    if allowed >= _RECOVERED_PSNR:
+    if allowed >= RECOVERED_PSNR:
         return "optimiser failed"
     # The noise of rounding is known to its order only, and the floor of one model is not that of another.
     return "undecided" if floor.get("rounding_only") or _may_change(floor) else "not identifiable"

@@ -7,6 +7,7 @@ finding is about and not of its numbers, so the same leak is the same alert tomo
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from leakscope import __version__
+from leakscope.report.certificate import strongest_words
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
@@ -165,6 +167,8 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     subject = ("whole", "audit") if setting is None else setting.cell
     title = "The audit" if setting is None else setting.short
     told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
+    if setting is not None and finding.rule is RULES["reconstruction"]:
+        told += [f"{line}." for line in strongest_words([e for e in setting.verdict.examples if e.leaks])]
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
     fingerprint = hashlib.sha256(prints.encode()).hexdigest()[:32]
     related = {} if source.model is None else {"relatedLocations": [_location(source.model, "The model is made here.")]}
@@ -190,4 +194,11 @@ def _facts(setting: Setting) -> dict[str, Any]:
     verdict = setting.verdict
     names = ("protocol", "defense", "outcome", "mean_psnr", "baseline_psnr", "identification", "label_accuracy")
     leaking = [example.index for example in verdict.examples if example.leaks]
-    return {**{name: getattr(verdict, name) for name in names}, "leaking_examples": leaking}
+    proofs = [
+        {"example": example.index, "certified": example.certified, **dataclasses.asdict(example.certificate)}
+        for example in verdict.examples
+        if example.certificate is not None
+    ]
+    facts = {name: getattr(verdict, name) for name in names}
+    certified = [example.index for example in verdict.examples if example.certified]
+    return {**facts, "leaking_examples": leaking, "certified_examples": certified, "certificates": proofs}

@@ -19,6 +19,7 @@ from markupsafe import Markup
 
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.report import words
+from leakscope.report.certificate import certificate_words, strongest_words
 from leakscope.results.records import counted, number
 
 FileName = str | os.PathLike[str]
@@ -35,6 +36,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
     )
     environment.filters |= {"fixed": words.fixed, "short": words.short, "head": words.head}
     environment.filters |= {"counted": counted, "number": number}
+    environment.filters |= {"proved": certificate_words, "all_proved": strongest_words}
     environment.tests["finite"] = math.isfinite
     script = _resource("table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")

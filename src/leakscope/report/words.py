@@ -32,6 +32,12 @@ TERMS: tuple[tuple[str, str, str], ...] = (
         "other examples of the data.",
     ),
     ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
+    (
+        "Certificate",
+        "for each example",
+        "A proof without the truth. It holds if the example leaves no more of the update than rounding or known noise "
+        "does, and if no direction of the input is free. Then no other input near it explains the update.",
+    ),
     ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
 )
 

@@ -15,10 +15,11 @@ from importlib import resources
 from typing import Any
 
 from leakscope import __version__
+from leakscope.contracts.certificate import Certificate
 from leakscope.metrics import MEASURES
 from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
-from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain
+from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
 from leakscope.results.store import Store
 from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
@@ -68,7 +69,10 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
         "created": store.meta("created"),
         "worst": None if verdict.worst is None else _strongest(verdict.worst, names),
         "settings": [_setting(setting, names) for setting in settings],
-        "jobs": [{**_row(row, names), "examples": [_example(e) for e in row.examples]} for row in rows],
+        "jobs": [
+            {**_row(row, names), "diagnosis": _diagnosis(row), "examples": [_example(e) for e in row.examples]}
+            for row in rows
+        ],
         "findings": [_finding(finding, names) for finding in store.findings()],
         "study": _study(study_store(store, verdict), names),
         "files": dict(files),
@@ -79,11 +83,14 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
 def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every example of every job, and one for each job without a result."""
     names = {setting.cell: setting.name for setting in name_settings(verdict)}
-    blank = {"index": None, "score": None, **dict.fromkeys(measure.key for measure in MEASURES.values())}
+    measures = dict.fromkeys(measure.key for measure in MEASURES.values())
+    blank = {"index": None, "score": None, **_flat_proof(None), **measures}
     lines = []
     for row in store.rows():
         facts = {**_row(row, names), "flags": "; ".join(row.flags)}
-        examples = [{"index": e.index, "score": e.score, **e.values} for e in row.examples] or [{}]
+        examples = [
+            {"index": e.index, "score": e.score, **_flat_proof(e.certificate), **e.values} for e in row.examples
+        ] or [{}]
         lines += [plain({**facts, **blank, **{k: v for k, v in e.items() if k in blank}}) for e in examples]
     return lines
 
@@ -125,6 +132,7 @@ def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str
         "name": setting.name,
         "title": setting.short,
         **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
+        "certified": sum(example.certified for example in verdict.examples),
         "reasons": [dataclasses.asdict(reason) for reason in verdict.reasons],
         "examples": [_strongest(example, names) for example in verdict.examples],
     }
@@ -135,6 +143,7 @@ def _strongest(example: StrongestExample, names: Mapping[tuple[str, str], str]) 
     return {
         "setting": names[example.protocol, example.defense],
         **{name: getattr(example, name) for name in same},
+        **_proof(example),
     }
 
 
@@ -148,7 +157,24 @@ def _row(row: Row, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
 
 
 def _example(example: ExampleRecord) -> dict[str, Any]:
-    return {"index": example.index, "score": example.score, "values": dict(example.values)}
+    return {"index": example.index, "score": example.score, **_proof(example), "values": dict(example.values)}
+
+
+def _proof(example: ExampleRecord | StrongestExample) -> dict[str, Any]:
+    proof = example.certificate
+    return {"certified": example.certified, "certificate": None if proof is None else dataclasses.asdict(proof)}
+
+
+def _flat_proof(proof: Certificate | None) -> dict[str, Any]:
+    """Return what a certificate says in columns of their own; None in each without one."""
+    facts = {} if proof is None else dataclasses.asdict(proof)
+    flat = {f"certificate_{field.name}": facts.get(field.name) for field in dataclasses.fields(Certificate)}
+    return {"certified": None if proof is None else proof.holds, **flat}
+
+
+def _diagnosis(row: Row) -> dict[str, Any] | None:
+    found = None if row.result is None else row.result.diagnosis
+    return None if found is None else {"outcome": found.outcome, "reason": without_folders(found.reason)}
 
 
 def _study(study: Study | None, names: Mapping[tuple[str, str], str]) -> dict[str, Any] | None:

@@ -27,6 +27,7 @@ def _line(setting: Setting) -> dict[str, Any]:
         "defense": setting.defense_short,
         "outcome": verdict.outcome,
         "leaking": sum(example.leaks for example in verdict.examples),
+        "certified": sum(example.certified for example in verdict.examples),
         "examples": len(verdict.examples),
         "worst_psnr": highest(example.psnr for example in verdict.examples),
         "mean_psnr": verdict.mean_psnr,
@@ -47,6 +48,7 @@ _SHOWN = {
     "mean_psnr": "mean PSNR (dB)",
     "baseline_psnr": "no information (dB)",
     "leaking": "leaking",
+    "certified": "certified",
     "outcome": "outcome",
 }
 
