@@ -10,13 +10,13 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.drowning import explained_end, shortened
 from leakscope.attacks.mixtures import is_mixed, search_parts
 from leakscope.attacks.shared_work import read_labels, run_matcher
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.equations.noise_test import drowned
 from leakscope.labels import RecoveredLabels, local_steps, mean_gradient_scale
 from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
@@ -29,9 +29,6 @@ LabelChoice = Literal["recover", "joint"]
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: A replayed local step in forward passes: two gradients of three each, and six to pull an adjoint back.
 LOCAL_STEP_FORWARDS = 12
-#: Steps where the noise drowns the update: there is nothing to find, and a longer search only fits the noise.
-DROWNED_STEPS = 30
-DROWNED_NOTE = f"the known noise drowns the clipped update, so the search ends after at most {DROWNED_STEPS} steps"
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
@@ -57,7 +54,8 @@ class GradientMatching(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        return self.search(observation, self.matcher(observation), generator, progress)
+        matcher = shortened(self.matcher(observation), observation)
+        return explained_end(self.search(observation, matcher, generator, progress), observation)
 
     def search(
         self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None
@@ -65,9 +63,6 @@ class GradientMatching(Attack):
         """What the search with ``matcher`` makes of the observation, labels included."""
         if is_mixed(observation):
             return search_parts(observation, generator, lambda seen: self.search(seen, matcher, generator, progress))
-        hopeless = drowned(observation)
-        if hopeless:
-            matcher = replace(matcher, iterations=min(matcher.iterations, DROWNED_STEPS))
         examples = observation.num_examples
         assert examples is not None  # granted: num_examples is in ``requires``
         copies = self.copies(observation)
@@ -98,8 +93,6 @@ class GradientMatching(Attack):
             readings = [readings[chosen]]
         targets, method = (readings[0].labels, readings[0].method) if readings else (None, "joint")
         match = match_with(matcher, targets, trials)
-        if hopeless:  # that it would go on falling does not mean that it would find anything
-            notes, match = (*notes, DROWNED_NOTE), replace(match, flags=tuple({*match.flags} - {"did not converge"}))
         labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
