@@ -1,10 +1,14 @@
-"""The verdict on an audit's rows: cautious, so that doubt is never a pass.
+"""Judge an audit's rows: cautious, so that doubt is never a pass, and monotone, so that fewer attacks never buy one.
 
-The strongest attack on each example counts. An example leaks when its PSNR reaches the limit and exceeds, by
-the lift asked for, the best that comes out without information: of the same attack on noise or on other examples'
-update, and of held-out images. A pass needs attacks that find what lies open. Flags, failed and missing jobs, numbers
-that could not be computed, a wide gap to what theory allows, and defences that no attack knew turn "within policy" into
-"inconclusive"; every doubt has its remedy.
+The strongest attack on each example counts. An example leaks when its PSNR reaches the limit and it is certified, or
+exceeds by the lift asked for the best that comes out without information. A pass needs, on every client, a result that
+can be trusted (:mod:`leakscope.results.coverage`), an update that is explained as far as its noise allows, the standard
+attacks of the protocol or a waiver, and nothing missing; every doubt has its remedy.
+
+Outcomes are ordered: pass < doubt by evidence that looks like a leak < leak. More attacks can only move a pass up this
+order. Evidence that looks like a leak is identification far above chance, a high PSNR without a lift to compare, labels
+that alone hide a leak, and a certificate that contradicts the measured PSNR. All other doubts are a lack of evidence,
+which more attacks can only remove.
 """
 
 from __future__ import annotations
