@@ -104,8 +104,7 @@ def _policy(value: Any) -> Any:
         return policy
     from leakscope.attacks import ATTACKS
 
-    standard = [name for name, entry in ATTACKS.items() if entry.standard_for]
-    return dataclasses.replace(policy, waive=tuple(find_name(name, standard) for name in policy.waive))
+    return dataclasses.replace(policy, waive=tuple(find_name(name, ATTACKS) for name in policy.waive))
 
 
 def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
