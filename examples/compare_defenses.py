@@ -14,7 +14,7 @@ def main() -> None:
         data=(x, y),
         examples=2,
         knowledge="informed_server",
-        attacks=["linear-layer", "learning-to-invert"],
+        attacks=["standard", "learning-to-invert"],
         defenses=[
             "none",
             {"gradient-pruning": {"fraction": 0.5}},

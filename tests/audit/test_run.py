@@ -55,7 +55,9 @@ def test_finds_the_leak_and_clears_the_defence(tmp_path: Path) -> None:
     assert meta["plan"]["findings"] == len(done.findings) == 4
     assert meta["data"]["shape"] == [1, 4, 4]
     assert meta["model"]["parameters"] == 51
-    assert set(meta["policy"]) == {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
+    limits = {"max_psnr", "min_lift", "max_ssim", "max_identification", "max_label_accuracy"}
+    assert set(meta["policy"]) == {*limits, "waive"}
+    assert meta["plan"]["standard"] == {"FedSGD(batchnorm='eval', reduction='mean')": doubles.STANDARD}
     assert set(meta["versions"]) == {"leakscope", "torch", "numpy", "python", "platform"}
     assert done.store.meta("threat_model")[0].startswith("The adversary sees")
 
@@ -164,8 +166,16 @@ def test_another_audits_folder_is_refused_untouched(tmp_path: Path) -> None:
 def test_policy_may_change_on_resume(tmp_path: Path) -> None:
     assert run(tmp_path, defenses=None).verdict.outcome == "leaks"
     again = run(tmp_path, defenses=None, policy={"max_psnr": 500.0, "max_identification": 1.0})
+    assert "standard attacks not run: " in str(again.verdict)
+    lenient = {"max_psnr": 500.0, "max_identification": 1.0, "waive": doubles.STANDARD}
+    again = run(tmp_path, defenses=None, policy=lenient)
     assert again.verdict.outcome == "within policy"
-    assert again.store.meta("policy")["max_psnr"] == 500.0
+    assert any("Waived: " in line["text"] for line in again.store.meta("audited"))
+    assert "The policy allows a pass without the standard attacks linear-layer, " in again.report().read_text()
+    assert json.loads(again.to_json())["policy"]["waive"] == doubles.STANDARD
+    stricter = run(tmp_path, defenses=None, policy={"max_psnr": 500.0, "max_identification": 1.0})
+    assert not any("Waived: " in line["text"] for line in stricter.store.meta("audited"))
+    assert stricter.store.meta("policy")["max_psnr"] == 500.0
 
 
 def test_nothing_is_left_when_the_spec_is_wrong(tmp_path: Path) -> None:

@@ -313,3 +313,13 @@ def test_thousands_of_problems_are_counted() -> None:
     with pytest.raises(SpecError, match=r"attacks\[39\].*\n  - and 960 more$") as caught:
         spec(attacks=[0] * 1000)
     assert len(caught.value.problems) == 1000
+
+
+def test_what_a_policy_waives_is_an_attack_of_the_table_in_any_spelling() -> None:
+    spec = AuditSpec.parse({**DEFAULT_SPEC, "policy": {"waive": ["Head_First", "sme"]}})
+    assert spec.policy.waive == ("head-first", "sme")
+    assert spec.normalised()["policy"]["waive"] == ["head-first", "sme"]
+    with pytest.raises(SpecError, match=r"policy: expected one of linear-layer, .*, got 'head'"):
+        AuditSpec.parse({**DEFAULT_SPEC, "policy": {"waive": ["head"]}})
+    with pytest.raises(SpecError, match="waive: expected"):
+        AuditSpec.parse({**DEFAULT_SPEC, "policy": {"waive": 3}})

@@ -118,9 +118,12 @@ def test_a_mistake_is_one_clear_error_with_code_4_and_leaves_the_store_alone(arg
 
 def test_an_option_changes_one_limit_of_the_policy_not_all(finished) -> None:
     (finished / "policy.yaml").write_text(TINY + "policy: {max_psnr: 500, max_ssim: 0.1}\n")
-    result = leakscope("audit", "policy.yaml", "--max-psnr", "400", "--out", "run", cwd=finished)
+    more = ["--max-psnr", "400", "--waive", "idlg", "--waive", "head-first"]
+    result = leakscope("audit", "policy.yaml", *more, "--out", "run", cwd=finished)
     assert result.returncode == 1, result.stderr
     assert "SSIM" in result.stdout
+    told = " ".join(result.stdout.split())
+    assert "Warning: Waived: the policy allows a pass without the standard attacks idlg, head-first." in told
 
 
 def test_a_budget_that_ends_is_told_and_the_same_command_goes_on(finished) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -9,8 +11,8 @@ import leakscope as ls
 from leakscope.attacks import HeadFirst
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.defenses import GradientNoise
-from leakscope.equations.noise_test import RARE, noise_test
+from leakscope.defenses import DPSGD, GradientClipping, GradientNoise
+from leakscope.equations.noise_test import DROWNED, RARE, drowned, noise_test
 
 
 def draws(seed: int) -> torch.Generator:
@@ -70,3 +72,49 @@ def test_head_first_tells_whether_it_came_down_to_the_noise() -> None:
     assert 0 <= result.info["noise_p_value"] <= 1
     assert any("noise" in note for note in result.notes)
     assert "noise_p_value" not in HeadFirst(iterations=40, ignore_defense=True)(seen, seed=0).info
+
+
+@pytest.mark.parametrize(
+    ("defense", "reduction", "examples", "hidden"),
+    [
+        (DPSGD(clip=3.0, epsilon=1.0), "mean", 1, True),
+        (DPSGD(clip=3.0, epsilon=4.0), "mean", 1, False),
+        (DPSGD(clip=3.0, noise_multiplier=1 / DROWNED + 0.01), "mean", 1, True),
+        (DPSGD(clip=3.0, noise_multiplier=1 / DROWNED - 0.01), "mean", 1, False),
+        # Four examples that look alike add up, and the whole update is what must drown.
+        (DPSGD(clip=3.0, noise_multiplier=4 / DROWNED + 0.01), "mean", 4, True),
+        (DPSGD(clip=3.0, noise_multiplier=4 / DROWNED - 0.01), "mean", 4, False),
+        (DPSGD(clip=3.0, noise_multiplier=4 / DROWNED + 0.01), "sum", 4, True),
+        (DPSGD(clip=3.0, noise_multiplier=4 / DROWNED - 0.01), "sum", 4, False),
+        (GradientNoise(sigma=100.0), "mean", 1, False),  # nothing bounds what it hides
+        (GradientClipping(norm=1e-6), "mean", 1, False),
+        (None, "mean", 1, False),
+    ],
+)
+def test_noise_drowns_only_an_update_that_is_clipped_below_it(
+    defense: ls.Defense | None, reduction: str, examples: int, hidden: bool
+) -> None:
+    net, (x, y) = torch.nn.Linear(6, 3), (torch.rand(examples, 6), torch.arange(examples) % 3)
+    protocol = ls.FedSGD(reduction=reduction)
+    seen = protocol.observe(net, x, y, defense=defense, knowledge=Knowledge.adaptive_server, generator=draws(0))
+    assert drowned(seen) == hidden
+    unknowing = protocol.observe(net, x, y, defense=defense, generator=draws(0))
+    assert not drowned(unknowing), "who does not know the defence cannot know"
+
+
+def test_a_search_in_drowning_noise_ends_early_and_says_so() -> None:
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 4, 3), torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(64, 3))
+    x, y = torch.rand(1, 1, 6, 6, generator=draws(1)), torch.tensor([1])
+    for epsilon, steps in ((1.0, 30), (8.0, 300)):
+        seen = ls.FedSGD().observe(
+            *(net, x, y),
+            defense=DPSGD(epsilon=epsilon),
+            knowledge=dataclasses.replace(Knowledge.adaptive_server, labels="yes"),
+            generator=draws(0),
+        )
+        found = ls.attacks.InvertingGradients(iterations=300)(seen, seed=0)
+        assert found.info["steps"] == steps
+        assert any("drowns" in note for note in found.notes) == (steps == 30)
+        assert steps == 300 or "did not converge" not in found.flags
+        exact = HeadFirst()(seen, seed=0)
+        assert ("surprise" in exact.info) == (steps == 300), "nor is a most probable image looked for"

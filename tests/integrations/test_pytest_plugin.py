@@ -36,9 +36,6 @@ examples: 2
 defenses:
   - DEFENSE
 knowledge: adaptive_server
-attacks:
-  - linear-layer
-  - inverting-gradients: {iterations: 200}
 findings: [floor]
 """
 PROTECTED = "dp-sgd: {noise_multiplier: 4, clip: 1}"

@@ -20,7 +20,8 @@ from leakscope.results.accepted_leaks import (
 )
 from leakscope.results.export import schema
 from leakscope.results.reasons import Reason
-from leakscope.results.setting_verdict import SettingVerdict, StrongestExample
+from leakscope.results.setting_verdict import SettingVerdict
+from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
 
 SGD, NOISE = "FedSGD()", "GradientNoise(sigma=1.0)"

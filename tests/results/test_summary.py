@@ -108,7 +108,7 @@ def test_what_was_not_measured_is_left_out_and_explained() -> None:
     assert ssim.baseline_reason == "not measured, and the job does not say why"
 
 
-def test_without_its_own_control_the_best_of_the_others_counts() -> None:
+def test_without_its_own_control_the_lowest_of_the_others_counts() -> None:
     rows = [
         attempt("0", [numbers(0, 12, mse=0.05)]),
         attempt("1", [], control="noise", status="failed"),
@@ -118,8 +118,8 @@ def test_without_its_own_control_the_best_of_the_others_counts() -> None:
         attempt("5", [numbers(0, 11, mse=0.01)], control="noise", protocol=AVG),
     ]
     found = measures(rows)
-    assert found["psnr"].baseline == 7.0  # B over its seeds; not the other protocol's
-    assert found["mse"].baseline == 0.1  # C: for an error the lowest is the best
+    assert found["psnr"].baseline == 5.0  # C; not the other protocol's
+    assert found["mse"].baseline == 0.25  # B over its seeds: of an error the highest
 
 
 def test_no_control_at_all() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.drowning import explained_end, shortened
 from leakscope.attacks.mixtures import is_mixed, search_parts
 from leakscope.attacks.shared_work import read_labels, run_matcher
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
@@ -53,7 +54,8 @@ class GradientMatching(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        return self.search(observation, self.matcher(observation), generator, progress)
+        matcher = shortened(self.matcher(observation), observation)
+        return explained_end(self.search(observation, matcher, generator, progress), observation)
 
     def search(
         self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None

@@ -27,7 +27,7 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.equations.embedding import Embedding
-from leakscope.equations.noise_test import noise_test
+from leakscope.equations.noise_test import drowned, noise_test
 from leakscope.matching import Adam, Pixels, Victim
 from leakscope.matching.priors import total_variation
 from leakscope.matching.search import Evaluation, search
@@ -90,7 +90,7 @@ def with_known_noise(
         return result
     labels = result.labels if observation.labels is None else observation.labels  # soft ones, where they are known
     posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, embedding))
-    if channel is not None:
+    if channel is not None and not drowned(observation):
         result = _more_probable(result, posterior, generator, iterations, progress)
     test = noise_test(observation.message.update, posterior.sent(result.inputs), noisy, result.inputs.numel())
     if test is None:

@@ -17,6 +17,7 @@ from leakscope.results.records import counted
 #: Settings of attacks that say how long they try.
 _EFFORTS = ("iterations", "steps", "restarts")
 EFFORT = "Effort"
+WAIVED = "Waived"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -35,6 +36,7 @@ def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
         *_modes(setup),
         *_outputs(setup),
         _effort(asked),
+        *_waived(setup),
         *_knowing(setup),
         *_privacy(setup),
         Statement(
@@ -92,6 +94,13 @@ def _effort(asked: Mapping[str, Any]) -> Statement:
     clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
     count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
     return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
+
+
+def _waived(setup: Setup) -> Iterator[Statement]:
+    """Standard attacks that the policy does without."""
+    if names := setup.spec.policy.waive:
+        text = f"{WAIVED}: the policy allows a pass without the standard attacks {', '.join(names)}"
+        yield Statement(f"{text}. They may recover more.", warning=True)
 
 
 def _knowing(setup: Setup) -> Iterator[Statement]:

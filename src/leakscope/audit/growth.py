@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leakscope.audit.audited import EFFORT
+from leakscope.attacks import standard_attacks
+from leakscope.audit.audited import EFFORT, WAIVED
 from leakscope.audit.controls import CONTROLS
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.plan import Job, content_hash, is_training, label_chance, seed_place
@@ -31,6 +32,8 @@ class Plan:
     axes: Mapping[str, Any]
     jobs: tuple[Job, ...] = ()
     floors: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    #: The standard attacks of each protocol, without which the verdict passes nothing.
+    standard: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of(cls, setup: Setup, jobs: Sequence[Job]) -> Plan:
@@ -40,14 +43,16 @@ class Plan:
         kinds = {name: list(getattr(spec, name)) for name in AXES[3:]}
         axes = {"examples": sum(len(batch) for batch in setup.batches), **parts, **kinds}
         floors = {part.identity(): "floor" in part.instance.findings() for part in spec.protocols}
-        return cls(axes, tuple(jobs), floors)
+        standard = {part.identity(): standard_attacks([part.instance], setup.knowledge) for part in spec.protocols}
+        return cls(axes, tuple(jobs), floors, standard)
 
     @classmethod
     def read(cls, store: Store) -> Plan:
         """What was planned in ``store`` so far; StoreError where that is damaged."""
         planned = store.meta("planned")
         try:
-            plan = cls(planned["axes"], tuple(Job(*values) for values in planned["jobs"]), planned["floors"])
+            jobs = tuple(Job(*values) for values in planned["jobs"])
+            plan = cls(planned["axes"], jobs, planned["floors"], planned.get("standard", {}))
             _numbered(plan.jobs, plan.axes)
             for job in plan.jobs:
                 _moved(job, plan.axes, plan.axes)
@@ -72,8 +77,8 @@ class Plan:
                     continue
                 union.pop(key, None)
             union[moved.key] = moved
-        floors = {**self.floors, **new.floors}
-        return Plan({"examples": examples, **axes}, _numbered(union.values(), axes), floors)
+        floors, standard = {**self.floors, **new.floors}, {**self.standard, **new.standard}
+        return Plan({"examples": examples, **axes}, _numbered(union.values(), axes), floors, standard)
 
     def numbered(self, jobs: Sequence[Job]) -> list[Job]:
         """Those of ``jobs`` that belong to this plan, in their places."""
@@ -88,14 +93,15 @@ class Plan:
             "spec_hash": content_hash({**known, **lists}),
             "identity": known,
             "plan": self.summary(setup),
-            "planned": {"axes": self.axes, "jobs": jobs, "floors": self.floors},
+            "planned": {"axes": self.axes, "jobs": jobs, "floors": self.floors, "standard": self.standard},
         }
 
     def summary(self, setup: Setup) -> dict[str, Any]:
         """How many attempts, controls and findings there are, in all and per setting, so that missing ones are noticed.
 
         ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the
-        share of the most frequent label, which a guess from no information names.
+        share of the most frequent label, which a guess from no information names. ``standard`` names the attacks that
+        a pass of each protocol needs.
         """
         counts: dict[tuple[str, str], int] = {}
         theory: Counter[tuple[str, str]] = Counter()
@@ -112,7 +118,7 @@ class Plan:
         total = len(self.jobs) - findings
         examples = self.axes["examples"]
         facts = {"total": total, "findings": findings, "settings": settings, "examples": examples}
-        return {**facts, "label_chance": label_chance(setup)}
+        return {**facts, "label_chance": label_chance(setup), "standard": self.standard}
 
 
 def grown_identity(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +145,7 @@ def _grown_utility(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[st
 def grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """What was audited: the newest statements, and those on protocols and defences that only earlier runs had."""
     before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
-    return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith(EFFORT))]
+    return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith((EFFORT, WAIVED)))]
 
 
 def _moved(job: Job, before: Mapping[str, Any], after: Mapping[str, Any]) -> Job:

@@ -13,8 +13,8 @@ from leakscope.results.defense_study import Study, study_store
 from leakscope.results.export import audit_document, audit_table, json_text
 from leakscope.results.records import FindingRow, Row, counted, mapping
 from leakscope.results.setting_tables import verdict_html
-from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
+from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict, judge
 
 

@@ -5,6 +5,7 @@ Every problem is found and told in one :class:`SpecError`, a line each: where, w
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +99,12 @@ def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
 
 
 def _policy(value: Any) -> Any:
-    return Policy.build(value) if isinstance(value, Mapping) else value
+    policy = Policy.build(value) if isinstance(value, Mapping) else value
+    if not isinstance(policy, Policy) or not policy.waive:
+        return policy
+    from leakscope.attacks import ATTACKS
+
+    return dataclasses.replace(policy, waive=tuple(find_name(name, ATTACKS) for name in policy.waive))
 
 
 def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:

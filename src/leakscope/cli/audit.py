@@ -77,6 +77,7 @@ def audit(
     seeds: Annotated[int | None, typer.Option(help="How many seeds.")] = None,
     max_psnr: Annotated[float | None, typer.Option(help=_LIMITS["max_psnr"])] = None,
     max_label_accuracy: Annotated[float | None, typer.Option(help=_LIMITS["max_label_accuracy"])] = None,
+    waive: Annotated[list[str] | None, typer.Option(help=f"{_LIMITS['waive']} Repeatable.")] = None,
     findings: Annotated[
         bool | None, typer.Option("--findings/--no-findings", help="Theory beside the attacks.")
     ] = None,
@@ -108,7 +109,7 @@ def audit(
         raise ValueError("--serial and --executor: expected one of them, got both")
     if weights and not model:
         raise ValueError("--weights: expected together with --model")
-    limits = {"max_psnr": max_psnr, "max_label_accuracy": max_label_accuracy}
+    limits = {"max_psnr": max_psnr, "max_label_accuracy": max_label_accuracy, "waive": waive or None}
     chosen = {
         "model": {"name": model, "weights": weights} if model and weights else model,
         "data": _data_option(data, data_path, spec),

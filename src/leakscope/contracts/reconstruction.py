@@ -18,7 +18,7 @@ DIAGNOSES: tuple[DiagnosisOutcome, ...] = ("recovered", "optimiser failed", "not
 #: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
 RECOVERED = 10 ** (-30 / 20)
 
-#: What each flag means. A pass with a raised flag is inconclusive, not a pass.
+#: What each flag means. A flagged result supports no pass; one without a flag may, from another attack.
 FLAGS: Mapping[str, str] = MappingProxyType(
     {
         "did not converge": "The objective was still falling as the steps ran out; more steps may recover more.",

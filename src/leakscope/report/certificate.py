@@ -10,7 +10,7 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import RECOVERED
 from leakscope.report.words import fixed, short
 from leakscope.results.records import NAN, counted
-from leakscope.results.setting_verdict import StrongestExample
+from leakscope.results.strongest import StrongestExample
 
 #: Of a captured update whose examples are all certified, beside which no baseline is needed.
 CERTIFIED = (

@@ -12,8 +12,8 @@ from torch import Tensor
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.results.records import Row, counted
-from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
+from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
 
 MAX_EXAMPLES = 40

@@ -180,6 +180,8 @@ def policy_lines(policy: Policy) -> list[str]:
     if policy.max_label_accuracy is not None:
         share = f"more than {words.percent(policy.max_label_accuracy)} of labels are recovered"
         lines.append(f"A setting also leaks when {share} and more than by chance.")
+    if policy.waive:
+        lines.append(f"The policy allows a pass without the standard attacks {', '.join(policy.waive)}.")
     return lines
 
 

@@ -42,7 +42,7 @@ TERMS: tuple[tuple[str, str, str], ...] = (
 )
 
 UNKNOWN_FLAG = "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
-FLAG_RULE = "A result within policy that carries a flag is counted as inconclusive, not as a pass."
+FLAG_RULE = "A result that carries a flag cannot support a pass; another attack must give one without a flag."
 
 
 def fixed(value: float, digits: int = 1) -> str:

@@ -45,24 +45,29 @@ class Baselines:
         return self._share("label_correct", only=_WITHOUT_LABELS)
 
     def value(self, attack: str, index: int, measure: Measure, *, held_out: bool = True) -> float:
-        """The best of the same attack's controls, or of the others' where it has none; NaN where there is none.
+        """The best of the same attack's controls and of the guesses without an attack; NaN where there is none.
 
-        Without ``held_out`` only controls in which an attack was run.
+        Where there is neither, the lowest of other attacks' controls: none of them may make less of a leak by being
+        run too. Without ``held_out`` only controls in which an attack was run.
         """
-        seeds = self._controls(attack, index, held_out)
-        return best([mean(example.value(measure.key) for example, _ in each) for each in seeds], measure.better)
+        own, guesses = self._own(attack, index), self._guesses(index) if held_out else []
+        if own or guesses:
+            return best(_means([*own, *guesses], measure), measure.better)
+        return best(_means(self._others(index), measure), "lower" if measure.better == "higher" else "higher")
 
     def why_missing(self, attack: str, index: int, measure: Measure) -> list[str]:
         """Why there is no such value, once for each control."""
-        controls = self._controls(attack, index, held_out=True)
+        controls = [*(self._own(attack, index) or self._others(index)), *self._guesses(index)]
         return [reasons.get(measure.key, measure.otherwise) for seeds in controls for _, reasons in seeds]
 
-    def _controls(self, attack: str, index: int, held_out: bool) -> list[list[Control]]:
-        own = self._blind.get((attack, index))
-        others = [list(names.values()) for place, names in self._blind.items() if place[1] == index]
-        blind = list(own.values()) if own else [seeds for names in others for seeds in names]
-        guesses = self._held_out.get(index, {}) if held_out else {}
-        return [*blind, *guesses.values()]
+    def _own(self, attack: str, index: int) -> list[list[Control]]:
+        return list(self._blind.get((attack, index), {}).values())
+
+    def _others(self, index: int) -> list[list[Control]]:
+        return [seeds for place, names in self._blind.items() if place[1] == index for seeds in names.values()]
+
+    def _guesses(self, index: int) -> list[list[Control]]:
+        return list(self._held_out.get(index, {}).values())
 
     def _share(self, key: str, only: str | None = None) -> float:
         """The highest of the controls' means over attacks, seeds and examples."""
@@ -72,3 +77,8 @@ class Baselines:
                 if only in (None, name):
                     values[name] += [example.value(key) for example, _ in seeds]
         return highest(map(mean, values.values())) if values else NAN
+
+
+def _means(controls: list[list[Control]], measure: Measure) -> list[float]:
+    """Average each control over its seeds."""
+    return [mean(example.value(measure.key) for example, _ in seeds) for seeds in controls]

@@ -20,8 +20,8 @@ from leakscope.metrics import MEASURES
 from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
-from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
+from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
 from leakscope.results.wording import shared_reasons
 

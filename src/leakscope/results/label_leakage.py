@@ -61,10 +61,6 @@ class LabelLeakage:
             why = "the adversary knows the labels" if known else "no attack names labels"
             remedy = "Withhold them (--labels no)" if known else "Add an attack that reads labels, such as idlg"
             doubts.append(Reason(f"{why}, but the policy limits their recovery", remedy))
-        unresolved = [row for row in done if UNCERTAIN_LABELS in row.flags and not _settled(row)]
-        if unresolved:
-            text = f"{len(unresolved)} of {counted(len(done), 'attempt')}: the labels were guessed wrong"
-            doubts.append(Reason(text, REMEDIES[UNCERTAIN_LABELS]))
         return doubts + _only_labels_hide(policy, done)
 
     def _words(self) -> str:
@@ -72,7 +68,14 @@ class LabelLeakage:
         return f"{self.accuracy:.0%} of the labels are recovered{chance}"
 
 
-def _settled(row: Row) -> bool:
+def unresolved_labels(rows: list[Row]) -> list[Reason]:
+    """The doubt about labels that were guessed wrong, if any were."""
+    unresolved = [row for row in rows if UNCERTAIN_LABELS in row.flags and not settled(row)]
+    text = f"{len(unresolved)} of {counted(len(rows), 'attempt')}: the labels were guessed wrong"
+    return [Reason(text, REMEDIES[UNCERTAIN_LABELS])] if unresolved else []
+
+
+def settled(row: Row) -> bool:
     """Whether uncertain labels did not matter: they were right, or the attack was also run with the right ones."""
     right = [example.value("label_correct") for example in row.examples]
     return bool(row.result and row.result.given_labels) or (bool(right) and all(value == 1 for value in right))

@@ -24,3 +24,4 @@ class Policy(Described):
     max_label_accuracy: float | None = setting(
         None, "a larger share of recovered labels leaks, where it also exceeds chance", ge=0, le=1
     )
+    waive: tuple[str, ...] = setting((), "standard attacks that need not be run for a pass; the report names them")

@@ -8,6 +8,7 @@ from typing import Literal
 AGAIN = "Run the same command again: what is done stays"
 MORE_TIME = "Raise --budget, or run the same command again: what is done is kept"
 WITHOUT_BUDGET = "Run the same command without --budget to have them too"
+MORE_STEPS = "Give the attack more steps or restarts, or add others (leakscope list attacks)"
 OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
 
 #: What a reason is about: a leak of one of three kinds, or a doubt that stands in the way of a pass.

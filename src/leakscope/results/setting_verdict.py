@@ -5,78 +5,24 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import REMEDIES
 from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
-from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage
+from leakscope.results.coverage import MISSED, Coverage, raised, starved
+from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage, unresolved_labels
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, WITHOUT_BUDGET, Reason
-from leakscope.results.records import NAN, ExampleRecord, Row, best, counted, highest, mean
-from leakscope.results.strength import MORE_STEPS, AttackStrength, gap_doubt
+from leakscope.results.reasons import AGAIN, MORE_STEPS, MORE_TIME, OTHER_ATTACKS, WITHOUT_BUDGET, Reason
+from leakscope.results.records import NAN, Row, best, counted, highest, mean
+from leakscope.results.strength import AttackStrength, gap_doubt
+from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
 
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
 NO_RESULT = "no attack gave a result"
 #: Where the policy does not limit it, identification this much above chance is a doubt.
 _IDENTIFIED_ABOVE_CHANCE = 0.5
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrongestExample:
-    """The best reconstruction of one example, over attacks and seeds, by PSNR."""
-
-    index: int
-    attack: str
-    attack_name: str
-    seed: int
-    key: str
-    protocol: str
-    defense: str
-    values: Mapping[str, float] = field(repr=False)
-    label: Any = None
-    label_guess: Any = None
-    baseline_psnr: float = NAN
-    leaks: bool = False
-    certificate: Certificate | None = None
-
-    @property
-    def certified(self) -> bool:
-        """Whether a certificate of this reconstruction holds."""
-        return self.certificate is not None and self.certificate.holds
-
-    def value(self, key: str) -> float:
-        """The measure with this key; NaN where it is missing."""
-        return self.values.get(key, NAN)
-
-    @property
-    def psnr(self) -> float:
-        return self.value("psnr")
-
-    @property
-    def ssim(self) -> float:
-        return self.value("ssim")
-
-    @property
-    def exposure(self) -> float:
-        """PSNR for ordering; what was not measured comes last."""
-        return -math.inf if math.isnan(self.psnr) else self.psnr
-
-    @property
-    def lift(self) -> float:
-        """PSNR above the control of the same attack."""
-        return self.psnr - self.baseline_psnr
-
-    @property
-    def identified(self) -> bool | None:
-        value = self.value("identified")
-        return None if math.isnan(value) else value > 0
-
-    def __str__(self) -> str:
-        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +70,8 @@ class Expected:
     """What was planned for a setting: attempts, the examples they are on, and findings; 0 where nobody says.
 
     ``budget``: the time budget that ended before all of it was begun, in words. ``spared``: attempts that it was not
-    spent on, for their examples had been recovered exactly before.
+    spent on, for their examples had been recovered exactly before. ``required``: the names of the attacks without which
+    nothing passes; None where the plan does not say.
     """
 
     attempts: int
@@ -133,6 +80,7 @@ class Expected:
     findings_missing: int = 0
     budget: str | None = None
     spared: int = 0
+    required: frozenset[str] | None = None
 
 
 class Setting:
@@ -157,11 +105,12 @@ class Setting:
         self.tries: dict[int, list[StrongestExample]] = defaultdict(list)
         for row in self.done:
             for example in row.examples:
-                self.tries[example.index].append(_attempt(row, example, self.baselines))
-        self.strongest = [_strongest(tries, policy) for _, tries in sorted(self.tries.items())]
+                self.tries[example.index].append(tried(row, example, self.baselines))
+        self.strongest = [strongest(tries, policy) for _, tries in sorted(self.tries.items())]
         # One attack that recognises an example is enough, even if another comes nearer in pixels.
         self.recognised = {index: any(e.identified for e in tries) for index, tries in self.tries.items()}
-        measured = [e for e in self.strongest if e.identified is not None]
+        self.unrecognisable = [i for i, tries in self.tries.items() if all(e.identified is None for e in tries)]
+        measured = [e for e in self.strongest if e.index not in self.unrecognisable]
         self.identification = mean([float(self.recognised[e.index]) for e in measured])
         # Of shares, what is still missing might lower them: by the limits they are shares of all that was planned.
         least = expected.examples if self.missing else 0
@@ -170,6 +119,8 @@ class Setting:
         self.identified_too_often = limit is not None and certain > limit
         self.labels = LabelLeakage.of(self.done, label_chance, least)
         self.flags = sorted({flag for row in self.done for flag in row.flags})
+        limited = [measure.key for measure, _ in self._other_limits()]
+        self.coverage = Coverage(rows, strength, self.defense != "none", limited, expected.required)
         self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
 
     def verdict(self) -> SettingVerdict:
@@ -181,12 +132,13 @@ class Setting:
             doubts = [
                 *self._doubts_of_measures(),
                 *self.labels.doubts(self.policy, self.done),
-                *self._doubts_of_strength(),
-                *self._doubts_of_knowledge(),
+                *self._doubts_of_coverage(),
+                *self._doubts_of_what_is_left(),
                 *self._doubts_of_powers(),
-                *map(self._flag_doubt, (flag for flag in self.flags if flag != UNCERTAIN_LABELS)),
                 *doubts,
             ]
+            if self.coverage.uncovered and not doubts:
+                doubts = [self._doubt_of_gaps()]
         psnrs = [e.psnr for e in examples if not math.isnan(e.psnr)]
         weakness = self._weakness()
         return SettingVerdict(
@@ -246,11 +198,10 @@ class Setting:
         doubts = []
         for example in self.strongest:
             doubts += self._doubts_of_lift(example)
-            for measure, _ in self._other_limits():
-                if any(math.isnan(t.value(measure.key)) for t in self.tries[example.index]):
-                    why = f"{measure.label} could not be measured, but the policy limits it"
-                    doubts.append(Reason(f"example {example.index}: {why}", f"Drop {measure.limit} from the policy"))
-        if self.policy.max_identification is not None and any(e.identified is None for e in self.strongest):
+            if any(contradicts_its_certificate(t, self.policy) for t in self.tries[example.index]):
+                why = f"example {example.index}: its certificate contradicts the measured PSNR"
+                doubts.append(Reason(why, "Report it: either the attack's proof or the measure is wrong"))
+        if self.policy.max_identification is not None and self.unrecognisable:
             why = "identification could not be measured for every example, but the policy limits it"
             doubts.append(Reason(why, "Give the data more examples to tell them from, or drop max_identification"))
         chance = self.baselines.identification
@@ -279,32 +230,61 @@ class Setting:
     def _weakness(self) -> Reason | None:
         return self.strength.doubt({row.job.attack for row in self.done}) if self.done else None
 
-    def _doubts_of_strength(self) -> list[Reason]:
-        """Attacks that would have missed a leak, and theory that allows one."""
-        if not self.done:
+    def _doubts_of_coverage(self) -> list[Reason]:
+        """Say what is wrong with the results on clients that no attempt covers."""
+        rows = self.coverage.open_rows
+        if not rows:
             return []
-        doubt = self._weakness() or gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
-        searches: dict[tuple[int, int], set[str]] = defaultdict(set)
-        for row in self.done:
-            if row.result is not None and row.result.diagnosis is not None:
-                searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
-        missed = sum("optimiser failed" in told and "recovered" not in told for told in searches.values())
-        doubts = [] if doubt is None else [doubt]
-        if missed:
-            text = f"{counted(missed, 'update')} of {len(searches)}: the update determines the inputs, but the search "
-            doubts.append(Reason(f"{text}missed them (optimiser failed)", MORE_STEPS))
+        weak = self.strength.doubt({row.job.attack for row in rows})
+        doubts = [] if weak is None else [weak]
+        doubts += [*_doubts_of_searches(rows), *self._doubts_of_knowledge(rows), *unresolved_labels(rows)]
+        flags = {flag for row in rows for flag in raised(row)} - {UNCERTAIN_LABELS}
+        doubts += [_flag_doubt(flag, rows) for flag in sorted(flags)]
+        return [*doubts, *self._doubts_of_numbers(rows)]
+
+    def _doubts_of_numbers(self, rows: list[Row]) -> list[Reason]:
+        """Name the measures that are not numbers although the policy limits them."""
+        examples = [example for row in rows for example in row.examples]
+        unmeasured = sum(math.isnan(example.value("psnr")) for example in examples)
+        doubts = []
+        if unmeasured:
+            text = f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)"
+            doubts.append(Reason(text, "Lower the attack's learning rate, or use dtype: float64"))
+        for measure, _ in self._other_limits():
+            for index in sorted({e.index for e in examples if math.isnan(e.value(measure.key))}):
+                why = f"{measure.label} could not be measured, but the policy limits it"
+                doubts.append(Reason(f"example {index}: {why}", f"Drop {measure.limit} from the policy"))
         return doubts
 
-    def _doubts_of_knowledge(self) -> list[Reason]:
-        """A defence that no attack knew was not tested, nor by one that finds nothing without it either."""
-        if self.defense == "none" or not self.done:
+    def _doubts_of_what_is_left(self) -> list[Reason]:
+        """Name what no attack explained, what theory allows beyond the attacks, and standard attacks not run."""
+        if not self.done:
             return []
-        knowing = {row.job.attack for row in self.done if row.result and row.result.adaptive}
+        weak = self._weakness() is not None
+        gap = None if weak else gap_doubt(self.allowed, highest(e.psnr for e in self.strongest), self.policy)
+        doubts = [doubt for doubt in (self.coverage.unexplained(), gap) if doubt is not None]
+        names = [] if self.missing or self.expected.spared else self.coverage.not_run
+        if names:
+            waivers = " ".join(f"--waive {name}" for name in names)
+            remedy = f"Run them with --attack standard, or do without them in the policy with {waivers}"
+            doubts.append(Reason(f"standard attacks not run: {', '.join(names)}", remedy))
+        return doubts
+
+    def _doubt_of_gaps(self) -> Reason:
+        count = counted(len(self.coverage.uncovered), "update")
+        text = f"{count}: no attack gave a result that could support a pass"
+        return Reason(text, OTHER_ATTACKS)
+
+    def _doubts_of_knowledge(self, rows: list[Row]) -> list[Reason]:
+        """A defence that no attack knew was not tested, nor by one that finds nothing without it either."""
+        if self.defense == "none":
+            return []
+        knowing = {row.job.attack for row in rows if row.result and row.result.adaptive}
         if knowing:
-            weak = None if len(knowing) == len({row.job.attack for row in self.done}) else self.strength.doubt(knowing)
+            weak = None if len(knowing) == len({row.job.attack for row in rows}) else self.strength.doubt(knowing)
             return [] if weak is None else [Reason(f"of the attacks that know this defence: {weak.text}", weak.remedy)]
         text = "no attack that knows this defence was run"
-        if any(row.job.knowledge.get("defense") for row in self.done):
+        if any(row.job.knowledge.get("defense") for row in rows):
             why = "the defence has no channel, or no attack here reads it"
             learned = "learning-to-invert, which needs no channel, is for --knowledge informed_server"
             return [Reason(f"{text}: {why}", f"{OTHER_ATTACKS}; {learned}")]
@@ -321,26 +301,20 @@ class Setting:
         return [Reason(text, "Add one, such as --attack robbing-the-fed, or take the server for honest (--knowledge)")]
 
     def _doubts_of_jobs(self) -> list[Reason]:
-        """What became of the jobs."""
-        unmeasured = sum(math.isnan(t.psnr) for tries in self.tries.values() for t in tries)
-        # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
-        starved = sum(row.status == "refused" and (row.error or "").startswith("MissingKnowledge") for row in self.rows)
+        """Say what became of the jobs; those without a result count only where they stand in the way of a pass."""
+        broken = [row for row in self.rows if self.coverage.matters(row)]
+        failed, lacking = sum(row.status == "failed" for row in broken), sum(map(starved, broken))
         waiting = self.missing and self.expected.budget is not None and not self.rows
         doubts = {
             Reason(NO_RESULT, OTHER_ATTACKS): not self.done and not waiting,
+            Reason(f"{counted(failed, 'job')} failed", f"The report says why. {AGAIN}"): failed,
+            # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
             Reason(
-                f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)",
-                "Lower the attack's learning rate, or use dtype: float64",
-            ): unmeasured,
-            Reason(f"{counted(self.fates['failed'], 'job')} failed", f"The report says why. {AGAIN}"): self.fates[
-                "failed"
-            ],
-            Reason(
-                f"{counted(starved, 'job')} refused for want of knowledge",
-                "Grant what they ask for (knowledge), or leave these attacks out",
-            ): starved,
+                f"{counted(lacking, 'job')} refused for want of knowledge",
+                "Grant what they ask for (knowledge), or leave these attacks out (standard ones with --waive NAME)",
+            ): lacking,
         }
-        return [*(doubt for doubt, raised in doubts.items() if raised), *self._doubts_of_what_is_missing()]
+        return [*(doubt for doubt, told in doubts.items() if told), *self._doubts_of_what_is_missing()]
 
     def _doubts_of_what_is_missing(self) -> list[Reason]:
         """Jobs that were planned and not begun, and why."""
@@ -360,26 +334,18 @@ class Setting:
             doubts.append(Reason(text, WITHOUT_BUDGET))
         return doubts
 
-    def _flag_doubt(self, flag: str) -> Reason:
-        count = sum(flag in row.flags for row in self.done)
-        return Reason(
-            f"{count} of {counted(len(self.done), 'attempt')} raised the flag: {flag}", REMEDIES.get(flag, "")
-        )
+
+def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
+    """The doubt about searches that stopped short of what their updates determine."""
+    searches: dict[tuple[int, int], set[str]] = defaultdict(set)
+    for row in rows:
+        if row.result is not None and row.result.diagnosis is not None:
+            searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
+    missed = sum(MISSED in told and "recovered" not in told for told in searches.values())
+    text = f"{counted(missed, 'update')} of {len(searches)}: the update determines the inputs, but the search missed"
+    return [Reason(f"{text} them ({MISSED})", MORE_STEPS)] if missed else []
 
 
-def above_policy(example: StrongestExample, policy: Policy) -> bool:
-    """Whether its PSNR reaches the limit with the lift that is asked for."""
-    return example.psnr >= policy.max_psnr and (policy.min_lift <= 0 or example.lift >= policy.min_lift)
-
-
-def _attempt(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
-    job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
-    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
-    same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
-    return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
-
-
-def _strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
-    """The highest PSNR; above the limit, the highest with the lift too, lest a strong prior hide a leak."""
-    # max keeps the first of equals, so the order of the plan decides ties.
-    return max(tries, key=lambda example: (above_policy(example, policy), example.exposure))
+def _flag_doubt(flag: str, rows: list[Row]) -> Reason:
+    count = sum(flag in row.flags for row in rows)
+    return Reason(f"{count} of {counted(len(rows), 'attempt')} raised the flag: {flag}", REMEDIES.get(flag, ""))

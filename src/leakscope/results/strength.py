@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import Reason
-from leakscope.results.records import NAN, POSITIVE, ExampleRecord, FindingRow, Row, highest
+from leakscope.results.reasons import AGAIN, MORE_STEPS, Reason
+from leakscope.results.records import NAN, POSITIVE, ExampleRecord, FindingRow, Row, counted, highest
 
 #: A reconstruction this good is beyond doubt, whatever the policy allows (dB).
 BEYOND_DOUBT = 30.0
@@ -22,8 +22,6 @@ BEYOND_DOUBT = 30.0
 WIDE_GAP = 3.0
 #: Variance of a grey value of which nothing is known, in units of the squared range.
 _UNKNOWN_VARIANCE = 1 / 12
-
-MORE_STEPS = "Give the attack more steps or restarts, or add others (leakscope list attacks)"
 
 
 def allowed_psnr(floor: FindingRow) -> float:
@@ -42,6 +40,7 @@ class AttackStrength:
     """What positive controls and theory say of the attacks on one protocol.
 
     ``has_floor``: theory can say something of this protocol; ``floor`` is what it allows of the undefended update.
+    ``broken``: controls that failed; their attacks prove nothing.
     """
 
     undefended: list[Row]
@@ -50,6 +49,7 @@ class AttackStrength:
     policy: Policy
     has_floor: bool = False
     floor: float = NAN
+    broken: tuple[Row, ...] = ()
 
     @classmethod
     def of(
@@ -61,12 +61,14 @@ class AttackStrength:
         floors: Mapping[tuple[str, str], float],
         has_floor: bool,
     ) -> AttackStrength:
-        own = [row for row in rows if row.job.protocol == protocol and row.status == "done"]
+        every = [row for row in rows if row.job.protocol == protocol]
+        own = [row for row in every if row.status == "done"]
         positive = [row for row in own if row.job.control_kind == POSITIVE]
         bare = [row for row in own if row.counts and row.job.defense == "none"]
         bare += [row for row in positive if row.job.control == "undefended"]
         easy = [row for row in positive if row.job.control == "planted"]
-        return cls(bare, easy, baselines, policy, has_floor, floors.get((protocol, "none"), NAN))
+        broken = tuple(row for row in every if not row.counts and row.status == "failed")
+        return cls(bare, easy, baselines, policy, has_floor, floors.get((protocol, "none"), NAN), broken)
 
     @property
     def bar(self) -> float:
@@ -75,6 +77,10 @@ class AttackStrength:
 
     def doubt(self, attacks: set[str]) -> Reason | None:
         """Why a failure of these attacks would mean nothing; None where it means something."""
+        broken = [row for row in self.broken if row.job.attack in attacks]
+        attacks = attacks - {row.job.attack for row in broken}
+        if broken and not attacks:
+            return Reason(f"{counted(len(broken), 'control job')} failed", AGAIN)
         if self._succeeds(self.undefended, attacks):
             return None
         easy = [row for row in self.planted if row.job.attack in attacks]

@@ -1,10 +1,14 @@
-"""The verdict on an audit's rows: cautious, so that doubt is never a pass.
+"""Judge an audit's rows: cautious, so that doubt is never a pass, and monotone, so that fewer attacks never buy one.
 
-The strongest attack on each example counts. An example leaks when its PSNR reaches the limit and exceeds, by
-the lift asked for, the best that comes out without information: of the same attack on noise or on other examples'
-update, and of held-out images. A pass needs attacks that find what lies open. Flags, failed and missing jobs, numbers
-that could not be computed, a wide gap to what theory allows, and defences that no attack knew turn "within policy" into
-"inconclusive"; every doubt has its remedy.
+The strongest attack on each example counts. An example leaks when its PSNR reaches the limit and it is certified, or
+exceeds by the lift asked for the best that comes out without information. A pass needs, on every client, a result that
+can be trusted (:mod:`leakscope.results.coverage`), an update that is explained as far as its noise allows, the standard
+attacks of the protocol or a waiver, and nothing missing; every doubt has its remedy.
+
+Outcomes are ordered: pass < doubt by evidence that looks like a leak < leak. More attacks can only move a pass up this
+order. Evidence that looks like a leak is identification far above chance, a high PSNR without a lift to compare, labels
+that alone hide a leak, and a certificate that contradicts the measured PSNR. All other doubts are a lack of evidence,
+which more attacks can only remove.
 """
 
 from __future__ import annotations
@@ -20,10 +24,11 @@ from leakscope.contracts.tables import data_frame, latex_table
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
-from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number
-from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict, StrongestExample
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number, texts
+from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
+from leakscope.results.strongest import StrongestExample
 
 EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive": 5, "nothing audited": 5}
 
@@ -98,7 +103,7 @@ def judge(
     rows = list(rows)
     # What a defence costs says nothing about what leaks.
     findings = [finding for finding in findings if finding.kind != UTILITY]
-    total, cells, with_floor = _expectations(rows, plan)
+    total, cells, with_floor = _expectations(rows, plan, limits)
     floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
     settings = []
@@ -131,7 +136,8 @@ def judge(
 
 def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
     """Doubts that belong to no one setting."""
-    broken = sum(row.status == "failed" for row in rows if not row.counts)
+    # A failed control of an attack costs that attack its word (AttackStrength); one without an attack serves them all.
+    broken = sum(row.status == "failed" for row in rows if not row.counts and row.job.attack == "none")
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
     doubts = []
     if broken:
@@ -159,7 +165,7 @@ def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[tuple[str, str],
 
 
 def _expectations(
-    rows: list[Row], plan: Mapping[str, Any] | int | None
+    rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
 ) -> tuple[int, dict[tuple[str, str], Expected], set[str]]:
     """How many jobs there should be, in all and per setting, and the protocols of which theory can say something.
 
@@ -181,9 +187,21 @@ def _expectations(
     facts: dict[str, Any] = {"examples": examples, "budget": _ended_budget(plan)}
     spared, _ = _spared(plan)
     cells = {
-        cell: Expected(int(entry["jobs"]), findings=int(entry.get("findings", 0)), spared=spared.get(cell, 0), **facts)
+        cell: Expected(
+            int(entry["jobs"]),
+            findings=int(entry.get("findings", 0)),
+            spared=spared.get(cell, 0),
+            required=_required(plan, entry["protocol"], policy),
+            **facts,
+        )
         for entry in entries
         for cell in [(entry["protocol"], entry["defense"])]
     }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor
+
+
+def _required(plan: Mapping[str, Any] | int | None, protocol: str, policy: Policy) -> frozenset[str] | None:
+    """The standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
+    names = mapping(plan.get("standard")).get(protocol) if isinstance(plan, Mapping) else None
+    return None if names is None else frozenset(texts(names)) - set(policy.waive)

@@ -1,0 +1,104 @@
+"""The strongest reconstruction of each example, and when it is above the policy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from leakscope.contracts.certificate import Certificate
+from leakscope.metrics import MEASURES
+from leakscope.results.baselines import Baselines
+from leakscope.results.policy import Policy
+from leakscope.results.records import NAN, ExampleRecord, Row
+from leakscope.results.strength import BEYOND_DOUBT
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrongestExample:
+    """The best reconstruction of one example, over attacks and seeds, by PSNR."""
+
+    index: int
+    attack: str
+    attack_name: str
+    seed: int
+    key: str
+    protocol: str
+    defense: str
+    values: Mapping[str, float] = field(repr=False)
+    label: Any = None
+    label_guess: Any = None
+    certificate: Certificate | None = None
+    baseline_psnr: float = NAN
+    leaks: bool = False
+
+    def value(self, key: str) -> float:
+        """The measure with this key; NaN where it is missing."""
+        return self.values.get(key, NAN)
+
+    @property
+    def certified(self) -> bool:
+        """Whether the attack proved, without the truth, that this is the client's example."""
+        return self.certificate is not None and self.certificate.holds
+
+    @property
+    def psnr(self) -> float:
+        return self.value("psnr")
+
+    @property
+    def ssim(self) -> float:
+        return self.value("ssim")
+
+    @property
+    def exposure(self) -> float:
+        """PSNR for ordering; what was not measured comes last."""
+        return -math.inf if math.isnan(self.psnr) else self.psnr
+
+    @property
+    def lift(self) -> float:
+        """PSNR above the control of the same attack."""
+        return self.psnr - self.baseline_psnr
+
+    @property
+    def identified(self) -> bool | None:
+        value = self.value("identified")
+        return None if math.isnan(value) else value > 0
+
+    def __str__(self) -> str:
+        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
+
+
+def above_policy(example: StrongestExample, policy: Policy) -> bool:
+    """Whether its PSNR reaches the limit, and it is certified or has the lift that is asked for.
+
+    A certificate proves that the example comes from the update, so that no baseline is needed.
+    """
+    lifted = policy.min_lift <= 0 or example.lift >= policy.min_lift
+    return example.psnr >= policy.max_psnr and (example.certified or lifted)
+
+
+def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
+    """Whether an example is certified as exact although its PSNR is low or unknown: one of the two is wrong."""
+    return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
+
+
+def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
+    """Return one example of an attempt beside its baseline."""
+    job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
+    same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
+
+
+def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
+    """Return the highest PSNR. What is above the policy goes first, and of that what is certified.
+
+    Otherwise a strong prior could hide a leak.
+    """
+
+    def order(example: StrongestExample) -> tuple[bool, bool, float]:
+        above = above_policy(example, policy)
+        return above, above and example.certified, example.exposure
+
+    return max(tries, key=order)  # keeps the first of equals, so the order of the plan decides ties
