@@ -36,7 +36,7 @@ def left_by(
 
 def labels_of(observation: Observation, result: Reconstruction) -> Tensor | None:
     """Return the labels that an attack has, or those that the update tells; None where nothing tells them."""
-    if result.labels is not None:
+    if result.labels is not None or observation.has_rounds:
         return result.labels
     try:
         return recover_labels(observation).labels
@@ -48,8 +48,9 @@ def with_flag(
     result: Reconstruction, observation: Observation, left: float | None, by_truth: float | None = None
 ) -> Reconstruction:
     """Return the result, flagged where it leaves more of the update than the truth, or than known noise without it."""
+    if left is None or FLAG in result.flags:
+        return result
     least = noise_share(observation) if by_truth is None else by_truth
     entries = sum(value.numel() for value in observation.message.update.values())
-    if FLAG in result.flags or left is None or not is_unexplained(left, least, entries):
-        return result
-    return dataclasses.replace(result, flags=(*result.flags, FLAG))
+    found = (FLAG,) if is_unexplained(left, least, entries) else ()
+    return dataclasses.replace(result, flags=(*result.flags, *found))
