@@ -10,6 +10,8 @@ import audit_doubles as doubles
 import pytest
 import torch
 
+from leakscope.attacks import InvertingGradients
+from leakscope.audit import audit
 from leakscope.audit.attempts import Bench
 from leakscope.audit.captured import attack_captured
 from leakscope.audit.explained import FLAG
@@ -19,6 +21,8 @@ from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.federation import FedAvg
+from leakscope.models import build_model
 from leakscope.results.records import AttemptRecord
 
 X, Y = doubles.examples(6)
@@ -85,8 +89,6 @@ def test_what_cannot_be_computed_is_nan_and_costs_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_captured_update_is_judged_without_the_truth() -> None:
-    from leakscope.federation import FedAvg
-
     observation = FedAvg(**FEDAVG["fedavg"]).observe(doubles.net(), X[:2], Y[:2])
     right, wrong = (attack_captured(observation, Oracle(share=share), control=False) for share in (0.0, 1.0))
     assert FLAG not in right.reconstruction.flags
@@ -94,3 +96,24 @@ def test_a_captured_update_is_judged_without_the_truth() -> None:
     assert right.left < 1e-4
     assert FLAG in wrong.reconstruction.flags
     assert not wrong.one_gradient
+
+
+def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
+    """With eight steps of a search nothing is recovered; the flag, the floor and the planted steps all say so."""
+    x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    done = audit(
+        model=build_model("convnet", input_shape=(1, 8, 8), num_classes=4),
+        data=(x, torch.arange(6) % 4),
+        protocol=FedAvg(epochs=2, batch_size=1, lr=0.5),
+        attacks=[InvertingGradients(iterations=8)],
+        batch=2,
+        examples=2,
+        controls=["noise", "prior-mean", "planted"],
+        findings=["floor"],
+    )
+    (row,) = [row for row in done.rows if row.job.control is None]
+    assert row.result is not None
+    assert FLAG in row.result.flags
+    assert done.verdict.outcome == "inconclusive"
+    (floor,) = done.findings
+    assert floor.value("psnr") > 60
