@@ -24,9 +24,9 @@ MOST_REPLAYS = 32
 #: Points between the weights before (0) and after (1) whose gradient is tried where the recipe is not known.
 SEGMENT = (0.0, 0.5, 1.0)
 #: A result may leave this share of the update beyond what the truth or known noise leaves: one that leaves more says
-#: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). Measured on sixteen clients
-#: (benchmarks/fedavg_orders.py): .03 to .2 where images are right, .1 to .3 in a wrong place under the right order, .5 and
-#: more under a wrong one. What is right and flagged leaks anyway; what is wrong must not pass.
+#: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). On ten FedAvg clients
+#: (benchmarks/fedavg_orders.py) results above 20 dB left .03 to .19, those below it .13 to .34: the two overlap. What is
+#: right and flagged leaks anyway; what is wrong must not pass, so the threshold lies below all of the wrong ones.
 UNEXPLAINED_SHARE = 0.1
 #: ... or so many standard deviations of what noise leaves: chance exceeds them once in a thousand times.
 DEVIATIONS = 3.0
