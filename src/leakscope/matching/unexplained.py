@@ -24,9 +24,9 @@ MOST_REPLAYS = 32
 #: Points between the weights before (0) and after (1) whose gradient is tried where the recipe is not known.
 SEGMENT = (0.0, 0.5, 1.0)
 #: A result may leave this share of the update beyond what the truth or known noise leaves: one that leaves more says
-#: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). On ten FedAvg clients
-#: (benchmarks/fedavg_orders.py) results above 20 dB left .03 to .19, those below it .13 to .34: the two overlap. What is
-#: right and flagged leaks anyway; what is wrong must not pass, so the threshold lies below all of the wrong ones.
+#: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). It does not separate right from
+#: wrong: on FedAvg clients results above 20 dB left .03 to .19, those below it .13 to .34 (benchmarks/fedavg_orders.py,
+#: 16 x 16), and at 32 x 32 some at 11 to 19 dB left as little as .10. The floor is the second guard.
 UNEXPLAINED_SHARE = 0.1
 #: ... or so many standard deviations of what noise leaves: chance exceeds them once in a thousand times.
 DEVIATIONS = 3.0
