@@ -265,3 +265,33 @@ def test_settings_are_checked() -> None:
     ):
         with pytest.raises(ValueError, match="expected"):
             make()
+
+
+@pytest.mark.parametrize("attack", [InvertingGradients(iterations=60), DLFA(iterations=60)])
+def test_the_visiting_order_is_searched_where_there_are_few(attack: InvertingGradients | DLFA) -> None:
+    protocol = FedAvg(epochs=2, batch_size=1, lr=0.05)
+    seen, x = look(protocol, examples=2)
+    order = look(protocol, 2, dataclasses.replace(LABELS, batch_order=True))[0].training.batch_order
+    assert order is not None
+    assert order != ((0,), (1,)) * 2, "or the test would show nothing"
+    told: list[tuple[int, int]] = []
+    found = attack(seen, seed=0, progress=lambda done, total, _: told.append((done, total)))
+    assert found.info["batch_order"] == order
+    assert any("4 visiting orders exist; 4 were tried" in note for note in found.notes)
+    assert score(x, found.inputs) > 20
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert {total for _, total in told} == {told[-1][0]}
+    again = attack(seen, seed=0)
+    assert torch.equal(again.inputs, found.inputs)
+
+
+def test_many_visiting_orders_are_drawn() -> None:
+    seen, _ = look(FedAvg(epochs=3, batch_size=1, lr=0.05), examples=3)
+    for attack in (InvertingGradients(iterations=4), DLFA(iterations=4)):
+        found = attack(seen)
+        assert any("216 visiting orders or more exist; 8 were tried" in note for note in found.notes), found.notes
+        assert ("batch_order" in found.info) == isinstance(attack, InvertingGradients)
+    known = look(FedAvg(epochs=3, batch_size=1, lr=0.05), 3, dataclasses.replace(LABELS, batch_order=True))[0]
+    assert not any("visiting orders" in note for note in InvertingGradients(iterations=4)(known).notes)
+    whole = look(FedAvg(epochs=3, batch_size=3, lr=0.05), 3)[0]
+    assert not any("visiting orders" in note for note in InvertingGradients(iterations=4)(whole).notes)

@@ -18,6 +18,7 @@ from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.matching.unexplained import unexplained
 
 SEEN: list[Observation] = []
 
@@ -111,17 +112,32 @@ def test_guesses_from_held_out_examples() -> None:
     assert nearest["examples"][0]["mse"] == pytest.approx(min(errors), rel=1e-4)
 
 
-@pytest.mark.parametrize("protocol", ["fedsgd", {"fedavg": {"epochs": 3, "batch_size": 1, "lr": 0.1, "momentum": 0.5}}])
-def test_the_planted_case_is_one_example_in_one_step_with_its_label(protocol: Any) -> None:
-    setup = prepared(batch=2, protocols=[protocol], defenses=[{"gradient-noise": {"sigma": 1.0}}])
+def test_the_planted_gradient_is_that_of_one_example_with_its_label() -> None:
+    setup = prepared(batch=2, defenses=[{"gradient-noise": {"sigma": 1.0}}])
     observation = shown(setup, "planted")
     x, y = doubles.examples(6)
-    assert observation.num_examples == 1
     assert observation.labels is not None
     assert observation.labels.tolist() == y[:1].tolist()
-    scale = 1.0 if protocol == "fedsgd" else 0.1
-    update = {name: value / scale for name, value in observation.message.update.items()}
-    assert same(update, gradient(x[:1], y[:1])), "one plain gradient, no noise"
+    assert same(observation.message.update, gradient(x[:1], y[:1])), "one plain gradient, no noise"
+
+
+@pytest.mark.parametrize(
+    ("name", "cohort"), [("fedavg", {}), ("secure-aggregation", {"clients": 2}), ("secure-aggregation", {"clients": 3})]
+)
+def test_the_planted_weight_update_takes_the_steps_that_are_audited(name: str, cohort: dict[str, Any]) -> None:
+    """A cohort's planted client is one of its clients."""
+    recipe = {"epochs": 3, "batch_size": 1, "lr": 0.1, "momentum": 0.5}
+    protocol = {name: {**cohort, "protocol": {"fedavg": recipe}} if cohort else recipe}
+    setup = prepared(batch=6, protocols=[protocol], defenses=[{"gradient-noise": {"sigma": 1.0}}])
+    observation = shown(setup, "planted")
+    examples = 6 // cohort.get("clients", 1)
+    x, y = doubles.examples(6)
+    order = observation.training.batch_order
+    assert order is not None
+    assert len(order) == 3 * examples
+    assert observation.labels is not None
+    assert observation.labels.tolist() == y[:examples].tolist()
+    assert unexplained(observation, x[:examples], y[:examples]) < 1e-4, "no noise, and the order is the right one"
 
 
 def test_undefended_is_the_update_without_the_defence() -> None:

@@ -101,7 +101,7 @@ def test_once_for_a_setting_whatever_attacks_seeds_and_batches(asked: list[Any],
 
 def test_one_trajectory_a_client_however_many_attacks(asked: list[Any]) -> None:
     done = run(protocol=AVG, attacks=ATTACKS, seeds=2, examples=4, batch=2)
-    assert Counter(name for name, _ in asked) == {"trajectory": 2 * 2 * 2, "embedding": 2}
+    assert Counter(name for name, _ in asked) == {"floor": 2, "trajectory": 2 * 2 * 2, "embedding": 2}
     paths = [row for row in done.findings if row.kind == "trajectory"]
     assert len({(row.defense, row.seed, row.batch) for row in paths}) == len(paths) == 8
     assert {row.status for row in done.findings} == {"done"}
@@ -123,9 +123,9 @@ def test_findings_can_be_switched_off_or_chosen(asked: list[Any], tmp_path: Path
     off = run(tmp_path / "off", **both, findings=False)
     assert (off.findings, asked) == ([], [])
     some = run(tmp_path / "some", **both, findings=["floor"])
-    assert [row.kind for row in some.findings] == ["floor"] * 2
+    assert [row.kind for row in some.findings] == ["floor"] * 4
     every = run(tmp_path / "every", **both, findings=True)
-    assert Counter(row.kind for row in every.findings) == {"floor": 2, "trajectory": 2, "embedding": 4}
+    assert Counter(row.kind for row in every.findings) == {"floor": 4, "trajectory": 2, "embedding": 4}
     assert timeless(off.rows) == timeless(some.rows) == timeless(every.rows)
     with pytest.raises(SpecError, match=r"findings: expected one of floor, trajectory, rounds, cost, embedding, got"):
         run(**both, findings=["flor"])

@@ -108,7 +108,7 @@ def test_why_there_is_no_floor_where_none_was_asked_for() -> None:
     assert line["floor"]["words"].startswith("Not computed: the audit was run without findings")
     (line,) = section(undecided, theory({}, kind="trajectory"))["lines"]
     assert line["floor"]["words"] == (
-        "Not computed: the bound is that of one gradient, and this protocol sends something else"
+        "Not computed: the bound is that of one update, and this protocol sends something else"
     )
 
 

@@ -34,6 +34,7 @@ from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import (
+    MOST_TRIALS,
     NORMAL_START,
     GradientMatching,
     hides_steps,
@@ -48,6 +49,7 @@ from leakscope.labels import local_steps
 from leakscope.matching import Matcher, Pixels, Ramp, Simulation, SingleGradient, steps_in_order
 from leakscope.matching.distances import DISTANCES, Cosine, Distance, SquaredL2, as_distance
 from leakscope.matching.optimisers import Adam, Schedule
+from leakscope.matching.orders import Order, least_orders
 from leakscope.matching.priors import EpochAgreement, SoftRange, TotalVariation, TVVariant
 
 _PAPER = {"distance": "layered-l2", "tv_variant": "sq_roll", "clamp": False, "schedule": "constant", **NORMAL_START}
@@ -137,8 +139,28 @@ class DLFA(GradientMatching):
         if self.variant != "copies" or observation.message.kind == "gradient" or recipe is None:
             return 1
         examples, epochs, batch_size, _ = recipe
-        # Where an epoch is one batch, or the order is known, every copy would be the same.
-        return 1 if batch_size >= examples or observation.training.batch_order is not None else epochs
+        # Where the order is known, or all orders can be tried, one copy serves all epochs.
+        few = least_orders(range(examples), batch_size, epochs) <= MOST_TRIALS
+        return 1 if few or self.order_is_known(observation) else epochs
+
+    def order_is_known(self, observation: Observation) -> bool:
+        return self.variant == "epoch" or super().order_is_known(observation)
+
+    def orders(
+        self, observation: Observation, labels: list[int], most: int, generator: torch.Generator
+    ) -> tuple[list[Order], str]:
+        found, exist = super().orders(observation, labels, most, generator)
+        copies, examples = self.copies(observation), len(labels)
+        if copies == 1:
+            return found, exist
+        # Each epoch visits a copy of its own, whose examples are free: only the labels of its batches are to be tried.
+        apart = {tuple(tuple(sorted(labels[row] for row in batch)) for batch in order): order for order in found}
+        batches = len(found[0]) // copies
+        found = [
+            tuple(tuple(row + step // batches * examples for row in batch) for step, batch in enumerate(order))
+            for order in apart.values()
+        ]
+        return found, exist
 
     def merge(self, pictures: Tensor) -> Tensor:
         return average_aligned(pictures)

@@ -17,9 +17,11 @@ from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.labels import RecoveredLabels, local_steps, mean_gradient_scale
+from leakscope.labels import RecoveredLabels, mean_gradient_scale
 from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
+from leakscope.matching.orders import Order, candidate_orders, least_orders
+from leakscope.matching.recipe import client_steps, reliable_update, replay_recipe, several_steps
 from leakscope.matching.victim import forward_flops
 
 #: Labels, None where they are searched along; flags; notes; and how the labels were found.
@@ -29,6 +31,12 @@ LabelChoice = Literal["recover", "joint"]
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: A replayed local step in forward passes: two gradients of three each, and six to pull an adjoint back.
 LOCAL_STEP_FORWARDS = 12
+#: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
+MOST_TRIALS = 32
+#: Where there are more orders, so many are drawn: the right one is hardly among them, but some fit better than others.
+DRAWN_ORDERS = 8
+#: The best of four trials or more are tried again, with so many times the steps: equal labels tell orders apart slowly.
+FINALISTS, LONGER = 4, 4
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
@@ -80,20 +88,31 @@ class GradientMatching(Attack):
                 progress=None if progress is None else _later(progress, before, steps),
             )
 
-        shuffled = matcher.simulation.imitates == "weight_delta"
+        order_known = self.order_is_known(observation) or not isinstance(matcher.simulation, UnrolledSteps)
+        shuffled = matcher.simulation.imitates == "weight_delta" and order_known
         readings, flags, notes = self._readings(observation, generator, shuffled)
-        brief = _brief(matcher)
-        trials = len(readings) * brief.iterations if len(readings) > 1 else 0
-        steps = trials + matcher.iterations
-        if trials:
-            # A wrong label leaves its mark on the head's tensors at once, so a short search tells.
-            misfits = [match_with(brief, r.labels, n * brief.iterations).distance for n, r in enumerate(readings)]
-            chosen = min(range(len(readings)), key=lambda n: misfits[n] if math.isfinite(misfits[n]) else math.inf)
-            notes = (*notes, f"{len(readings)} readings of the labels were tried; {readings[chosen].method} fits best")
-            readings = [readings[chosen]]
-        targets, method = (readings[0].labels, readings[0].method) if readings else (None, "joint")
-        match = match_with(matcher, targets, trials)
+        trials = [_Trial(reading, None) for reading in readings] or [_Trial(None, None)]
+        if not order_known:
+            trials, tried = self._with_orders(observation, trials, generator)
+            notes = (*notes, tried)
+        rounds = _rounds(matcher, len(trials))
+        steps = sum(len(trials[:count]) * short.iterations for count, short in rounds) + matcher.iterations
+        before = 0
+        for count, short in rounds:
+            # A wrong label or order leaves its mark on the head's tensors at once, so a short search tells.
+            misfits = []
+            for trial in trials[:count]:
+                misfits.append(match_with(trial.matcher(short), trial.targets, before).distance)
+                before += short.iterations
+            ranked = sorted(range(len(misfits)), key=lambda n: misfits[n] if math.isfinite(misfits[n]) else math.inf)
+            trials = [trials[place] for place in ranked]
+        chosen = trials[0]
+        targets, method = chosen.targets, "joint" if chosen.reading is None else chosen.reading.method
+        if len(readings) > 1:
+            notes = (*notes, f"{len(readings)} readings of the labels were tried; {method} fits best")
+        match = match_with(chosen.matcher(matcher), targets, before)
         labels = targets if match.label_logits is None else observation.task.decode(match.label_logits)[:examples]
+        found_order = {"batch_order": chosen.order} if chosen.order is not None and copies == 1 else {}
         return Reconstruction(
             inputs=self.merge(match.inputs.reshape(copies, examples, *observation.input_shape)),
             labels=labels,
@@ -101,12 +120,44 @@ class GradientMatching(Attack):
             history={"objective": match.curves},
             flags=(*match.flags, *flags, *self.cautions(observation)),
             notes=notes,
-            info={**match.info, "distance": match.distance, "labels": method, **match.numbers},
+            info={**match.info, "distance": match.distance, "labels": method, **match.numbers, **found_order},
         )
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
         """Flags that follow from what is known before the search."""
         return ()
+
+    def order_is_known(self, observation: Observation) -> bool:
+        """Whether nothing about the visiting order is left to search."""
+        recipe = replay_recipe(observation)
+        return recipe is None or recipe[2] >= recipe[0] or observation.training.batch_order is not None
+
+    def orders(
+        self, observation: Observation, labels: list[int], most: int, generator: torch.Generator
+    ) -> tuple[list[Order], str]:
+        """Return visiting orders to try, ``most`` of them where all are tried, and how many exist in words.
+
+        ``labels`` are equal where examples may change places.
+        """
+        recipe = replay_recipe(observation)
+        assert recipe is not None  # or the order would not be searched
+        _, epochs, batch_size, _ = recipe
+        found, complete = candidate_orders(labels, batch_size, epochs, most, generator)
+        if complete:
+            return found, f"{len(found)} visiting orders exist"
+        exist = least_orders(labels, batch_size, epochs)
+        return found[:DRAWN_ORDERS], f"{_rounded(exist)} visiting orders or more exist"
+
+    def _with_orders(
+        self, observation: Observation, trials: list[_Trial], generator: torch.Generator
+    ) -> tuple[list[_Trial], str]:
+        """Return each trial with each order that is tried, and a note that says how many there are."""
+        pairs, exist = [], ""
+        for trial in trials:
+            classes = _told_apart(trial.targets, observation.num_examples or 1)
+            orders, exist = self.orders(observation, classes, MOST_TRIALS // len(trials), generator)
+            pairs += [replace(trial, order=order) for order in orders]
+        return pairs, f"{exist}; {len({pair.order for pair in pairs})} were tried"
 
     def copies(self, observation: Observation) -> int:
         """How many pictures of each example are searched."""
@@ -180,24 +231,59 @@ def _shuffled(reading: RecoveredLabels, generator: torch.Generator) -> Recovered
     return replace(reading, labels=reading.labels[order])
 
 
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """Labels and a visiting order to try; None where they are searched along, or known."""
+
+    reading: RecoveredLabels | None
+    order: Order | None
+
+    @property
+    def targets(self) -> Tensor | None:
+        return None if self.reading is None else self.reading.labels
+
+    def matcher(self, matcher: Matcher) -> Matcher:
+        """Return the matcher with this order."""
+        simulation = matcher.simulation
+        if self.order is None or not isinstance(simulation, UnrolledSteps):
+            return matcher
+        return replace(matcher, simulation=replace(simulation, order=self.order))
+
+
+def _told_apart(labels: Tensor | None, examples: int) -> list[int]:
+    """Return equal numbers for examples that a search may exchange: those of one class, all where labels are free."""
+    if labels is None:
+        return [0] * examples
+    return labels.tolist() if labels.dim() == 1 and not labels.is_floating_point() else list(range(examples))
+
+
+def _rounded(count: int) -> str:
+    return f"{count:,}" if count < 10**6 else f"10^{len(str(count)) - 1}"
+
+
+def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:
+    """Return how many trials each round of short searches has, and its search; none for a single trial."""
+    brief = _brief(matcher)
+    if trials < 2:
+        return []
+    if trials < FINALISTS:
+        return [(trials, brief)]
+    steps = min(matcher.iterations, LONGER * brief.iterations)
+    return [(trials, brief), (FINALISTS, replace(brief, iterations=steps))]
+
+
 def _later(progress: Progress, before: int, steps: int) -> Progress:
     """Tells of a search that begins after ``before`` of ``steps`` steps in all."""
     return lambda done, _, value: progress(before + done, steps, value)
 
 
 def _brief(matcher: Matcher) -> Matcher:
-    """The short search that chooses between readings of the labels."""
+    """The short search that chooses between readings of the labels and visiting orders."""
     simulation, iterations = matcher.simulation, matcher.iterations
     if isinstance(simulation, UnrolledSteps):
         simulation = replace(simulation, compiled=False)
     steps = min(iterations, max(10, iterations // 20))
     return replace(matcher, iterations=steps, restarts=1, compile="never", simulation=simulation)
-
-
-def reliable_update(observation: Observation) -> dict[str, Tensor]:
-    """The update, zero where the adversary knows that it says nothing of the examples, or something false."""
-    update = observation.message.update
-    return dict(update) if observation.channel is None else observation.channel.reliable(update)
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:
@@ -216,27 +302,10 @@ def as_gradient(observation: Observation) -> dict[str, Tensor]:
     return {name: value / scale for name, value in update.items()}
 
 
-def several_steps(observation: Observation) -> bool:
-    """Whether it is a weight update that is not one plain gradient step, as far as is known."""
-    if observation.message.kind == "gradient":
-        return False
-    return not (_single_step(observation) and _plain_descent(observation))
-
-
-def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
-    """Examples, epochs, batch size and learning rate, where they are known and the optimiser can be replayed."""
-    facts, examples = observation.training, observation.num_examples
-    epochs, size, rate = facts.epochs, facts.batch_size, facts.learning_rate
-    known = facts.optimizer in (None, "sgd", "adam")
-    if examples is None or epochs is None or size is None or rate is None or not known:
-        return None
-    return examples, epochs, size, rate
-
-
 def replay(
     attack: GradientMatching,
     observation: Observation,
-    order: tuple[tuple[int, ...], ...],
+    order: Order,
     rate: float,
     checkpoint: bool = True,
 ) -> UnrolledSteps:
@@ -244,30 +313,15 @@ def replay(
 
     A rule of counts, not of clocks, so that a run is the same each time.
     """
-    facts = observation.training
-    optimizer: Literal["sgd", "adam"] = "adam" if facts.optimizer == "adam" else "sgd"
     compiled = False
     if attack.compile == "auto" and checkpoint:
         like = next(iter(observation.message.update.values()))
         forward = forward_flops(Victim.of(observation).model, like.new_zeros(len(order[0]), *observation.input_shape))
         work = attack.iterations * attack.restarts * len(order) * LOCAL_STEP_FORWARDS * forward
         compiled = work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
-    return UnrolledSteps(rate, order, checkpoint, optimizer, facts.momentum or 0.0, compiled)
+    return client_steps(observation, order, rate, checkpoint=checkpoint, compiled=compiled)
 
 
 def hides_steps(observation: Observation) -> bool:
     """Whether it is a weight update whose steps cannot be replayed, and that is more than one gradient."""
     return several_steps(observation) and replay_recipe(observation) is None
-
-
-def _plain_descent(observation: Observation) -> bool:
-    facts = observation.training
-    # The first step of momentum is a plain one.
-    return facts.optimizer in (None, "sgd") and (not facts.momentum or _single_step(observation))
-
-
-def _single_step(observation: Observation) -> bool:
-    facts, examples = observation.training, observation.num_examples
-    if examples is None or facts.epochs is None or facts.batch_size is None:
-        return False
-    return local_steps(examples, facts.epochs, facts.batch_size) == 1

@@ -39,7 +39,6 @@ from leakscope.attacks.head_first_rivals import (
     is_better,
     match_whole_update,
     rivals_for,
-    unexplained,
 )
 from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
@@ -54,6 +53,7 @@ from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.dropped import MASKS, DroppedMatching, searched_layers
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
 from leakscope.matching.search import Watch
+from leakscope.matching.unexplained import unexplained
 from leakscope.network.kinks import kinks
 from leakscope.network.recorder import record_layers
 

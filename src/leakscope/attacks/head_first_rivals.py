@@ -12,12 +12,11 @@ leave half of what the search leaves and are 3 dB behind it, sixteen times as ro
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import GradientMatching, reliable_update, several_steps
+from leakscope.attacks.gradient_matching import GradientMatching, several_steps
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.attack import Progress
@@ -25,6 +24,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.matching import Victim
 from leakscope.matching.priors import total_variation
+from leakscope.matching.unexplained import unexplained
 from leakscope.matching.victim import forward_flops
 from leakscope.network.kinks import kinks
 
@@ -107,24 +107,6 @@ def fair_ratio(equations: int, unknowns: int) -> float:
     return math.sqrt(max(0.0, 1 - unknowns / equations))
 
 
-def unexplained(
-    observation: Observation, inputs: Tensor, targets: Tensor, output_gradient: Tensor | None = None
-) -> float:
-    """What inputs leave of the update: the root mean square of all entries, each relative to that of its tensor."""
-    victim, observed = Victim.of(observation), reliable_update(observation)
-    gradient, _ = victim.gradient(victim.tensors, inputs, targets, output_gradient)
-    update, squares, count = victim.sent_update(gradient, victim.tensors), 0.0, 0
-    # A weight update of one step is a gradient times a rate: its length is not compared.
-    scale = _scale(update, observed) if observation.message.kind == "weight_delta" else 1.0
-    for name, value in observed.items():
-        size = float(value.square().mean())
-        if size > 0:
-            squares += float((scale * update[name] - value).square().sum()) / size
-            count += value.numel()
-    left = math.sqrt(squares / max(count, 1))
-    return left if math.isfinite(left) else math.inf
-
-
 def forward_work(observation: Observation) -> float:
     """Multiplications of a forward pass of one example."""
     like = next(iter(observation.message.update.values()))
@@ -133,10 +115,3 @@ def forward_work(observation: Observation) -> float:
 
 def _left_by(observation: Observation, result: Reconstruction) -> float:
     return math.inf if result.labels is None else unexplained(observation, result.inputs, result.labels)
-
-
-def _scale(update: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> float:
-    """The factor by which the one comes nearest to the other."""
-    product = sum(float((update[name] * value).sum()) for name, value in observed.items())
-    size = sum(float(update[name].square().sum()) for name in observed)
-    return product / size if size > 0 else 1.0

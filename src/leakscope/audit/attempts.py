@@ -21,6 +21,7 @@ from torch import Tensor
 
 from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit.controls import CONTROLS, Case, Control
+from leakscope.audit.explained import labels_of, left_by, with_flag
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.memory import PeakMemory, Updates
 from leakscope.audit.parts import Part
@@ -140,11 +141,20 @@ class Bench:
         finally:
             peak = memory.megabytes()  # its watch ends, also where the attack did not
         measured = self._compare(job, reconstruction, observation.num_examples)
+        left = by_truth = None
+        if job.control is None:
+            order = reconstruction.info.get("batch_order")
+            left = left_by(observation, reconstruction.inputs, labels_of(observation, reconstruction), order)
+            by_truth = None if left is None else self._left_by_truth(job, observation)
+            # Without the truth's side nothing tells a defence from a failed search.
+            reconstruction = with_flag(reconstruction, observation, None if by_truth is None else left, by_truth)
         result = {
             **_result(setup, job, reconstruction, measured),
             "adaptive": attack.knows_defense(observation),
             "chose_model": attack.chooses_model,
             "peak_memory_mb": peak,
+            "unexplained": plain(left),
+            "unexplained_by_truth": plain(by_truth),
         }
         if job.control is None:
             result["diagnosis"] = _diagnosis(observation, reconstruction)
@@ -153,6 +163,18 @@ class Bench:
         return Outcome(
             "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
         )
+
+    def _left_by_truth(self, job: Job, observation: Observation) -> float | None:
+        """Return what the client's own examples and visiting order leave of what the attack saw; None if unknown."""
+        x, y = self._setup.batch(job.batch)
+        order = None
+        if observation.message.kind == "weight_delta":
+            knowing = dataclasses.replace(
+                self._setup.knowledge, local_epochs=True, batch_size=True, learning_rate=True, batch_order=True
+            )
+            whose = *client_of(self._setup, job), "with order"
+            order = self._updates.get(whose, lambda: self._make_update(job, knowing)).training.batch_order
+        return left_by(observation, x, y, order)
 
     def _with_labels(
         self, job: Job, attack: Attack, progress: Advance | None, notes: tuple[str, ...]

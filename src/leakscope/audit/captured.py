@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.head_first_rivals import unexplained
+from leakscope.attacks.gradient_matching import hides_steps
 from leakscope.audit.controls import noise_of_equal_norm
+from leakscope.audit.explained import labels_of, left_by, with_flag
 from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable, Progress
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.labels import recover_labels
 from leakscope.limits import diagnose
 from leakscope.metrics import Evaluation, evaluate
 from leakscope.report.certificate import CERTIFIED, RECOVERED_PSNR
@@ -73,7 +72,7 @@ class CapturedResult:
     @property
     def one_gradient(self) -> bool:
         """Whether what is left is that of one gradient although there may have been several local steps."""
-        return several_steps(self.observation)
+        return hides_steps(self.observation)
 
     @property
     def psnrs(self) -> list[float]:
@@ -133,7 +132,7 @@ def attack_captured(
     """
     result = attack(observation, seed=seed, device=device, progress=progress)
     result = dataclasses.replace(result, diagnosis=diagnose(observation, result, thorough=thorough))
-    labels = _labels_of(observation, result)
+    labels = labels_of(observation, result)
     baselines = _blind_inputs(observation, result, labels, seed)
     if control:
         blind = noise_of_equal_norm(observation, torch.Generator().manual_seed(seed))
@@ -143,10 +142,11 @@ def attack_captured(
             note = f"on noise of the update's norm the attack refuses: {error}"
             result = dataclasses.replace(result, notes=(*result.notes, note))
         else:
-            left = _left(blind, drawn.inputs, _labels_of(blind, drawn))
+            left = left_by(blind, drawn.inputs, labels_of(blind, drawn), drawn.info.get("batch_order"))
             name = "the same attack on noise of the update's norm"
             baselines.append(Baseline(name, drawn.inputs, left, drawn.labels))
-    left = _left(observation, result.inputs, labels)
+    left = left_by(observation, result.inputs, labels, result.info.get("batch_order"))
+    result = with_flag(result, observation, left)
     if truth is None:
         return CapturedResult(observation, attack, result, left, tuple(baselines))
     baselines = [
@@ -163,32 +163,15 @@ def _blind_inputs(observation: Observation, result: Reconstruction, labels: Tens
     grey = observation.inputs.from_unit(torch.full_like(like, 0.5))
     units = [torch.rand(like.shape, generator=draws).to(like) for _ in range(BLIND_DRAWS)]
     random = [observation.inputs.from_unit(unit) for unit in units]
-    lefts = [_left(observation, inputs, labels) for inputs in random]
+    lefts = [left_by(observation, inputs, labels) for inputs in random]
     best = min(range(BLIND_DRAWS), key=lambda place: math.inf if (left := lefts[place]) is None else left)
     name = f"the best of {BLIND_DRAWS} random inputs with the same labels"
     return [
-        Baseline(f"grey input{'s' if count > 1 else ''} with the same labels", grey, _left(observation, grey, labels)),
+        Baseline(
+            f"grey input{'s' if count > 1 else ''} with the same labels", grey, left_by(observation, grey, labels)
+        ),
         Baseline(name, random[best], lefts[best]),
     ]
-
-
-def _labels_of(observation: Observation, result: Reconstruction) -> Tensor | None:
-    """The labels that an attack has, or those that the update tells; None where nothing tells them."""
-    if result.labels is not None:
-        return result.labels
-    try:
-        return recover_labels(observation).labels
-    except ValueError:  # no head to read, or a number of examples that is not known
-        return None
-
-
-def _left(observation: Observation, inputs: Tensor, labels: Tensor | None) -> float | None:
-    """What inputs leave of the update; of one gradient at the weights before, also where there were several steps."""
-    if labels is None or len(labels) != len(inputs) or not bool(torch.isfinite(inputs).all()):
-        return None
-    moved = inputs.to(device=observation.device, dtype=observation.dtype)
-    left = unexplained(observation, moved, labels.to(observation.device))
-    return left if math.isfinite(left) else None
 
 
 def _measured(

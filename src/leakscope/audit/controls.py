@@ -127,9 +127,12 @@ def undefended(case: Case) -> Observation:
 
 
 def planted(case: Case) -> Observation:
-    """The easiest update of the same model: one example, one step, no defence, its label known."""
-    knowledge = dataclasses.replace(case.knowledge, labels="yes")
-    count = len(case.x) if case.protocol.sends_rounds else 1
+    """The easiest update of the same model: no defence, labels and visiting order known.
+
+    It is the gradient of one example, or a weight update of as many examples, batches and local steps as are audited.
+    """
+    knowledge = dataclasses.replace(case.knowledge, labels="yes", batch_order=True)
+    count = case.protocol.easiest_examples(len(case.x))
     return case.observe(case.x[:count], case.y[:count], protocol=case.protocol.easiest(), knowledge=knowledge)
 
 
@@ -151,7 +154,7 @@ _ALL = (
         stands_for_undefended=True,
     ),
     Control(
-        *("planted", "one example, one step, no defence, label known", POSITIVE),
+        *("planted", "no defence, labels and batch order known; one example, or the local steps audited", POSITIVE),
         observe=planted,
         clients=POSITIVE_CLIENTS,
     ),

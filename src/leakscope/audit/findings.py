@@ -85,7 +85,7 @@ FINDINGS: Mapping[str, Finding] = MappingProxyType(
     {
         finding.name: finding
         for finding in (
-            Finding("floor", "the least error that theory allows behind one gradient", "setting", _floor),
+            Finding("floor", "the least error that theory allows behind an update", "setting", _floor),
             Finding("trajectory", "how nearly the update of many local steps is one gradient", "client", _trajectory),
             Finding("rounds", "which samples announced batches determine", "setting", _rounds),
             Finding("cost", "how the training goes under the defence", "setting", _cost),

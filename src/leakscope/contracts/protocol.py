@@ -181,6 +181,10 @@ class Protocol(Described, ABC):
         """The case of this protocol from which most can be recovered; positive controls are run on it."""
         return replace(self, batchnorm="eval")
 
+    def easiest_examples(self, examples: int) -> int:
+        """Return how many of a client's examples positive controls take: one, unless that makes it another training."""
+        return examples if self.sends_rounds else 1
+
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """What becomes of a message of this protocol under a defence; None where nobody has worked that out."""
         return defense.channel(examples=examples, reduction=self._reduction())

@@ -45,14 +45,14 @@ class FedAvg(OneMessage):
         return []
 
     def findings(self) -> tuple[str, ...]:
-        return ("trajectory", "embedding", "utility")
+        return ("floor", "trajectory", "embedding", "utility")
 
     def passes(self, examples: int) -> int:
         return self.epochs
 
-    def easiest(self) -> FedAvg:
-        """One plain pass: of one example that is one gradient."""
-        return replace(super().easiest(), epochs=1, optimizer="sgd", momentum=0.0)
+    def easiest_examples(self, examples: int) -> int:
+        """All: with fewer the client would take fewer local steps."""
+        return examples
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """Of the difference of weights: noise of every step adds up; clipping is that of each step.

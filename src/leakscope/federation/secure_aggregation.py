@@ -79,6 +79,9 @@ class SecureAggregation(Protocol):
         """One client, whose update is then its own."""
         return replace(self, batchnorm="eval", clients=1, protocol=self.protocol.easiest())
 
+    def easiest_examples(self, examples: int) -> int:
+        return self.protocol.easiest_examples(max(self._sizes(examples)))
+
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """Of the mean: noise of all clients adds up; what is clipped or zeroed at each of several is no one thing."""
         sizes = self._sizes(examples)
@@ -129,8 +132,10 @@ class SecureAggregation(Protocol):
         """The recipe of one client with all examples that makes as many steps: its batch is one of every client.
 
         Up to the first order in the learning rate it makes the same update. Which examples met in a step is not told:
-        there is no such client.
+        there is no such client, unless the cohort is one.
         """
+        if len(sizes) == 1:
+            return recipe
         batch = None if recipe.batch_size is None else sum(min(recipe.batch_size, size) for size in sizes)
         return replace(recipe, batch_size=batch, batch_order=None)
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.integrations.recordings import Origin, Recording, Truth, recordings
 from leakscope.matching import SingleGradient, UnrolledSteps, Victim, steps_in_order
+from leakscope.matching.recipe import client_steps
 from leakscope.metrics import evaluate
 from leakscope.report.certificate import shared_words
 
@@ -249,10 +250,8 @@ def _simulated(observation: Observation, inputs: Tensor, labels: Tensor) -> Tens
     simulation: SingleGradient | UnrolledSteps = SingleGradient()
     if recipe is not None:
         examples, epochs, size, rate = recipe
-        facts = observation.training
-        name: Literal["adam", "sgd"] = "adam" if facts.optimizer == "adam" else "sgd"
-        order = facts.batch_order or steps_in_order(examples, size, epochs)
-        simulation = UnrolledSteps(rate, order, optimizer=name, momentum=facts.momentum or 0.0)
+        order = observation.training.batch_order or steps_in_order(examples, size, epochs)
+        simulation = client_steps(observation, order, rate)
     update = observation.message.update
     like = next(iter(update.values()))
     simulated, _ = simulation(victim, victim.tensors, inputs.to(like), labels.to(like.device), {})

@@ -16,7 +16,8 @@ entries are columns that are gone. The adversary is taken to know the labels and
 that does not can only do worse, so the floor holds for it too.
 
 What it does not say: it speaks of unbiased estimates near the true inputs. A prior on natural pictures is a bias, and
-with one an attack may go below the floor. The order of the examples in a batch is taken for known. Where F is singular
+with one an attack may go below the floor. The order of the examples in a batch is taken for known. Of a weight update J
+is that of the client's local steps, replayed in their true order, which an adversary has to find. Where F is singular
 the floor is infinite: in some direction the inputs can change without a trace.
 """
 
@@ -179,7 +180,7 @@ def cramer_rao(
     _check(mapping, flat, method, probes, steps)
     if channel.beyond_theory is not None:
         raise ValueError(f"channel: expected clipping, zeros and noise only, got {channel!r}: {channel.beyond_theory}")
-    if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clips_examples):
+    if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clip_per != "batch"):
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
     mapping, sigma = _in_units_of_noise(mapping, channel)
@@ -200,7 +201,7 @@ def affordable_floor(
 ) -> tuple[Method, int] | str:
     """How the floor can be computed in a minute or two, with how many steps of an estimate; or why it cannot be."""
     examples = mapping.shape[0]
-    effort = effort_of(mapping.victim.model, mapping.inputs.shape, examples)
+    effort = effort_of(mapping.victim.model, mapping.inputs.shape, examples).times(mapping.visits)
     if not_unasked(mapping.unknowns, effort) is None:
         return "auto", min(steps, affordable_steps(mapping))
     reason = effort.refusal("the floor", probes * USEFUL_STEPS, PRODUCTS_WORK)
@@ -217,7 +218,10 @@ def affordable_floor(
 
 
 def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Channel]:
-    """Where each of several examples is clipped, the map itself does it, and the channel no longer."""
+    """Where each of several examples or local steps is clipped, the map itself does it, and the channel no longer."""
+    if channel.clip is not None and channel.clip_per == "step":
+        inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per="step"))
+        return dataclasses.replace(mapping, victim=inner), dataclasses.replace(channel, clip=None, clip_per="batch")
     if not channel.clips_examples:
         return mapping, channel
     alone = dataclasses.replace(channel, clip_per="batch")

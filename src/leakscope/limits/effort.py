@@ -44,6 +44,10 @@ inputs, fewer examples or a smaller model
     numbers: float
     whole: bool = True
 
+    def times(self, passes: float) -> Effort:
+        """Return the effort of so many passes whose derivatives are taken together."""
+        return Effort(self.operations * passes, self.numbers * passes, self.whole)
+
     def refusal(self, what: str, passes: float, work: float, numbers: float = MAX_NUMBERS) -> str | None:
         """Why ``what`` is not computed; None where its passes take no more than ``work`` and ``numbers`` in all."""
         over = "" if self.whole else "more than "

@@ -19,6 +19,7 @@ from leakscope.matching.gradient_map import GradientMap, Linearisation
 from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness
 from leakscope.matching.loop import Match, Matcher, Progress, Ramp
 from leakscope.matching.optimisers import LBFGS, Adam, Optimiser
+from leakscope.matching.orders import steps_in_order
 from leakscope.matching.priors import (
     BatchNormStatistics,
     EpochAgreement,
@@ -30,5 +31,5 @@ from leakscope.matching.priors import (
     total_variation,
 )
 from leakscope.matching.problem import Problem
-from leakscope.matching.simulations import SegmentGradient, Simulation, SingleGradient, UnrolledSteps, steps_in_order
+from leakscope.matching.simulations import SegmentGradient, Simulation, SingleGradient, UnrolledSteps
 from leakscope.matching.victim import Victim, VictimTensors

@@ -21,6 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
 from leakscope.matching.derivatives import pull_back
+from leakscope.matching.simulations import UnrolledSteps
 from leakscope.matching.victim import Tensors, Victim, VictimTensors
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
@@ -56,6 +57,7 @@ class GradientMap:
     ``output_gradient`` (classes) takes the place of the loss: the update of <output_gradient, logits>. For one example
     it is what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
     ``scales`` are what each tensor of the update is divided by, for noise that differs from tensor to tensor.
+    ``steps`` are a client's local steps, replayed; the update is then that of its weights.
     """
 
     victim: Victim
@@ -63,14 +65,22 @@ class GradientMap:
     inputs: InputSpace
     output_gradient: Tensor | None = None
     scales: Mapping[str, float] | None = None
+    steps: UnrolledSteps | None = None
 
     @classmethod
-    def of(cls, observation: Observation, targets: Tensor, output_gradient: Tensor | None = None) -> GradientMap:
+    def of(
+        cls,
+        observation: Observation,
+        targets: Tensor,
+        output_gradient: Tensor | None = None,
+        *,
+        steps: UnrolledSteps | None = None,
+    ) -> GradientMap:
         """The map of an observation's model for a batch with these labels."""
         victim = Victim.of(observation)
         # Least squares average what rounding did; moved to what was seen, everything within its bounds would be alike.
         victim = dataclasses.replace(victim, tensors=victim.tensors._replace(rounded={}))
-        return cls(victim, targets, observation.inputs, output_gradient)
+        return cls(victim, targets, observation.inputs, output_gradient, steps=steps)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -87,6 +97,11 @@ class GradientMap:
     @property
     def entries(self) -> int:
         return sum(value.numel() for value in self.victim.tensors.weights.values())
+
+    @property
+    def visits(self) -> float:
+        """How often an example enters the update: the number of local epochs."""
+        return 1.0 if self.steps is None else sum(map(len, self.steps.order)) / len(self.targets)
 
     def narrow(self) -> GradientMap:
         """The same map in float32, several times faster where digits do not matter."""
@@ -111,6 +126,8 @@ class GradientMap:
     def update(self, flat: Tensor) -> Tensors:
         """The update by name."""
         victim, tensors = self.victim, self.victim.tensors
+        if self.steps is not None:
+            return self._scaled(self.steps(victim, tensors, self.pictures(flat), self.targets, {})[0])
         gradient, _ = victim.gradient(tensors, self.pictures(flat), self.targets, self.output_gradient)
         return self._scaled(victim.sent_update(gradient, tensors))
 
@@ -201,7 +218,7 @@ class GradientMap:
 
 def affordable_steps(mapping: GradientMap) -> int:
     """Products with the Jacobian that take a minute or two in all; by size and not by the clock, so that it repeats."""
-    return int(min(MAX_PRODUCTS, max(2, _WORK / (mapping.entries * mapping.shape[0]))))
+    return int(min(MAX_PRODUCTS, max(2, _WORK / (mapping.entries * mapping.shape[0] * mapping.visits))))
 
 
 def _joined(update: Tensors) -> Tensor:

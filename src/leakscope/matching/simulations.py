@@ -137,14 +137,3 @@ class UnrolledSteps:
             optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
             self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
         return self._steps[0]
-
-
-def steps_in_order(num_examples: int, batch_size: int, epochs: int) -> tuple[tuple[int, ...], ...]:
-    """The visits of a client that does not shuffle; the guess of an adversary who does not know the order.
-
-    >>> steps_in_order(3, 2, 1)
-    ((0, 1), (2,))
-    """
-    rows = tuple(range(num_examples))
-    epoch = tuple(rows[i : i + batch_size] for i in range(0, num_examples, batch_size))
-    return epoch * epochs

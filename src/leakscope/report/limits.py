@@ -51,7 +51,7 @@ def _why_none(floor: FindingRow | None, other_findings: bool) -> str:
     if floor is not None:
         return floor.reason
     if other_findings:
-        return "the bound is that of one gradient, and this protocol sends something else"
+        return "the bound is that of one update, and this protocol sends something else"
     return "the audit was run without findings, or has not come to them yet"
 
 

@@ -1,0 +1,119 @@
+"""What a result leaves of the update reaches its row, and a flag says where the truth leaves less."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import audit_doubles as doubles
+import pytest
+import torch
+
+from leakscope.attacks import InvertingGradients
+from leakscope.audit import audit
+from leakscope.audit.attempts import Bench
+from leakscope.audit.captured import attack_captured
+from leakscope.audit.explained import FLAG
+from leakscope.audit.plan import make_plan
+from leakscope.audit.setup import build_setup
+from leakscope.audit.spec import AuditSpec
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.federation import FedAvg
+from leakscope.models import build_model
+from leakscope.results.records import AttemptRecord
+
+X, Y = doubles.examples(6)
+FEDAVG = {"fedavg": {"epochs": 2, "batch_size": 1, "lr": 0.2}}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Oracle(Attack):
+    """Returns the first examples, ``share`` of them black."""
+
+    share: float = 0.0
+    labelled: bool = True
+
+    def run(self, observation: Observation, generator: torch.Generator, progress: Any = None) -> Reconstruction:
+        count = observation.num_examples or 1
+        labels = Y[:count] if self.labelled else None
+        return Reconstruction((1 - self.share) * X[:count], labels, torch.zeros(count))
+
+
+def record(attack: Attack, protocol: Any, defense: Any = "none", **changes: Any) -> AttemptRecord:
+    spec = {"model": doubles.net(), "data": (X, Y), "attacks": [attack], "findings": False, "controls": False}
+    setup = build_setup(
+        AuditSpec.parse({**spec, "batch": 2, "protocols": [protocol], "defenses": [defense], **changes})
+    )
+    outcome = Bench(setup).run(next(job for job in make_plan(setup) if job.control is None and job.finding is None))
+    assert outcome.status == "done", outcome.error
+    assert outcome.result is not None
+    return AttemptRecord.read(outcome.result)
+
+
+@pytest.mark.parametrize("protocol", ["fedsgd", FEDAVG])
+def test_the_truth_is_not_flagged_and_black_images_are(protocol: Any) -> None:
+    right, wrong = record(Oracle(), protocol), record(Oracle(share=1.0), protocol)
+    assert FLAG not in right.flags
+    assert right.unexplained < 1e-4
+    assert wrong.flags == (FLAG,)
+    assert wrong.unexplained > 0.1 > 1e-4 > wrong.unexplained_by_truth
+
+
+@pytest.mark.parametrize("protocol", ["fedsgd", FEDAVG])
+@pytest.mark.parametrize("knowledge", ["honest_server", "adaptive_server"])
+def test_a_guess_as_good_as_the_truth_is_not_flagged_under_noise(protocol: Any, knowledge: str) -> None:
+    """Noise of several times the update: nothing tells black images from the true ones."""
+    found = record(Oracle(share=1.0), protocol, {"gradient-noise": {"sigma": 20.0}}, knowledge=knowledge)
+    assert FLAG not in found.flags
+    assert found.unexplained == pytest.approx(found.unexplained_by_truth, rel=0.05)
+
+
+def test_weak_noise_hides_no_failure() -> None:
+    found = record(Oracle(share=1.0), FEDAVG, {"gradient-noise": {"sigma": 1e-3}})
+    assert found.flags == (FLAG,)
+    assert found.unexplained > 2 * found.unexplained_by_truth > 0
+
+
+def test_what_cannot_be_computed_is_nan_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*arguments: Any, **options: Any) -> float:
+        raise ZeroDivisionError("of a user's model")
+
+    monkeypatch.setattr("leakscope.audit.explained.unexplained", broken)
+    found = record(Oracle(), FEDAVG)
+    assert math.isnan(found.unexplained)
+    assert math.isnan(found.unexplained_by_truth)
+    assert found.flags == ()
+
+
+def test_a_captured_update_is_judged_without_the_truth() -> None:
+    observation = FedAvg(**FEDAVG["fedavg"]).observe(doubles.net(), X[:2], Y[:2])
+    right, wrong = (attack_captured(observation, Oracle(share=share), control=False) for share in (0.0, 1.0))
+    assert FLAG not in right.reconstruction.flags
+    assert right.left is not None
+    assert right.left < 1e-4
+    assert FLAG in wrong.reconstruction.flags
+    assert not wrong.one_gradient
+
+
+def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
+    """With eight steps of a search nothing is recovered; the flag, the floor and the planted steps all say so."""
+    x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    done = audit(
+        model=build_model("convnet", input_shape=(1, 8, 8), num_classes=4),
+        data=(x, torch.arange(6) % 4),
+        protocol=FedAvg(epochs=2, batch_size=1, lr=0.5),
+        attacks=[InvertingGradients(iterations=8)],
+        batch=2,
+        examples=2,
+        controls=["noise", "prior-mean", "planted"],
+        findings=["floor"],
+    )
+    (row,) = [row for row in done.rows if row.job.control is None]
+    assert row.result is not None
+    assert FLAG in row.result.flags
+    assert done.verdict.outcome == "inconclusive"
+    (floor,) = done.findings
+    assert floor.value("psnr") > 60
