@@ -25,7 +25,7 @@ MOST_REPLAYS = 32
 SEGMENT = (0.0, 0.5, 1.0)
 #: A result may leave this share of the update beyond what the truth or known noise leaves: one that leaves more says
 #: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). It does not tell right from
-#: wrong: on FedAvg clients results above 20 dB left .03 to .19, those below it .13 to .34 (benchmarks/fedavg_orders.py,
+#: wrong: on FedAvg clients results above 20 dB left .03 to .31, those below it .13 to .45 (benchmarks/fedavg_orders.py,
 #: 16 x 16), and at 32 x 32 some at 11 to 19 dB left as little as .10. The floor is the second guard.
 UNEXPLAINED_SHARE = 0.1
 #: ... or so many standard deviations of what noise leaves: chance exceeds them once in a thousand times.
