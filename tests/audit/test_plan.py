@@ -44,8 +44,8 @@ def test_grid_and_order() -> None:
     assert built.batches == ((0, 1), (2, 3))
     summary = Plan.of(built, plan).summary(built)
     assert summary["total"] == len(jobs)
-    # floor and embedding once for each defence, the trajectory also for each client
-    assert summary["findings"] == len(plan) - len(jobs) == 2 + 2 * 2 + 2 * 2 * 2
+    # floor and embedding once for each protocol and defence, the trajectory of FedAvg also for each client
+    assert summary["findings"] == len(plan) - len(jobs) == 2 * 2 + 2 * 2 + 2 * 2 * 2
     assert [entry["jobs"] for entry in summary["settings"]] == [8, 8, 8, 8]
 
 

@@ -88,7 +88,7 @@ class AttackStrength:
             text = "no positive control gave a result, so nothing shows that these attacks find what is there"
             return Reason(text, "Leave the controls on (controls: true), or add an attack that fits this model")
         if not self._succeeds(easy, attacks):
-            where = "on one example without a defence and with its label known"
+            where = "without a defence, its labels and visiting order known,"
             text = f"attack too weak to judge: {where} it reaches {_best(easy):.1f} dB, {self.bar:g} dB would show"
             return Reason(f"{text} that it works", MORE_STEPS)
         if not self.has_floor or self.floor < self.policy.max_psnr:
