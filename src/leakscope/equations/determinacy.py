@@ -25,6 +25,8 @@ SEEN = 1e-3
 INVISIBLE = 1e-3
 #: Iterations between two looks at what is left.
 LOOK = 20
+#: How many times as many products a count may take that a preconditioner does not help.
+RECOUNT = 4
 #: Unknowns up to which the system is decomposed: a fraction of a second, and fewer products than a probe may take.
 SMALL = 256
 
@@ -81,8 +83,9 @@ def count_free_directions(
             if change(_of_size_one(left)) <= INVISIBLE:
                 if precondition is None:
                     return _whole(shares)
-                # What is left is free, but its length was changed on the way: it is not the share that counts.
-                counts = count_free_directions(normal, change, shape, like, limit=limit)
+                # What is left is free, but its length was changed on the way: it is not the share that counts. Without
+                # the preconditioner the count takes longer.
+                counts = count_free_directions(normal, change, shape, like, limit=RECOUNT * limit)
                 return _whole(shares.clamp_max(unknowns)) if None in counts else counts
         if settled:
             break
