@@ -39,7 +39,7 @@ MAX_UNKNOWNS = 5000
 MAX_WORK = 2**32
 THOROUGH_COLUMNS_WORK = 5e11
 #: Products with a Jacobian that is not made: at least and at most, and operations of them all, which are seconds.
-PROBES = (100, 1000)
+PROBES = (100, 3000)
 PROBES_WORK = 5e9
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
