@@ -35,8 +35,9 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
+from leakscope.attacks.proof import certify
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import ROUNDING, Certificate
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -175,7 +176,8 @@ class _Party:
         }
         if self.entry.reads_input:
             result = self._result(rows if certified else self._project(rows), labels, residual, info)
-            return dataclasses.replace(result, certificates=self._certificates(separated if certified else None))
+            proofs = self._certificates(separated if certified else None, result)
+            return dataclasses.replace(result, certificates=proofs)
         info = {**info, "embedding_residual": residual if certified else None}
         return self._inverted(rows, labels, info, exact=certified)
 
@@ -272,16 +274,13 @@ class _Party:
             self.notes.append(f"the inputs are not solved for: {str(error).strip().splitlines()[0]}")
             return None
 
-    def _certificates(self, separated: Separated | None) -> tuple[Certificate, ...]:
+    def _certificates(self, separated: Separated | None, result: Reconstruction) -> tuple[Certificate, ...]:
         """Certify the inputs that were solved for, each by the units that tell it from the others."""
         if separated is None or several_steps(self.observation):
             return ()
-        residual, tolerance = separated.residual / ROUNDING, separated.rounding / ROUNDING
         free = free_inputs_of_dense(separated.signals.double(), separated.inputs.double())
-        return tuple(
-            Certificate(residual=residual, tolerance=tolerance, free_directions=count, method="unmixed, solved")
-            for count in free
-        )
+        facts = (separated.residual, free, "unmixed, solved", separated.rounding)
+        return certify(self.observation, result.inputs, result.labels, *facts)
 
     def _labels(self, separated: Separated | None) -> Tensor | None:
         """Cross-entropy pulls one output up, that of the label."""
@@ -303,7 +302,7 @@ class _Party:
         return Reconstruction(
             inputs=rows.to(self.gradient).reshape(-1, *self.observation.input_shape),
             labels=labels,
-            scores=torch.full((len(rows),), residual),
+            scores=torch.full((len(rows),), residual, dtype=torch.float64),
             flags=tuple(dict.fromkeys(self.flags)),
             notes=tuple(self.notes),
             info=info,

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
+from leakscope.attacks.proof import gives_update
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.channel import Channel
@@ -129,14 +130,17 @@ class GaussNewton(Attack):
                 "jacobians": best.builds,
                 "output_gradient_held": held is not None,
             },
-            certificates=self._certificates(observation, mapping, best, relative),
+            certificates=self._certificates(observation, mapping, best, relative, method),
         )
 
     def _certificates(
-        self, observation: Observation, mapping: GradientMap, best: Fit, relative: float
+        self, observation: Observation, mapping: GradientMap, best: Fit, relative: float, method: str
     ) -> tuple[Certificate, ...]:
         """Certify inputs that explain one gradient without noise to its rounding."""
         if relative > EXPLAINED or mapping.scales is not None or several_steps(observation):
+            return ()
+        inputs, labels = mapping.pictures(best.x), None if method == "joint" else mapping.targets
+        if not gives_update(observation, inputs, labels):
             return ()
         free = free_directions(mapping, best.x, best.preconditioner)
         return tuple(Certificate.of_share(relative, count, "Gauss-Newton") for count in free)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.head_first_finish import Finish, Finisher
+from leakscope.attacks.head_first_finish import DECODED, Finish, Finisher
 from leakscope.attacks.head_first_noise import with_known_noise
 from leakscope.attacks.head_first_rivals import (
     MOST_WORK,
@@ -41,6 +41,7 @@ from leakscope.attacks.head_first_rivals import (
     rivals_for,
 )
 from leakscope.attacks.mixtures import is_mixed, solve_parts
+from leakscope.attacks.proof import gives_update
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
@@ -362,6 +363,18 @@ class _Below:
         tell = self._told(steps)
         return lambda done, values, _best: None if tell is None else tell(done, steps, float(values[0]))
 
+    def _proves(self, found: _Candidate) -> bool:
+        """Whether solved inputs give the whole update; decoded masks were checked in every layer of it.
+
+        Where units were dropped the network is another one, and an input that was dropped is not the client's.
+        """
+        if found.residual >= EXPLAINED or found.way.endswith(DECODED):
+            return True
+        channel = self.observation.channel
+        if channel is not None and channel.dropped_layers:
+            return self.embedding.reaches_input and self.embedding.layer not in channel.dropped_layers
+        return gives_update(self.observation, found.inputs, self.embedding.labels)
+
     def _told(self, steps: int) -> Progress | None:
         """Tells of ``steps`` further steps; how many there will be in all depends on what they find."""
         before, self.steps = self.steps, self.steps + steps
@@ -370,7 +383,7 @@ class _Below:
 
     def _result(self, found: _Candidate) -> Reconstruction:
         embedding, observation = self.embedding, self.observation
-        certificates = found.certificates()
+        certificates = found.certificates() if self._proves(found) else ()
         certified = bool(certificates) and all(one.holds for one in certificates)
         flags = list(() if certified else found.flags)
         known = observation.labels is not None or observation.label_counts is not None

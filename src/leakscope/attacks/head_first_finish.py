@@ -25,6 +25,7 @@ from leakscope.matching.least_squares import solve
 from leakscope.network.activations import Unsupported
 from leakscope.network.read_gates import read_gated
 
+DECODED = "masks decoded"
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 #: Features within so many times their expected error of zero may be those of silent units.
@@ -100,7 +101,7 @@ class Finisher:
             solution = problem.solve(near.cpu(), SolverSettings(exact=EXPLAINED))
             explained = solution.certificate < EXPLAINED
             free = problem.free_directions(solution.inputs) if explained else (None,) * len(near)
-            return Finished(solution.inputs, solution.certificate, free, "masks decoded")
+            return Finished(solution.inputs, solution.certificate, free, DECODED)
 
         return decode
 

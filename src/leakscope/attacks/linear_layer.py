@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.attacks.proof import certify
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import EXPLAINED, Certificate
+from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
@@ -56,8 +57,8 @@ class LinearLayer(Attack):
             inputs, residual = invert_single(weight, bias)
             scores = residual[None]
             # One quotient, so that nothing is free as long as there is something to divide by.
-            if float(residual) <= EXPLAINED:
-                certificates = (Certificate.of_share(float(residual), 0, "first dense layer"),)
+            found = inputs.reshape(-1, *observation.input_shape)
+            certificates = certify(observation, found, None, float(residual), (0,), "first dense layer")
             if float(residual) > 0.1:
                 notes = (f"one input explains the layer's gradient only to {float(residual):.0%}: it was altered",)
             if not bool((bias != 0).any()):

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks.gradient_matching import several_steps
+from leakscope.attacks.proof import certify
 from leakscope.contracts.attack import Attack, NotApplicable, Progress
-from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
@@ -311,17 +311,22 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
         notes=notes,
         info={"steps": len(walk.layers), "restarts": 1, "compiled": False, "layers": list(walk.layers)},
         diagnosis=_diagnosis(walk, len(x)) if unique else None,
-        certificates=(_certificate(walk),) if unique and walk.residual <= EXPLAINED else (),
+        certificates=certify(
+            *(observation, x.reshape(1, *observation.input_shape), labels),
+            *(walk.residual, (_free_directions(walk),), "layer by layer"),
+        )
+        if unique
+        else (),
     )
 
 
-def _certificate(walk: Walk) -> Certificate:
-    """Certify the input by the ranks of the layers; where errors would grow too far, nothing is counted."""
+def _free_directions(walk: Walk) -> int | None:
+    """Count free directions by the ranks of the layers; None where errors would grow too far."""
     ranks = [row["rank"] for row in walk.layers]
     free = None if None in ranks else sum(row["unknowns"] - row["rank"] for row in walk.layers)
     if free == 0 and not walk.residual * _condition(walk) <= ACCURATE:
         free = None
-    return Certificate.of_share(walk.residual, free, "layer by layer")
+    return free
 
 
 def _condition(walk: Walk) -> float:

@@ -32,10 +32,10 @@ class Certificate:
     method: str
 
     @classmethod
-    def of_share(cls, share: float, free_directions: int | None, method: str) -> Self:
+    def of_share(cls, share: float, free_directions: int | None, method: str, tolerance: float = EXPLAINED) -> Self:
         """Certify inputs that leave this ``share`` of an update whose entries were rounded to float32."""
-        tolerance = EXPLAINED / ROUNDING
-        return cls(residual=share / ROUNDING, tolerance=tolerance, free_directions=free_directions, method=method)
+        units = {"residual": share / ROUNDING, "tolerance": tolerance / ROUNDING}
+        return cls(**units, free_directions=free_directions, method=method)
 
     @property
     def explains(self) -> bool:

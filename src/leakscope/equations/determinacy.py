@@ -6,8 +6,8 @@ They move w within the row space of A alone, so what remains is the part of v th
 free directions, ||w||^2 / ||v||^2 tends to f / d, in each example of a batch by itself.
 
 Small systems are decomposed instead, and their counts are exact. In a large one a single free direction is overlooked
-where v happens to be nearly orthogonal to it: with ``SEEN`` in one case of forty, two of them in one of two thousand,
-three in one of a hundred thousand.
+where both probes happen to be nearly orthogonal to it: with ``SEEN`` in one case of 1,600, two of them in one of four
+million.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from torch import Tensor
 #: An example has no free direction once so few are left of its unknowns; see above for what this overlooks.
 SEEN = 1e-3
 #: A direction is free where moving the inputs along it by the whole range, root mean square, changes the update by less
-#: than this share: inputs that are 60 dB off would then leave 1e-6 of it, as much as exact ones do.
-INVISIBLE = 1e-3
+#: than this share: inputs that are 80 dB off would then leave 1e-6 of it, as much as exact ones do.
+INVISIBLE = 1e-2
+#: Probes: a second one where the first found nothing.
+PROBES = 2
 #: Iterations between two looks at what is left.
 LOOK = 20
 #: How many times as many products a count may take that a preconditioner does not help.
@@ -53,11 +55,27 @@ def count_free_directions(
     >>> count_free_directions(lambda row: sees**2 * row, change, (2, 2), sees, limit=50)
     (0, 1)
     """
-    total = math.prod(shape)
-    if total <= SMALL:
+    if math.prod(shape) <= SMALL:
         return _decomposed(normal, change, shape, like)
-    draws = torch.Generator().manual_seed(0)
-    probe = torch.randn(total, generator=draws, dtype=torch.float64).to(like)
+    counts: tuple[int | None, ...] = (0,) * shape[0]
+    for seed in range(PROBES):
+        counts = _probed(normal, change, shape, like, limit, precondition, seed)
+        if any(count != 0 for count in counts):
+            break
+    return counts
+
+
+def _probed(
+    normal: Product,
+    change: Callable[[Tensor], float],
+    shape: tuple[int, ...],
+    like: Tensor,
+    limit: int,
+    precondition: Product | None,
+    seed: int,
+) -> tuple[int | None, ...]:
+    draws = torch.Generator().manual_seed(seed)
+    probe = torch.randn(math.prod(shape), generator=draws, dtype=torch.float64).to(like)
     length = probe.reshape(shape[0], -1).square().sum(1)
     unknowns = probe.numel() // shape[0]
     turn = precondition or (lambda row: row)
@@ -85,7 +103,7 @@ def count_free_directions(
                     return _whole(shares)
                 # What is left is free, but its length was changed on the way: it is not the share that counts. Without
                 # the preconditioner the count takes longer.
-                counts = count_free_directions(normal, change, shape, like, limit=RECOUNT * limit)
+                counts = _probed(normal, change, shape, like, RECOUNT * limit, None, seed)
                 return _whole(shares.clamp_max(unknowns)) if None in counts else counts
         if settled:
             break

@@ -1,8 +1,8 @@
 """Say which clients of a scenario were attacked well enough for a pass, and which updates no attack explains.
 
-An attempt covers its client if it gave a measured result without a flag, if it knew the defence where there is one, and
-if its attack passed the positive control. Flags, failed searches and weak attacks count only for clients that no
-attempt covers. More attacks therefore never take a pass away, and fewer attacks never buy one.
+An attempt covers its client if it gave a measured result without a flag that explains the update, if it knew the
+defence where there is one, and if its attack passed the positive control. Flags, failed searches and weak attacks count
+only for clients that no attempt covers. More attacks therefore never take a pass away, and fewer attacks never buy one.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class Coverage:
             return False
         missed = result.diagnosis is not None and result.diagnosis.outcome == MISSED
         values = [example.value(key) for example in result.examples for key in ("psnr", *self._measures)]
-        return bool(values) and not (missed or raised(row) or any(map(math.isnan, values)))
+        left = not all(explained(*pair) for pair in _residuals(row))
+        return bool(values) and not (left or missed or raised(row) or any(map(math.isnan, values)))
 
 
 def raised(row: Row) -> list[str]:
