@@ -56,9 +56,8 @@ class LinearLayer(Attack):
                 raise NotApplicable(f"layer {layer!r} has no bias, so the input's length is not in its gradient")
             inputs, residual = invert_single(weight, bias)
             scores = residual[None]
-            # One quotient, so that nothing is free as long as there is something to divide by.
             found = inputs.reshape(-1, *observation.input_shape)
-            certificates = certify(observation, found, None, float(residual), (0,), "first dense layer")
+            certificates = certify(observation, found, None, float(residual), None, "first dense layer")
             if float(residual) > 0.1:
                 notes = (f"one input explains the layer's gradient only to {float(residual):.0%}: it was altered",)
             if not bool((bias != 0).any()):
