@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -9,9 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leakscope.attacks import CocktailParty, GaussNewton, HeadFirst, LinearLayer
+from leakscope.attacks import RGAP, CocktailParty, GaussNewton, HeadFirst, LinearLayer
+from leakscope.contracts.attack import Attack, NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.defenses import GradientPruning, GradientQuantisation, MixUp, Soteria
 from leakscope.federation import FedSGD
 from leakscope.limits import diagnose
 from leakscope.metrics import psnr
@@ -121,6 +124,85 @@ def test_an_mlp_is_certified_by_every_attack_that_solves_it() -> None:
         if not isinstance(attack, GaussNewton) or result.certificates:  # which may stall at a kink
             assert result.certified == 1, attack
             assert float(psnr(image(), result.inputs)) > 80
+
+
+def softmax_regression(classes: int) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, classes))
+
+
+def small_mlp(activation: Callable[[], nn.Module] = nn.ReLU, size: int = 3 * SIDE**2) -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Flatten(), nn.Linear(size, 64), activation(), nn.Linear(64, CLASSES))
+
+
+class Averaged(nn.Module):
+    """Reads the image and its mirror image by the same layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(3 * SIDE**2, CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.fc(x.flatten(1)) + self.fc(x.flip(3).flatten(1))) / 2
+
+
+class Centred(nn.Module):
+    """Takes the mean brightness away: a single direction that the update does not see."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean((1, 2, 3), keepdim=True)
+
+
+ALTERED = {
+    "signs of two rows that differ by their sign": (softmax_regression(2), 1, GradientQuantisation(values="sign")),
+    "eight bits": (softmax_regression(2), 1, GradientQuantisation(bits=8)),
+    "a disturbed input": (softmax_regression(CLASSES), 1, Soteria()),
+    "mixtures": (small_mlp(), 3, MixUp()),
+    "pruned": (small_mlp(nn.Tanh), 1, GradientPruning(fraction=0.5)),
+}
+
+
+@pytest.mark.parametrize("case", ALTERED)
+@pytest.mark.parametrize("attack", [LinearLayer(), RGAP(), GaussNewton(), HeadFirst(iterations=40), CocktailParty()])
+def test_inputs_that_do_not_give_the_whole_update_are_not_certified(case: str, attack: Attack) -> None:
+    net, count, defense = ALTERED[case]
+    draws = torch.Generator().manual_seed(0)
+    seen = FedSGD().observe(net, image(count=count), torch.arange(count), defense, None, draws)
+    try:
+        result = attack(seen, seed=0)
+    except NotApplicable:
+        return
+    assert not result.certified
+
+
+def test_a_number_of_examples_that_is_wrong_certifies_no_mixture() -> None:
+    seen = FedSGD().observe(softmax_regression(2), image(count=2), torch.tensor([0, 1]))
+    wrong = dataclasses.replace(seen, num_examples=1)
+    for attack in (LinearLayer(), GaussNewton(), HeadFirst(iterations=40)):
+        assert not attack(wrong, seed=0).certified
+
+
+def test_a_layer_that_reads_the_image_twice_leaves_directions_free() -> None:
+    torch.manual_seed(1)
+    result = LinearLayer()(FedSGD().observe(Averaged(), image(), torch.tensor([1])), seed=0)
+    (proof,) = result.certificates
+    assert proof is not None
+    assert proof.not_unique
+
+
+def test_a_single_free_direction_is_seen_at_a_shape_where_the_first_probe_is_blind() -> None:
+    x = torch.rand((1, 1, 32, 32), generator=torch.Generator().manual_seed(0))
+    seen = FedSGD().observe(nn.Sequential(Centred(), *small_mlp(nn.Tanh, 1024)), x, torch.tensor([1]))
+    result = GaussNewton()(seen, seed=0)
+    assert not result.certified
+
+
+def test_head_first_takes_batchnorm_of_single_numbers_in_train_mode() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3 * SIDE**2, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, CLASSES))
+    seen = FedSGD(batchnorm="train").observe(net, image(count=3), torch.tensor([0, 2, 4]))
+    assert not HeadFirst(iterations=10)(seen, seed=0).certified
 
 
 def test_a_smooth_network_is_certified_by_gauss_newton_and_not_behind_a_stride() -> None:

@@ -110,7 +110,8 @@ def fair_ratio(equations: int, unknowns: int) -> float:
 def forward_work(observation: Observation) -> float:
     """Multiplications of a forward pass of one example."""
     like = next(iter(observation.message.update.values()))
-    return forward_flops(Victim.of(observation).model, like.new_zeros((1, *observation.input_shape)))
+    # Two, for BatchNorm in train mode cannot normalise a single number.
+    return forward_flops(Victim.of(observation).model, like.new_zeros((2, *observation.input_shape))) / 2
 
 
 def _left_by(observation: Observation, result: Reconstruction) -> float:
