@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.equations.determinacy import count_free_directions
-from leakscope.matching.gradient_map import GradientMap
-from leakscope.matching.least_squares import Preconditioner
+from leakscope.matching.gradient_map import GradientMap, Linearisation
+from leakscope.matching.least_squares import Preconditioner, solve
 
 #: Products with the Jacobian that a count may take.
 MOST_PROBES = 1000
+#: Where an update that is off by what a certificate allows moves an example by more than this (80 dB), none is given.
+ACCURATE, NOISE_STEPS = 1e-4, 200
 #: Units of a layer up to which its gradient is whitened, and the share of its largest singular value that is not gone
 #: below: a trained ConvNet takes half as many products with it.
 WHITENED_UNITS, LEAST = 1024, 3e-3
@@ -41,7 +45,23 @@ def free_directions(
         moved = products.forward(row).split(parts)
         return max(float(part.norm()) / size for part, size in zip(moved, sizes, strict=True))
 
-    return count_free_directions(normal, change, mapping.shape, x, limit=limit, precondition=preconditioner)
+    counts = count_free_directions(normal, change, mapping.shape, x, limit=limit, precondition=preconditioner)
+    if preconditioner is None:
+        return counts
+    # A preconditioner makes weak directions as quick as strong ones, so that their weakness must be looked for.
+    moved = _movement(products, preconditioner, EXPLAINED * math.hypot(*sizes), mapping.shape)
+    return tuple(None if count == 0 and move > ACCURATE else count for count, move in zip(counts, moved, strict=True))
+
+
+def _movement(
+    products: Linearisation, preconditioner: Preconditioner, noise: float, shape: tuple[int, ...]
+) -> list[float]:
+    """Return the root mean square by which each example moves with random noise of this length in the update."""
+    draws = torch.Generator().manual_seed(0)
+    disturbance = torch.randn(products.value.shape, generator=draws, dtype=torch.float64).to(products.value)
+    right = products.backward(disturbance * (noise / disturbance.norm()))
+    moved = solve(products, right, 0.0, tolerance=1e-12, limit=NOISE_STEPS, preconditioner=preconditioner).step
+    return moved.reshape(shape[0], -1).square().mean(1).sqrt().tolist()
 
 
 def _square(value: Tensor, size: float) -> Callable[[Tensor], Tensor]:
