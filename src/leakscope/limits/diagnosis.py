@@ -74,7 +74,9 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     try:
         too_large = _too_large(unknowns, entries, effort, thorough)
         if too_large is not None:
-            return _by_probes(mapping, flat, observed, effort, too_large)
+            undecided = Diagnosis(outcome="undecided", reason=too_large, unknowns=unknowns)
+            # Under known noise a result far from the inputs is no failure that free directions would have to explain.
+            return undecided if _known_noise(observation) else _by_probes(mapping, flat, observed, effort, undecided)
         columns = SKETCH * unknowns if entries * unknowns > EXACT_ENTRIES else None
         matrix = _jacobian(mapping, flat, columns, narrow=observation.dtype == torch.float32)
         value, pull = vjp(mapping, flat)[:2]
@@ -195,12 +197,11 @@ def explain(
     return Diagnosis(outcome=outcome, reason=reason, expected_rmse=expected, **facts)
 
 
-def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Effort, too_large: str) -> Diagnosis:
-    """Look for free directions by products with a Jacobian that is too large to be made.
+def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Effort, undecided: Diagnosis) -> Diagnosis:
+    """Look for free directions by products with a Jacobian that is too large to be made; else it is ``undecided``.
 
     Where most of the update is unexplained the result is no place to look at alone: then any input must have them.
     """
-    undecided = Diagnosis(outcome="undecided", reason=too_large, unknowns=mapping.unknowns)
     if effort.refusal("a probe", PROBES[0], PROBES_WORK) is not None:
         return undecided
     limit = int(min(PROBES[1], PROBES_WORK / max(effort.operations, 1)))
