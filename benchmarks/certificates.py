@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from leakscope import __version__
 from leakscope.attacks import HeadFirst
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedSGD
 from leakscope.limits import diagnose

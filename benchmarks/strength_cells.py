@@ -16,9 +16,10 @@ from torch import nn
 from leakscope import __version__
 from leakscope.attacks import make_attack
 from leakscope.cli.parsing import parse_part
-from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import ROUNDING
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from leakscope.attacks import make_attack
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedSGD
 from leakscope.metrics import assign, psnr

@@ -12,8 +12,9 @@ from typing import Any
 
 import leakscope
 from leakscope import data, defenses, federation, limits, matching, metrics, models, report, results
-from leakscope.attacks import ATTACKS, GradientMatching, MissingKnowledge, NotApplicable, standard_attacks
+from leakscope.attacks import ATTACKS, GradientMatching, standard_attacks
 from leakscope.audit.run import Audit, audit, run_spec
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.inputs import SPACES
 from leakscope.contracts.task import TASKS
 from leakscope.defenses import DEFENSES

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import ATTACKS, CAFE
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.inputs import Box
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Message, Observation

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.attacks import RGAP, CocktailParty, GaussNewton, HeadFirst, LinearLayer
-from leakscope.contracts.attack import Attack, NotApplicable
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.defenses import GradientPruning, GradientQuantisation, MixUp, Soteria

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import CocktailParty
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.data import load_data

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import IDLG, InvertingGradients, LinearLayer, make_attack
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import psnr

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks import InvertingGradients, LinearLayer
 from leakscope.attacks.linear_layer import input_span, invert_single
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model

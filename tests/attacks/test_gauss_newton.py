@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from leakscope.attacks import GaussNewton
-from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg, FedSGD

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.attacks import HeadFirst
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.federation import FedAvg, FedSGD
 
 SMALL = (1, 8, 8)

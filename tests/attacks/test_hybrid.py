@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks.hybrid import Hybrid, _HybridSolver, _null_space, _Search
 from leakscope.attacks.rgap import RGAP
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.observation import Observation
 from leakscope.data import load_data

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import DLG, GaussNewton, InvertingGradients
-from leakscope.contracts.attack import MissingKnowledge
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import MissingKnowledge
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.data import Examples, load_data

@@ -26,8 +26,8 @@ from leakscope.attacks.learning_to_invert_regression import (
     refit_ridge,
 )
 from leakscope.attacks.shared_work import SharedWork
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from leakscope.attacks import make_attack
 from leakscope.attacks.gaussian_neurons import head_constants, with_gaussian_neurons
 from leakscope.attacks.provable_reconstruction import ProvableReconstruction
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.federation import FedSGD

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks.rgap import RGAP
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leakscope.attacks import SystematicEvaluation, make_attack
 from leakscope.attacks.systematic_evaluation import dense_features, head_features
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise

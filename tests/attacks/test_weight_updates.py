@@ -11,7 +11,7 @@ from torch import Tensor
 
 from leakscope.attacks import DLFA, SME, InvertingGradients
 from leakscope.attacks.dlfa import average_aligned
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Observation
 from leakscope.federation import FedAvg, FedSGD

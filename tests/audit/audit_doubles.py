@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from leakscope.attacks import standard_attacks
 from leakscope.audit import Audit, audit
 from leakscope.audit.findings import Subject
-from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.reconstruction import Reconstruction

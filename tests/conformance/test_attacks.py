@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import ATTACKS, make_attack, standard_attacks
-from leakscope.contracts.attack import Attack, MissingKnowledge
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.errors import MissingKnowledge
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol

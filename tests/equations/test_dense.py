@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.equations.dense import DenseRefused, peel_dense
+from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.dense import peel_dense
 from leakscope.network.dense_path import dense_path
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -55,10 +56,10 @@ def test_outputs_with_an_error_do_not_mislead_the_kinks() -> None:
 
 def test_wrong_outputs_are_refused() -> None:
     weight, bias, _, outputs, back, gradient, sums = layer(torch.relu, 3)
-    with pytest.raises(DenseRefused, match="other outputs than the known ones"):
+    with pytest.raises(NotApplicable, match="other outputs than the known ones"):
         peel_dense(weight, bias, gradient, sums, torch.relu, outputs.flip(0), back)
     same = (outputs[:1].expand(3, -1), back[:1].expand(3, -1))
-    with pytest.raises(DenseRefused, match="alike"):
+    with pytest.raises(NotApplicable, match="alike"):
         peel_dense(weight, bias, gradient, sums, torch.relu, *same)
 
 

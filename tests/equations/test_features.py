@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 import leakscope as ls
 from leakscope.attacks.gaussian_neurons import with_gaussian_neurons
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise, GradientPruning
 from leakscope.equations.feature_span import completed_span, leading_span, span_residual
-from leakscope.equations.features import FeaturesRefused, recover_features
+from leakscope.equations.features import recover_features
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import feature_cosines, feature_error, random_span_error
 from leakscope.network.recorder import inputs_of
@@ -202,19 +203,19 @@ def test_refusals_say_what_stands_in_the_way() -> None:
     seen, _ = look(net, 3)
     with pytest.raises(ValueError, match="methods: expected some of"):
         recover_features(seen, methods=("guess",))
-    with pytest.raises(FeaturesRefused, match="expected the name of a dense layer"):
+    with pytest.raises(NotApplicable, match="expected the name of a dense layer"):
         recover_features(seen, layer="0")
-    with pytest.raises(FeaturesRefused, match="has no 40 directions"):
+    with pytest.raises(NotApplicable, match="has no 40 directions"):
         recover_features(seen, count=40)
     zero = seen.with_update({name: torch.zeros_like(value) for name, value in seen.message.update.items()})
-    with pytest.raises(FeaturesRefused, match="is zero"):
+    with pytest.raises(NotApplicable, match="is zero"):
         recover_features(zero)
     net[5].requires_grad_(False)
-    with pytest.raises(FeaturesRefused, match="frozen"):
+    with pytest.raises(NotApplicable, match="frozen"):
         recover_features(look(net, 3)[0])
     small = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(32, CLASSES)).double()
     x, y = batch(2)
-    with pytest.raises(FeaturesRefused, match="recover_embedding"):
+    with pytest.raises(NotApplicable, match="recover_embedding"):
         recover_features(FedSGD().observe(small, x, y))
 
 
@@ -224,7 +225,7 @@ def test_a_head_of_equal_rows_says_nothing_comes_back() -> None:
         net[7].weight.copy_(net[7].weight[:1].expand_as(net[7].weight))
     seen, _ = look(net, 2)
     assert float(seen.message.update["5.weight"].abs().max()) < 1e-15
-    with pytest.raises(FeaturesRefused, match=r"is zero|none of stein"):
+    with pytest.raises(NotApplicable, match=r"is zero|none of stein"):
         recover_features(seen, methods=("stein",))
 
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.inputs import ValueRange
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.models import build_model
-from leakscope.network.activations import Unsupported
 
 # c(M) and the deficiency of each convolution, at 3 x 32 x 32.
 PREDICTED = {
@@ -117,7 +117,7 @@ def test_weights_fall_from_the_input_on() -> None:
 
 
 def test_wrong_questions_are_refused() -> None:
-    with pytest.raises(Unsupported, match="ReLU"):
+    with pytest.raises(NotApplicable, match="ReLU"):
         layer_systems(build_model("convnet"), (3, 32, 32))
     with pytest.raises(ValueError, match="the model's 10 outputs, got 3"):
         layer_systems(build_model("cnn2-c1", input_shape=(3, 8, 8)), (3, 8, 8), num_classes=3)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from leakscope.network.activations import INVERTIBLE, Activation, Unsupported
+from leakscope.contracts.errors import NotApplicable
+from leakscope.network.activations import INVERTIBLE, Activation
 from leakscope.network.chain import ResidualStage, read_chain
 
 
@@ -136,7 +137,7 @@ SHARED = nn.Linear(4, 4)
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else None,
 )
 def test_what_is_no_chain_is_refused_by_name(model: nn.Module, words: list[str]) -> None:
-    with pytest.raises(Unsupported, match="not supported because") as caught:
+    with pytest.raises(NotApplicable, match="not supported because") as caught:
         read_chain(model, (4,))
     for word in words:
         assert word in str(caught.value)
@@ -161,7 +162,7 @@ def in_place(m: nn.Module, x: Tensor) -> Tensor:
 )
 def test_every_way_to_add_is_read_as_a_block(join: Callable[..., Tensor]) -> None:
     model = Joined(join, body=body())
-    with pytest.raises(Unsupported, match=r"'add_?' \(i?add_?\) joins two paths \(a residual connection\)"):
+    with pytest.raises(NotApplicable, match=r"'add_?' \(i?add_?\) joins two paths \(a residual connection\)"):
         read_chain(model, (4,))
     block, head = read_chain(model, (4,), residual=True).stages
     assert isinstance(block, ResidualStage)
@@ -249,7 +250,7 @@ FORMS = {
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_without_equations_are_refused_by_name(name: str) -> None:
     join, layers, words = FORMS[name]
-    with pytest.raises(Unsupported, match="not supported because") as caught:
+    with pytest.raises(NotApplicable, match="not supported because") as caught:
         read_chain(Joined(join, **layers), (4,), residual=True)
     for word in words:
         assert word in str(caught.value)
@@ -258,20 +259,20 @@ def test_blocks_without_equations_are_refused_by_name(name: str) -> None:
 def test_batch_norm_is_affine_with_running_statistics_only() -> None:
     model = nn.Sequential(nn.BatchNorm2d(2), nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3, affine=False), nn.Tanh())
     model.append(nn.Flatten()).append(nn.Linear(12, 2))
-    with pytest.raises(Unsupported, match=r"'0' \(BatchNorm2d\).*running statistics"):
+    with pytest.raises(NotApplicable, match=r"'0' \(BatchNorm2d\).*running statistics"):
         read_chain(model, (2, 4, 4))
     chain = read_chain(model, (2, 4, 4), batch_norm=True)
     assert [(s.name, s.convolutional) for s in chain.stages] == [("0 + 1 + 2", True), ("5", False)]
     assert list(chain.parameters()) == [name for name, _ in model.named_parameters()]
     without = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, track_running_stats=False), nn.Linear(3, 2))
-    with pytest.raises(Unsupported, match=r"'1' \(BatchNorm1d\).*running statistics"):
+    with pytest.raises(NotApplicable, match=r"'1' \(BatchNorm1d\).*running statistics"):
         read_chain(without, (4,), batch_norm=True)
 
 
 def test_hooks_that_change_the_result_are_noticed() -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
     model.register_forward_hook(lambda module, inputs, output: 2 * output)
-    with pytest.raises(Unsupported, match="not supported because"):
+    with pytest.raises(NotApplicable, match="not supported because"):
         read_chain(model, (4,))
 
 

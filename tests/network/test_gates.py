@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.models import build_model
-from leakscope.network.activations import Unsupported
 from leakscope.network.gates import GatedNetwork
 from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import inputs_of
@@ -323,14 +323,14 @@ REFUSED = {
 
 @pytest.mark.parametrize("words", REFUSED)
 def test_what_is_no_such_network_is_refused_by_name(words: str) -> None:
-    with pytest.raises(Unsupported, match=words):
+    with pytest.raises(NotApplicable, match=words):
         read_gated(*REFUSED[words]())
 
 
 def test_a_hook_that_changes_numbers_is_noticed() -> None:
     model, shape, cut = chain(nn.Conv2d(2, 3, 3), nn.ReLU())
     model[0].register_forward_hook(lambda _module, _inputs, output: 2 * output + 1)
-    with pytest.raises(Unsupported, match="something else than its layers say"):
+    with pytest.raises(NotApplicable, match="something else than its layers say"):
         read_gated(model, shape, cut)
 
 

@@ -35,6 +35,7 @@ from leakscope.attacks.cafe_methods import METHODS, Evidence
 from leakscope.attacks.cafe_rounds import Rounds, Steps
 from leakscope.attacks.gradient_matching import require_searchable
 from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
@@ -188,12 +189,12 @@ def _head_bias(rounds: Rounds) -> str:
     """The name of the last layer's bias, whose gradient shows the labels; ValueError where it does not."""
     observation = rounds.observation
     if not observation.task.has_classes:
-        raise ValueError(f"{observation.task!r} has no classes")
+        raise UserError(f"{observation.task!r} has no classes")
     head = find_head(observation.model, observation.input_shape, observation.num_classes)
     if head.bias_name is None:
-        raise ValueError("the last layer has no bias")
+        raise UserError("the last layer has no bias")
     if any(head.bias_name not in message.update for message in rounds.messages):
-        raise ValueError(f"the messages have no gradient of {head.bias_name}")
+        raise UserError(f"the messages have no gradient of {head.bias_name}")
     return head.bias_name
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from leakscope.contracts.attack import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Message, Observation
 from leakscope.equations.index_matrix import Identifiability, identify, index_matrix
 from leakscope.equations.output_gradients import share_unexplained, solve_inputs, solve_output_gradients

@@ -36,15 +36,16 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.proof import certify
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense_signals import Separated, positive_peak, separate
 from leakscope.equations.determinacy import free_inputs_of_dense
-from leakscope.equations.unmixing import Domain, Unmixed, UnmixingRefused, count_sources, independent_rows, unmix
+from leakscope.equations.unmixing import Domain, Unmixed, count_sources, independent_rows, unmix
 from leakscope.matching import Victim
 from leakscope.matching.held import HeldMatching, Weighting
 from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobian
@@ -193,7 +194,7 @@ class _Party:
         if known is None:
             try:
                 count = count_sources(self.gradient)
-            except UnmixingRefused as error:
+            except NotApplicable as error:
                 raise NotApplicable(f"the number of examples is not known, and {error}") from error
             self.notes.append(f"the gradient of {self.entry.name!r} is a mixture of {count} inputs")
             return count
@@ -270,7 +271,7 @@ class _Party:
         jacobian = output_jacobian(self.observation.model, self.entry, shape, self._project)
         try:
             return separate(self.gradient, self.sums, near, jacobian, rescale=self._rescale)
-        except (UnmixingRefused, torch.linalg.LinAlgError) as error:
+        except (NotApplicable, torch.linalg.LinAlgError) as error:
             self.notes.append(f"the inputs are not solved for: {str(error).strip().splitlines()[0]}")
             return None
 

@@ -30,9 +30,10 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
 from leakscope.attacks.proof import gives_update
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting

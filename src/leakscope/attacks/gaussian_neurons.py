@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head, structure
 
@@ -54,7 +54,7 @@ def with_gaussian_neurons(
     assert isinstance(last, nn.Linear)
     count = dense.out_features - trained
     if trained < 0 or count < 1:
-        raise ValueError(f"trained: expected 0..{dense.out_features - 1} of the units of {name!r}, got {trained}")
+        raise UserError(f"trained: expected 0..{dense.out_features - 1} of the units of {name!r}, got {trained}")
     draws = torch.Generator().manual_seed(seed)
     rows = torch.randn((count, dense.in_features), generator=draws)
     if head == "signs":

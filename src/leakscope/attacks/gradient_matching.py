@@ -13,7 +13,8 @@ from torch import Tensor
 from leakscope.attacks.drowning import explained_end, shortened
 from leakscope.attacks.mixtures import is_mixed, search_parts
 from leakscope.attacks.shared_work import read_labels, run_matcher
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting

@@ -42,14 +42,14 @@ from leakscope.attacks.head_first_rivals import (
 )
 from leakscope.attacks.mixtures import is_mixed, solve_parts
 from leakscope.attacks.proof import gives_update
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.head_solution import HeadRefused
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.dropped import MASKS, DroppedMatching, searched_layers
 from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
@@ -138,8 +138,8 @@ class HeadFirst(Attack):
         try:
             embedding = recover_embedding(observation, generator)
             if several_steps(observation) and not embedding.exact:
-                raise HeadRefused("the update is that of several local steps, and not nearly one gradient")
-        except HeadRefused as error:
+                raise NotApplicable("the update is that of several local steps, and not nearly one gradient")
+        except NotApplicable as error:
             note = f"the head tells nothing, so the whole update is matched, as inverting-gradients does: {error}"
             rivals = rivals_for(observation, self.iterations)
             result = best_match(match_whole_update(rivals, observation, untouched, progress), observation)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.certificate import EXPLAINED
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.equations.embedding import Embedding
 from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
@@ -22,7 +23,6 @@ from leakscope.matching import GradientMap, LevenbergMarquardt, Victim
 from leakscope.matching.determinacy import free_directions
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.least_squares import solve
-from leakscope.network.activations import Unsupported
 from leakscope.network.read_gates import read_gated
 
 DECODED = "masks decoded"
@@ -81,7 +81,7 @@ class Finisher:
         observation, embedding = self.observation, self.embedding
         try:
             network = read_gated(observation.model, observation.input_shape, embedding.layer)
-        except Unsupported as error:
+        except NotApplicable as error:
             self.notes.append(f"masks are not decoded: {error}")
             return None
         inputs = observation.inputs

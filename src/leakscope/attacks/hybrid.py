@@ -48,7 +48,8 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.rgap import CLIP, Solver, Walk, reconstruction, solver_basis, walk_back
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction

@@ -28,7 +28,7 @@ from leakscope.attacks.gradient_matching import (
     replay_recipe,
     weighted,
 )
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.inputs import Start
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.settings import setting

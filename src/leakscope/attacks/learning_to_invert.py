@@ -44,7 +44,8 @@ from leakscope.attacks.learning_to_invert_regression import (
     refit_ridge,
 )
 from leakscope.attacks.shared_work import shared
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting

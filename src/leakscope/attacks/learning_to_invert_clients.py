@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import ClientSide, client_copy
 from leakscope.contracts.step import batch_gradient, own_randomness, train_locally, visits

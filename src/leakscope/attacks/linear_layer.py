@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.proof import certify
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting

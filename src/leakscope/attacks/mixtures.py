@@ -18,12 +18,12 @@ from torch import Tensor
 
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_mixtures
-from leakscope.equations.head_solution import HeadRefused
-from leakscope.equations.mixtures import MOST_GROWTH, MixturesRefused, Shares, possible_shares, take_apart
+from leakscope.equations.mixtures import MOST_GROWTH, Shares, possible_shares, take_apart
 
 #: The error that mixtures of a search without a certificate are taken to have, in units of the range.
 SEARCHED = 0.1
@@ -64,7 +64,7 @@ def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
     bare = dataclasses.replace(observation, channel=channel)
     try:
         head = recover_mixtures(observation, generator)
-    except HeadRefused as error:
+    except NotApplicable as error:
         return Mixing(bare, (), (f"the shares of the mixtures are not known: {error}",))
     assert head.labels is not None
     like = next(iter(observation.message.update.values()))
@@ -72,7 +72,7 @@ def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
     seen = dataclasses.replace(bare, knowledge=known, labels=head.labels.to(like), label_counts=None)
     try:
         return Mixing(seen, tuple(possible_shares(head.labels, observation.channel.mixed)), head.notes)
-    except MixturesRefused as error:
+    except NotApplicable as error:
         return Mixing(seen, (), (*head.notes, str(error)))
 
 
@@ -115,7 +115,7 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
         return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"), certificates=())
     try:
         parts = take_apart(space.to_unit(result.inputs), mixing.ways, error=error, bounded=space.bounded)
-    except MixturesRefused as refusal:
+    except NotApplicable as refusal:
         why = f"what was found are mixtures: {refusal}"
         return dataclasses.replace(result, notes=(*notes, why), certificates=())
     growth = parts.shares.growth

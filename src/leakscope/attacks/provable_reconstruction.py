@@ -24,11 +24,12 @@ from torch import Tensor, nn
 
 from leakscope.attacks.gaussian_neurons import HeadConstants, dense_and_head, with_gaussian_neurons
 from leakscope.attacks.linear_layer import stretched
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.equations.features import FeaturesRefused, RecoveredFeatures, recover_features
+from leakscope.equations.features import RecoveredFeatures, recover_features
 from leakscope.network.layers import structure
 
 #: The share of the gradient's size that inputs may leave unexplained and still count as told apart.
@@ -64,7 +65,7 @@ class ProvableReconstruction(Attack):
             found = recover_features(
                 observation, layer=name, neurons=slice(self.trained, None), count=count, generator=generator
             )
-        except FeaturesRefused as refusal:
+        except NotApplicable as refusal:
             return _nothing(observation, str(refusal))
         inputs, notes = _pictures(found, observation)
         if len(inputs) < count:

@@ -38,7 +38,8 @@ from torch import Tensor, nn
 
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.proof import certify
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
@@ -47,7 +48,6 @@ from leakscope.equations.last_layer import LastSignal, logistic_signals, softmax
 from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem, Solution
 from leakscope.equations.residual import ResidualSystem
 from leakscope.labels import mean_gradient_scale
-from leakscope.network.activations import Unsupported
 from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage, read_chain
 
 #: Possibilities at the logits that are followed to the next layer.
@@ -183,7 +183,7 @@ def solver_basis(observation: Observation, clip: float | None, **allowed: bool) 
     """What every solver is made of: the model as a chain, the update as one mean gradient in float64, and the clip."""
     try:
         chain = read_chain(observation.model, observation.input_shape, **allowed)
-    except Unsupported as error:
+    except NotApplicable as error:
         raise NotApplicable(str(error)) from error
     scale, _ = mean_gradient_scale(observation)
     factor = 1.0 if scale is None else scale

@@ -50,8 +50,9 @@ from leakscope.attacks.imprint import (
     normal_quantile,
 )
 from leakscope.attacks.imprint_reading import BinReading, is_one_step, read_bins
-from leakscope.contracts.attack import Attack, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.caps import PARAMETERS
+from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
@@ -115,7 +116,7 @@ class RobbingTheFed(Attack):
     def fitted_to(cls, examples: Tensor, **settings: Any) -> Self:
         """The attack with quantiles measured on public examples, (count, *shape) as the model reads them."""
         if examples.dim() < 2 or len(examples) < FITTED:
-            raise ValueError(f"examples: expected at least {FITTED}, (count, *shape), got {tuple(examples.shape)}")
+            raise UserError(f"examples: expected at least {FITTED}, (count, *shape), got {tuple(examples.shape)}")
         unfitted = cls(**{**settings, "placement": "normal"})
         measured = examples.flatten(1).double() @ unfitted._row(tuple(examples.shape[1:]))
         shares = (torch.arange(FITTED, dtype=torch.float64) + 0.5) / FITTED

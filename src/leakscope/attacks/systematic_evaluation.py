@@ -40,13 +40,13 @@ from torch import Tensor, nn
 
 from leakscope.attacks.gaussian_neurons import HeadConstants, with_gaussian_neurons
 from leakscope.attacks.gradient_matching import GradientMatching, several_steps, weighted
-from leakscope.contracts.attack import NotApplicable, Progress
+from leakscope.contracts.attack import Progress
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_embedding
-from leakscope.equations.features import FeaturesRefused, recover_features
-from leakscope.equations.head_solution import HeadRefused
+from leakscope.equations.features import recover_features
 from leakscope.matching import (
     Adam,
     BatchNormStatistics,
@@ -196,7 +196,7 @@ class SystematicEvaluation(GradientMatching):
         for source in sources.get(self.features, ()) if self.feature_weight else ():
             try:
                 return source(observation, generator), ""
-            except (HeadRefused, FeaturesRefused) as error:
+            except NotApplicable as error:
                 reasons.append(str(error))
         if reasons and self.features != "auto":
             raise NotApplicable(f"features={self.features!r}: {reasons[0]}; use features='auto' or 'none'")

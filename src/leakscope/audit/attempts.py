@@ -28,8 +28,9 @@ from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, client_of, derived_seed, describe, is_training
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.utility import describe_utility
-from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol

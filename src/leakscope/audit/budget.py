@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 
 LONGEST = 10**7
 _SPAN = re.compile(r"(?:(?P<h>[\d.]+)h)?(?:(?P<m>[\d.]+)m)?(?:(?P<s>[\d.]+)s?)?")
@@ -67,7 +68,7 @@ def seconds_of(value: Any) -> float | None:
             seconds = math.nan
     if not 0 < seconds <= LONGEST:
         most = f"{LONGEST:,} s"
-        raise ValueError(f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {most}, got {brief(value)}")
+        raise UserError(f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {most}, got {brief(value)}")
     return seconds
 
 

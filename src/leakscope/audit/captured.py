@@ -18,7 +18,8 @@ from torch import Tensor
 from leakscope.attacks.gradient_matching import hides_steps
 from leakscope.audit.controls import noise_of_equal_norm
 from leakscope.audit.explained import labels_of, left_by, with_flag
-from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable, Progress
+from leakscope.contracts.attack import Attack, Progress
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.limits import diagnose

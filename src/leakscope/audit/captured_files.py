@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 from leakscope.data.npz import Pack
 from leakscope.models.weights import read_torch_file
@@ -36,11 +37,9 @@ class CapturedFile:
 def read_captured(path: Path) -> CapturedFile:
     """What is in a file of captured weights or of an update; one ValueError whatever is wrong with it."""
     if path.suffix not in SUFFIXES:
-        raise ValueError(
-            f"{path}: expected a file that ends in {', '.join(SUFFIXES)}, got {path.suffix or 'no ending'}"
-        )
+        raise UserError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}, got {path.suffix or 'no ending'}")
     if not path.is_file():
-        raise ValueError(f"{path}: no such file")
+        raise UserError(f"{path}: no such file")
     if path.suffix == ".safetensors":
         return CapturedFile(in_places(read_tensors(path)))
     if path.suffix == ".npz":
@@ -87,10 +86,10 @@ def _tensors_of(path: Path, content: Any) -> dict[str, Any] | list[Any]:
         odd = [str(name) for name, value in content.items() if not isinstance(value, Tensor)]
         if not odd:
             return in_places({str(name): value for name, value in content.items()})
-        raise ValueError(f"{path}: expected names with tensors, got others in {', '.join(odd[:5])}")
+        raise UserError(f"{path}: expected names with tensors, got others in {', '.join(odd[:5])}")
     if isinstance(content, list | tuple) and content and all(isinstance(value, Tensor) for value in content):
         return list(content)
-    raise ValueError(
+    raise UserError(
         f"{path}: expected a state dict, a list of tensors, or a pair of a number of examples and a state dict, got "
         f"{brief(type(content).__name__)}"
     )

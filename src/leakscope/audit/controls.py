@@ -15,7 +15,7 @@ from typing import Protocol as Interface
 import torch
 from torch import Tensor
 
-from leakscope.contracts.attack import NotApplicable
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Message, Observation, gathered
 from leakscope.contracts.protocol import Protocol

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from leakscope.audit.findings import Subject
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.protocol import client_copy
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.features import FeaturesRefused, features_of, read_dense_gradient
-from leakscope.equations.head_solution import HeadRefused
+from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.metrics.assignment import assign
 from leakscope.metrics.features import feature_error, random_span_error
 from leakscope.network.recorder import inputs_of
@@ -30,7 +30,7 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
     """
     try:
         found = recover_embedding(subject.observation)
-    except HeadRefused as refusal:
+    except NotApplicable as refusal:
         return {"reason": str(refusal), **_span(subject)}
     truth = _true_features(subject, found.layer)
     order = assign(truth, found.features)
@@ -65,7 +65,7 @@ def _span(subject: Subject) -> dict[str, Any]:
         if layer.gradient.numel() > MOST_ENTRIES or count > MOST_EXAMPLES:
             return {}
         found = features_of(layer, count=count, methods=("svd", "stein", "refined"))
-    except FeaturesRefused:
+    except NotApplicable:
         return {}
     truth = _true_features(subject, found.layer)
     return {

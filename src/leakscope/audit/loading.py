@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from leakscope.audit.sections import DataSpec
+from leakscope.contracts.errors import UserError
 from leakscope.data import DATA, Examples, load_data
 
 
@@ -21,7 +22,7 @@ def load_examples(asked: DataSpec) -> Examples:
         options |= {k: v for k, v in (("split", asked.split), ("limit", early)) if v is not None}
         data = load_data(asked.name, asked.path, **options)
     if len(data) <= asked.skip:
-        raise ValueError(f"expected more than skip = {asked.skip} examples, got {len(data)}")
+        raise UserError(f"expected more than skip = {asked.skip} examples, got {len(data)}")
     if asked.skip or last is not None:
         data = data.subset(torch.arange(asked.skip, len(data) if last is None else min(last, len(data))))
     if asked.mean is not None and asked.std is not None:

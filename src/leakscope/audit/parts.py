@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Registry, find_name, folded
 from leakscope.contracts.settings import Described
 
@@ -53,7 +54,7 @@ def defense_part(value: Any) -> Part:
         if folded(name) == "none" and not options:
             return Part(name="none")
         if folded(name) == "none":
-            raise ValueError(f"none: expected no settings, got {', '.join(options)}")
+            raise UserError(f"none: expected no settings, got {', '.join(options)}")
         if ":" not in name:
             find_name(name, ["none", *DEFENSES], [(e.target.__name__, e.name) for e in DEFENSES.values()])
     return _part(value, DEFENSES)
@@ -65,7 +66,7 @@ def _chain(values: Sequence[Any]) -> Part:
 
     parts = [part for part in map(defense_part, values) if part.instance is not None]
     if len(parts) < 2:
-        raise ValueError(f"expected at least two defences in a list of them, got {list(values)!r}; leave the list out")
+        raise UserError(f"expected at least two defences in a list of them, got {list(values)!r}; leave the list out")
     options = [{part.name: part.options} for part in parts]
     return Part(name="chain", options={"parts": options}, instance=as_defense([part.instance for part in parts]))
 
@@ -98,14 +99,14 @@ def executor_part(value: Any) -> Part:
     if isinstance(value, Part):
         return value
     if not isinstance(value, str | Mapping):
-        raise ValueError(f"expected the name of an executor, got {value!r}")
+        raise UserError(f"expected the name of an executor, got {value!r}")
     name, options = _named(value, EXECUTORS.kind)
     known = name if ":" in name else EXECUTORS.find(name).name
     settings = EXECUTORS.target(name).own_settings()
     try:
         check_settings(settings, options)
     except ValueError as error:
-        raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
+        raise UserError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=options)
 
 
@@ -143,7 +144,7 @@ def in_memory_model(value: Any) -> dict[str, Any]:
     from torch import nn
 
     if not isinstance(value, nn.Module):
-        raise ValueError(f"expected a name, a mapping or a torch.nn.Module, got {type(value).__name__}")
+        raise UserError(f"expected a name, a mapping or a torch.nn.Module, got {type(value).__name__}")
     return {"name": type(value).__name__, "instance": value}
 
 
@@ -163,7 +164,7 @@ def knowledge_fields(value: Any) -> dict[str, Any]:
     if isinstance(value, str):
         return dataclasses.asdict(Knowledge.preset(find_name(value, KNOWLEDGE_PRESETS)))
     if not isinstance(value, Mapping):
-        raise ValueError(f"expected {', '.join(KNOWLEDGE_PRESETS)} or a mapping, got {value!r}")
+        raise UserError(f"expected {', '.join(KNOWLEDGE_PRESETS)} or a mapping, got {value!r}")
     options = dict(value)
     if isinstance(options.get("labels"), bool):
         options["labels"] = "yes" if options["labels"] else "no"  # YAML reads the words yes and no as booleans
@@ -182,7 +183,7 @@ def _part(value: Any, table: Registry[Any]) -> Part:
     try:
         instance = cls.build(_with_preset(cls, options))
     except ValueError as error:
-        raise ValueError(f"{known}: {'; '.join(lines(str(error)))}") from error
+        raise UserError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=_plain_fields(instance), instance=instance)
 
 
@@ -193,7 +194,7 @@ def _own(name: str, table: Registry[Any]) -> type[Described]:
     except ValueError as error:
         known, _, rest = name.partition(":")
         hint = f" For a setting of {known} write {known}:key=value, not {known}:{rest}." if known in table else ""
-        raise ValueError(f"{error}{hint}") from error
+        raise UserError(f"{error}{hint}") from error
     return cls
 
 
@@ -214,23 +215,23 @@ def _named(value: str | Mapping[str, Any], kind: str) -> tuple[str, dict[str, An
     elif len(value) == 1:
         name, options = next(iter(value.items()))
     else:
-        raise ValueError(
+        raise UserError(
             f"expected {_a(kind)}'s name, or one name with its settings as in {{name: {{setting: value}}}}, "
             f"got the keys {', '.join(map(str, value))}"
         )
     options = {} if options is None else options
     if not isinstance(name, str):
-        raise ValueError(f"expected the name of {_a(kind)}, got {name!r}")
+        raise UserError(f"expected the name of {_a(kind)}, got {name!r}")
     if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
-        raise ValueError(f"{name}: expected a mapping of settings, got {options!r}")
+        raise UserError(f"{name}: expected a mapping of settings, got {options!r}")
     return name, dict(options)
 
 
 def _given(value: Any, table: Registry[Any]) -> Part:
     if isinstance(value, type) or table.base is None or not isinstance(value, table.base):
-        raise ValueError(f"expected the name of {_a(table.kind)} or {_a(table.kind)} object, got {value!r}")
+        raise UserError(f"expected the name of {_a(table.kind)} or {_a(table.kind)} object, got {value!r}")
     if _ADDRESS.search(repr(value)):
-        raise ValueError(
+        raise UserError(
             f"expected {_a(table.kind)} whose repr tells all its settings, got {value!r}; make it a frozen dataclass"
         )
     return Part(name=table.name_of(type(value)), options=_plain_fields(value), instance=value)

@@ -11,6 +11,7 @@ from torch import nn
 
 from leakscope.audit.findings import Subject
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.protocol import BATCHNORM, client_copy
 from leakscope.contracts.task import outputs_of
 from leakscope.federation import Vertical
@@ -84,7 +85,7 @@ def describe_cost(subject: Subject) -> dict[str, Any]:
 
 def _vertical(subject: Subject) -> Vertical:
     if not isinstance(subject.protocol, Vertical):
-        raise ValueError(f"expected rounds of vertical learning, got {subject.protocol!r}")
+        raise UserError(f"expected rounds of vertical learning, got {subject.protocol!r}")
     return subject.protocol
 
 

@@ -20,6 +20,7 @@ from leakscope.audit.parts import (
 )
 from leakscope.contracts.caps import COUNT, JOBS
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
 
 
@@ -73,7 +74,7 @@ def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], dict[str, 
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "instance" in value:
-        raise ValueError("unknown key 'instance'")
+        raise UserError("unknown key 'instance'")
     return value if value is None or isinstance(value, Mapping | kind) else kind(**in_memory(value))
 
 
@@ -90,7 +91,7 @@ def _data_name(data: DataSpec | None) -> DataSpec | None:
     if data is None:
         return None
     if (data.mean is None) != (data.std is None):
-        raise ValueError("expected both mean and std, or neither")
+        raise UserError("expected both mean and std, or neither")
     if data.instance is not None:
         return data
     if ":" in data.name:
@@ -107,24 +108,24 @@ _OptionalData = Annotated[DataSpec | None, BeforeValidator(_data), AfterValidato
 def seed_list(value: Any) -> Any:
     if isinstance(value, int) and not isinstance(value, bool):
         if value < 1:
-            raise ValueError(f"expected a list of seeds or a count of at least 1, got {value}")
+            raise UserError(f"expected a list of seeds or a count of at least 1, got {value}")
         JOBS.check("how many", value)
         return list(range(value))
     if isinstance(value, range | tuple | set):
         JOBS.check("how many", len(value))
         value = sorted(value) if isinstance(value, set) else list(value)
     if not isinstance(value, list) or not all(type(seed) is int and 0 <= seed < 2**63 for seed in value):
-        raise ValueError(f"expected whole numbers >= 0, or how many, got {brief(value)}")
+        raise UserError(f"expected whole numbers >= 0, or how many, got {brief(value)}")
     return value
 
 
 def _distinct(values: list[Any]) -> list[Any]:
     if not values:
-        raise ValueError("expected at least one, got none")
+        raise UserError("expected at least one, got none")
     identities = [value.identity() if isinstance(value, Part) else repr(value) for value in values]
     twice = sorted(name for name, count in Counter(identities).items() if count > 1)
     if twice:
-        raise ValueError(f"expected each once, got {', '.join(twice)} more than once")
+        raise UserError(f"expected each once, got {', '.join(twice)} more than once")
     return values
 
 
@@ -133,7 +134,7 @@ ONCE = AfterValidator(_distinct)
 
 def _rates(rates: list[float] | None) -> list[float] | None:
     if rates is not None and (not rates or not all(rate > 0 for rate in rates)):
-        raise ValueError(f"expected at least one, each above 0, got {brief(rates)}")
+        raise UserError(f"expected at least one, each above 0, got {brief(rates)}")
     return rates
 
 
@@ -226,5 +227,5 @@ def whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
     if training.split != "dirichlet" and training.alpha is not None:
         problems.append(f"alpha: expected with split dirichlet only, got {training.alpha}")
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
     return training

@@ -23,10 +23,10 @@ from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.utility import Course, make_course
 from leakscope.audit.yaml_text import SpecError
-from leakscope.contracts.attack import NotApplicable
 from leakscope.contracts.caps import JOBS
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import check_batch
 from leakscope.contracts.task import outputs_of
@@ -359,12 +359,12 @@ def _batches(spec: AuditSpec, data: Examples) -> tuple[tuple[int, ...], ...]:
     """Batch b holds the examples b * size to (b + 1) * size - 1."""
     size, wanted = spec.batch, spec.examples
     if size > len(data):
-        raise ValueError(f"expected at least one batch of {size}, but the data has {len(data)} examples")
+        raise UserError(f"expected at least one batch of {size}, but the data has {len(data)} examples")
     if wanted is None:
         # The default gives way to what there is; a number the user asked for does not.
         wanted = min(-(-DEFAULT_EXAMPLES // size), len(data) // size) * size
     if wanted > len(data):
-        raise ValueError(f"expected at most {len(data)}, which is all the data has, got {wanted}")
+        raise UserError(f"expected at most {len(data)}, which is all the data has, got {wanted}")
     return tuple(tuple(range(start, start + size)) for start in range(0, wanted, size))
 
 
@@ -378,4 +378,4 @@ def _device(name: str) -> None:
     try:
         torch.zeros(1, device=torch.device(name))
     except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise ValueError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{name!r} cannot be used: {str(error).splitlines()[0]}") from error

@@ -35,6 +35,7 @@ from leakscope.audit.yaml_text import SpecError, read_yaml
 from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.registry import find_name, folded
 from leakscope.results.policy import Policy
@@ -125,7 +126,7 @@ def _workers(value: Any) -> Any:
         return value
     if folded(value) == "auto":
         return None
-    raise ValueError(f"expected a whole number of at least 1, or auto, got {brief(value)}")
+    raise UserError(f"expected a whole number of at least 1, or auto, got {brief(value)}")
 
 
 def _dtype(value: str | None) -> str | None:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 from leakscope.contracts.observation import Observation
 from leakscope.data.folder import SUFFIXES, read_picture
@@ -30,30 +31,28 @@ def read_truth(path: Path, observation: Observation) -> tuple[Tensor, Tensor | N
     if path.is_dir() or path.suffix.lower() in SUFFIXES:
         files = sorted(f for f in path.iterdir() if f.suffix.lower() in SUFFIXES) if path.is_dir() else [path]
         if not files or len(shape) != 3 or shape[0] not in (1, 3):
-            raise ValueError(
-                f"--truth: {path}: expected pictures for inputs of shape {shape}, got {len(files)} of them"
-            )
+            raise UserError(f"--truth: {path}: expected pictures for inputs of shape {shape}, got {len(files)} of them")
         pixels = [read_picture(file, "L" if shape[0] == 1 else "RGB") for file in files]
         wrong = [
             f"{file.name} {tuple(one.shape)}" for file, one in zip(files, pixels, strict=True) if one.shape != shape
         ]
         if wrong:
-            raise ValueError(f"--truth: expected pictures of shape {shape}, got {', '.join(wrong)}")
+            raise UserError(f"--truth: expected pictures of shape {shape}, got {', '.join(wrong)}")
         return torch.stack(pixels).float() / 255, None
     named = _arrays(path)
     x, y = named.get("x"), named.get("y")
     if x is None or tuple(x.shape[1:]) != shape or len(x) < 1:
         got = "none" if x is None else str(tuple(x.shape))
-        raise ValueError(f"--truth: {path}: expected an array x of shape (examples, *{shape}), got {got}")
+        raise UserError(f"--truth: {path}: expected an array x of shape (examples, *{shape}), got {got}")
     if y is not None and len(y) != len(x):
-        raise ValueError(f"--truth: {path}: expected {len(x)} labels in y, got {len(y)}")
+        raise UserError(f"--truth: {path}: expected {len(x)} labels in y, got {len(y)}")
     unit = x.float() / 255 if x.dtype == torch.uint8 else observation.inputs.to_unit(x.float())
     if not bool(torch.isfinite(unit).all()):
-        raise ValueError(f"--truth: {path}: x has NaN or infinite values")
+        raise UserError(f"--truth: {path}: x has NaN or infinite values")
     low, high = float(unit.min()), float(unit.max())
     if low < -OUTSIDE or high > 1 + OUTSIDE:
         known = "the value range that is known" if observation.inputs.bounded else "[0, 1], for no range is known"
-        raise ValueError(
+        raise UserError(
             f"--truth: {path}: expected x within {known}, got values from {low:.3g} to {high:.3g} of it. "
             "Pass --range, or --mean and --std, as the client's inputs have them."
         )
@@ -71,5 +70,5 @@ def _arrays(path: Path) -> dict[str, Tensor]:
         content = dict(zip(("x", "y"), content, strict=True))
     if not isinstance(content, Mapping):
         kinds = ".npz, .safetensors or .pt with x and y, a picture, or a folder of pictures"
-        raise ValueError(f"--truth: {path}: expected {kinds}")
+        raise UserError(f"--truth: {path}: expected {kinds}")
     return {name: content[name] for name in ("x", "y") if isinstance(content.get(name), Tensor)}

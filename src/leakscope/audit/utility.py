@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from leakscope.audit.loading import load_examples, tensor_bytes
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.protocol import Protocol, client_copy
 from leakscope.contracts.task import Task, outputs_of
 from leakscope.data import Examples, split_iid
@@ -65,7 +66,7 @@ def make_course(
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(_SPLIT_SEED))
         held_out = max(1, round(spec.test_share * len(train)))
         if held_out >= len(train):
-            raise ValueError(f"expected at least two examples, to train and to test on, got {len(train)}")
+            raise UserError(f"expected at least two examples, to train and to test on, got {len(train)}")
         test, train = train.subset(order[:held_out]), train.subset(order[held_out:])
     else:
         test = load_examples(_normalised_as(spec.test, asked))
@@ -73,13 +74,13 @@ def make_course(
         train = train.subset(torch.arange(min(spec.limit, len(train))))
     for name, examples in (("train", train), ("test", test)):
         if examples.shape != data.shape:
-            raise ValueError(f"{name}: expected examples of shape {data.shape}, as the audit's, got {examples.shape}")
+            raise UserError(f"{name}: expected examples of shape {data.shape}, as the audit's, got {examples.shape}")
     if spec.clients > len(train):
-        raise ValueError(f"clients: expected at most {len(train)}, one example each, got {spec.clients}")
+        raise UserError(f"clients: expected at most {len(train)}, one example each, got {spec.clients}")
     known = {_digest(x) for x in train.x}
     fresh = [row for row, x in enumerate(test.x) if _digest(x) not in known]
     if not fresh:
-        raise ValueError("test: expected examples that are not trained on, but the training examples hold all of them")
+        raise UserError("test: expected examples that are not trained on, but the training examples hold all of them")
     digest = hashlib.sha256(f"{salt}{fingerprint}".encode())
     for part in (train.x, train.y, test.x[fresh], test.y[fresh]):
         digest.update(tensor_bytes(part))

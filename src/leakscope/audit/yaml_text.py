@@ -9,13 +9,14 @@ import yaml
 
 from leakscope.contracts.caps import DEPTH, SPEC_BYTES, SPEC_VALUES
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 
 #: Problems that a message tells; those beyond are counted.
 MAX_TOLD = 40
 _SCIENTIFIC = re.compile(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+")
 
 
-class SpecError(ValueError):
+class SpecError(UserError):
     """The spec cannot be audited; ``problems`` has one line for each reason."""
 
     def __init__(self, problems: list[str], source: str = "audit spec") -> None:

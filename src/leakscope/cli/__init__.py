@@ -113,11 +113,9 @@ def _explain(error: Exception) -> int:
     if isinstance(error, click.ClickException):
         _say(f"Error: {error.format_message()}")
         return USAGE
-    from leakscope.audit import ExecutorError, SpecError
-    from leakscope.results import StoreError
+    from leakscope.contracts.errors import LeakscopeError
 
-    told = isinstance(error, OSError | ExecutorError | SpecError | StoreError)
-    if told or (isinstance(error, ValueError | TypeError) and _is_told(error)):
+    if isinstance(error, OSError | LeakscopeError):
         _say(f"Error: {error}")
         return USAGE
     import traceback
@@ -125,21 +123,6 @@ def _explain(error: Exception) -> int:
     _say("".join(traceback.format_exception(error)))
     _say("This is a defect in leakscope, or in code of yours that it ran. Nothing that was finished is lost.")
     return INTERNAL
-
-
-def _is_told(error: Exception) -> bool:
-    """Whether a ``raise`` of leakscope's own ends the traceback: a mistake of the user's that was looked for.
-
-    A ValueError or TypeError that surfaces from a library, or from a slip in an expression, is nobody's usage error.
-    """
-    import dis
-
-    place = error.__traceback__
-    while place is not None and place.tb_next is not None:
-        place = place.tb_next
-    if place is None or not str(place.tb_frame.f_globals.get("__name__")).startswith("leakscope."):
-        return False
-    return dis.opname[place.tb_frame.f_code.co_code[place.tb_lasti]] == "RAISE_VARARGS"
 
 
 def _say(text: str) -> None:

@@ -12,6 +12,7 @@ import typer
 from leakscope.cli import captured as options
 from leakscope.cli.captured import Captured, Sign
 from leakscope.cli.parsing import parse_part
+from leakscope.contracts.errors import UserError
 
 PAGE = "report.html"
 
@@ -67,7 +68,7 @@ def attack(
         range=value_range, mean=mean, std=std, labels=labels, batchnorm=batchnorm,
     )  # fmt: skip
     if pictures and truth is None:
-        raise ValueError("--pictures: expected with --truth only; what was recovered is always shown")
+        raise UserError("--pictures: expected with --truth only; what was recovered is always shown")
     observed = captured.observe("attack") if observation is None else _stored(observation, captured)
     settings = {"seed": seed, "device": device, "control": control, "thorough": diagnose}
     result = _attacked(observed, attack, truth, observation is None, settings)
@@ -123,12 +124,12 @@ def _stored(observation: Path, captured: Captured) -> Any:
 
     typed = [name for name in captured.typed() if name != "--model"]
     if typed:
-        raise ValueError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
+        raise UserError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
     tensors, facts = read_observation_files(observation)
     name = captured.model or facts["model_name"]
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
     if not isinstance(name, str) or (captured.model is None and name not in MODELS):
-        raise ValueError(f"{observation}: does not name a reference model; pass --model")
+        raise UserError(f"{observation}: does not name a reference model; pass --model")
     # A model with more weights than the file holds is not the one observed, and need not be made to see that.
     held = sum(value.numel() for value in tensors.values())
     shape, classes = tuple(facts["inputs"]["shape"]), facts["num_classes"]

@@ -27,6 +27,7 @@ from leakscope.cli.output import (
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
 from leakscope.contracts.caps import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import names_of_a_spec
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
@@ -106,9 +107,9 @@ def audit(
     """
     output = Output.of(quiet=quiet, verbose=verbose, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
     if serial and executor is not None:
-        raise ValueError("--serial and --executor: expected one of them, got both")
+        raise UserError("--serial and --executor: expected one of them, got both")
     if weights and not model:
-        raise ValueError("--weights: expected together with --model")
+        raise UserError("--weights: expected together with --model")
     limits = {"max_psnr": max_psnr, "max_label_accuracy": max_label_accuracy, "waive": waive or None}
     chosen = {
         "model": {"name": model, "weights": weights} if model and weights else model,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leakscope.cli.parsing import parse_numbers, parse_shape
+from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from leakscope.contracts.inputs import ValueRange
@@ -132,7 +133,7 @@ class Captured:
             entry = MODELS[self.model]
             shape, classes = shape or tuple(entry.input_shape), classes or entry.num_classes
         if shape is None or classes is None:
-            raise ValueError(f"model {self.model!r}: expected --input and --classes with a model of your own")
+            raise UserError(f"model {self.model!r}: expected --input and --classes with a model of your own")
         net = build_model(self.model, input_shape=shape, num_classes=classes)
         before = None if self.before is None else read_captured(self.before)
         source = self.after if self.after is not None else self.update
@@ -173,7 +174,7 @@ class Captured:
             return None
         ends = parse_numbers("--range", self.range)
         if len(ends) != 2:
-            raise ValueError(f"--range: expected the lowest and the highest value such as 0,1, got {self.range!r}")
+            raise UserError(f"--range: expected the lowest and the highest value such as 0,1, got {self.range!r}")
         return ValueRange((ends[0],), (ends[1],))
 
     def _labels(self, examples: int | None) -> Any:
@@ -183,7 +184,7 @@ class Captured:
 
         numbers = parse_numbers("--labels", self.labels)
         if any(not number.is_integer() for number in numbers):
-            raise ValueError(f"--labels: expected class numbers such as 3,5, got {self.labels!r}")
+            raise UserError(f"--labels: expected class numbers such as 3,5, got {self.labels!r}")
         if examples is not None and len(numbers) != examples:
-            raise ValueError(f"--labels: expected one for each of {examples} examples, got {len(numbers)}")
+            raise UserError(f"--labels: expected one for each of {examples} examples, got {len(numbers)}")
         return torch.tensor([int(number) for number in numbers])

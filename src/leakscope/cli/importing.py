@@ -9,6 +9,7 @@ import typer
 
 from leakscope.cli import captured as options
 from leakscope.cli.captured import Captured, Sign
+from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from leakscope.contracts.observation import Observation
@@ -51,7 +52,7 @@ def import_update(
     )  # fmt: skip
     target = tensor_file(out)
     if any(path.resolve() == target.resolve() for path in captured.sources):
-        raise ValueError(f"--out: {out} is one of the captured files; choose another name")
+        raise UserError(f"--out: {out} is one of the captured files; choose another name")
     observation = captured.observe("import")
     observation.save(target)
     console = make_console()

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from leakscope.cli.parsing import parse_shape
+from leakscope.contracts.errors import UserError
 
 SUSPICIOUS = 1
 
@@ -29,7 +30,7 @@ def inspect(
     Exit codes: 0 nothing found, 1 suspicious, 4 usage error.
     """
     if model is None and weights is None:
-        raise ValueError("inspect: expected a model (leakscope inspect MODEL), --weights FILE, or both")
+        raise UserError("inspect: expected a model (leakscope inspect MODEL), --weights FILE, or both")
     found = _inspected(model, weights, input, classes)
     title = " with ".join([*([model] if model else []), *([weights.name] if weights else [])])
     if as_json:
@@ -48,7 +49,7 @@ def _inspected(model: str | None, weights: Path | None, shape: str | None, class
 
     if model is None:
         if shape is not None or classes is not None:
-            raise ValueError("--input and --classes: expected with a model only, weights have their own shapes")
+            raise UserError("--input and --classes: expected with a model only, weights have their own shapes")
         assert weights is not None
         return inspect_weights(read_weights(weights))
     from leakscope.models import build_model

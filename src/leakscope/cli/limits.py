@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from leakscope.cli.parsing import ALLOW_CODE, parse_shape
+from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -59,7 +60,7 @@ def limits(
     settings: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
     if noise_scale is NoiseScale.times_clip:
         if clip is None or noise is None:
-            raise ValueError("--noise-scale times-clip: expected together with --noise and --clip")
+            raise UserError("--noise-scale times-clip: expected together with --noise and --clip")
         settings["noise"] = noise * clip
     channel = Channel(**settings, prune_scope=prune_scope.value) if settings else None
     from leakscope.cli.console import print_limits
@@ -72,7 +73,7 @@ def limits(
             twice = {**flags, "--classes": classes, "--data": data, "--data-path": data_path, "--index": index}
             results = _of_spec(spec, [name for name, value in twice.items() if value is not None], options, allow_code)
         elif model is None:
-            raise ValueError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
+            raise UserError("limits: expected a spec (leakscope limits SPEC.yaml) or --model")
         else:
             count = batch if batch is not None else 1
             source = "folder" if data is None and data_path is not None else data
@@ -96,7 +97,7 @@ def _one_gradient(net: nn.Module, shape: tuple[int, ...], batch: int, options: O
 
 def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: Options, facts: Options) -> Any:
     if options["channel"] is not None or options["exact"]:
-        raise ValueError(
+        raise UserError(
             "--noise, --clip, --prune, --dropout, --exact: not for a vertical model, whose least error is too large to "
             "compute; leave them out"
         )
@@ -124,10 +125,10 @@ def _of_model(
     net = build_model(name, input_shape=shape, **({} if classes is None else {"num_classes": classes}))
     if not isinstance(net, VerticalModel):
         if samples is not None or rounds is not None:
-            raise ValueError(f"--samples and --rounds: expected for a vertical model only, and {name!r} is none")
+            raise UserError(f"--samples and --rounds: expected for a vertical model only, and {name!r} is none")
         return f"{name}, {batch} x {_size(shape)}", _one_gradient(net, shape, batch, options, facts)
     if samples is None:
-        raise ValueError(
+        raise UserError(
             f"--samples: {name!r} is a vertical model; expected how many samples its batches are drawn from"
         )
     examples: Options = {key: facts[key] for key in ("inputs", "labels") if key in facts}
@@ -138,7 +139,7 @@ def _of_model(
 def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -> list[tuple[str, Any]]:
     """The limits of every vertical protocol of a spec, and those of one gradient where there are others."""
     if twice:
-        raise ValueError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
+        raise UserError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
     from leakscope.audit import load_spec
     from leakscope.audit.setup import build_setup
 
@@ -177,10 +178,10 @@ def _examples(
     wanted = None if shape is None else parse_shape(shape)
     if name is None:
         if wanted is None:
-            raise ValueError("--input: expected the shape of one example, such as 3x32x32, or --data")
+            raise UserError("--input: expected the shape of one example, such as 3x32x32, or --data")
         return wanted, {}
     if index < 0 or count < 1:
-        raise ValueError(f"--index and --batch or --samples: expected at least 0 and 1, got {index} and {count}")
+        raise UserError(f"--index and --batch or --samples: expected at least 0 and 1, got {index} and {count}")
     from leakscope.data import DATA, load_data
 
     taken = DATA[name].options() if name in DATA else ()
@@ -189,6 +190,6 @@ def _examples(
     examples = load_data(name, path, **{key: value for key, value in options.items() if key in taken})
     examples = examples.subset(range(index, index + count))
     if wanted not in (None, examples.shape):
-        raise ValueError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
+        raise UserError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
     box = {"value_range": examples.value_range} if examples.range_known else {}
     return examples.shape, {"inputs": examples.x, "labels": examples.y, "num_classes": examples.num_classes, **box}

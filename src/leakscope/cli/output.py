@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from leakscope.contracts.errors import UserError
+
 if TYPE_CHECKING:
     from leakscope.results.store import Store
     from leakscope.results.verdict import Verdict
@@ -46,9 +48,9 @@ class Output:
         as_csv: bool = False,
     ) -> Output:
         if quiet and verbose:
-            raise ValueError("--quiet and --verbose: expected one of them, got both")
+            raise UserError("--quiet and --verbose: expected one of them, got both")
         if as_json and as_csv:
-            raise ValueError("--json and --csv: expected one of them, got both")
+            raise UserError("--json and --csv: expected one of them, got both")
         form: Literal["text", "json", "csv"] = "json" if as_json else "csv" if as_csv else "text"
         return cls(quiet=quiet, verbose=verbose, progress=not (no_progress or quiet), form=form)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from leakscope.contracts.errors import UserError
+
 #: NAME or NAME:key=value,key=value, where the name may be package.module:Class.
 _WORD = re.compile(r"(?P<name>[^=,]+?)(?::(?P<options>[^:=,]+=.*))?", re.DOTALL)
 
@@ -35,14 +37,14 @@ def parse_part(text: str) -> Any:
 
     match = _WORD.fullmatch(text)
     if match is None:
-        raise ValueError(f"{text!r}: expected name:key=value,key=value")
+        raise UserError(f"{text!r}: expected name:key=value,key=value")
     if match["options"] is None:
         return match["name"]
     options = {}
     for pair in match["options"].split(","):
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ValueError(f"{text!r}: expected name:key=value,key=value, got {pair!r}")
+            raise UserError(f"{text!r}: expected name:key=value,key=value, got {pair!r}")
         options[key.strip()] = read_value(value, text)
     return {match["name"]: options}
 
@@ -60,7 +62,7 @@ def parse_shape(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(size) for size in text.lower().split("x"))
     except ValueError as error:
-        raise ValueError(f"--input: expected sizes such as 3x32x32, got {text!r}") from error
+        raise UserError(f"--input: expected sizes such as 3x32x32, got {text!r}") from error
 
 
 def parse_numbers(option: str, text: str) -> tuple[float, ...]:
@@ -72,4 +74,4 @@ def parse_numbers(option: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(float(number) for number in text.split(","))
     except ValueError as error:
-        raise ValueError(f"{option}: expected numbers such as 0.5,0.25, got {text!r}") from error
+        raise UserError(f"{option}: expected numbers such as 0.5,0.25, got {text!r}") from error

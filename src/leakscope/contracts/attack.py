@@ -13,20 +13,13 @@ from typing import Any, ClassVar, Self, final
 import torch
 from torch import nn
 
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import Described, setting
 
 #: Told how many steps are done, of how many, and the objective.
 Progress = Callable[[int, int, float], None]
-
-
-class MissingKnowledge(ValueError):
-    """The attack needs a fact that the threat model withholds."""
-
-
-class NotApplicable(ValueError):
-    """The attack cannot work on this model or update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +44,7 @@ class Attack(Described, ABC):
         """The settings published under ``name``."""
         if name not in cls.presets:
             known = ", ".join(cls.presets) or "none"
-            raise ValueError(f"{cls.__name__} has no preset {name!r}; it has: {known}")
+            raise UserError(f"{cls.__name__} has no preset {name!r}; it has: {known}")
         return cls.presets[name]
 
     @classmethod
@@ -100,7 +93,7 @@ class Attack(Described, ABC):
     ) -> Reconstruction:
         """Check, seed, run, time and guard: the same for every attack."""
         if not isinstance(observation, Observation):
-            raise TypeError(
+            raise UserError(
                 f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
                 "or Observation.from_update(...)."
             )
@@ -120,12 +113,12 @@ class Attack(Described, ABC):
         for number, message in enumerate(observation.messages):
             broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]
             if broken:
-                raise ValueError(
+                raise UserError(
                     f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
                     "Expected finite numbers; was the update captured whole?"
                 )
         if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
-            raise ValueError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
+            raise UserError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
         if dtype is None and observation.dtype in (torch.float16, torch.bfloat16):
             dtype = torch.float32  # half precision is how an update travels, not how one searches
         if device is not None or dtype is not None:

@@ -10,6 +10,7 @@ import os
 from dataclasses import dataclass
 
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Cap:
         if not text:
             return self.default
         if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
-            raise ValueError(f"{self.name}: expected a whole number of {self.unit}, got {brief(text)}")
+            raise UserError(f"{self.name}: expected a whole number of {self.unit}, got {brief(text)}")
         return int(text)
 
     def problem(self, amount: int, fix: str = "") -> str | None:
@@ -49,7 +50,7 @@ class Cap:
         """ValueError where there is too much of it."""
         problem = self.problem(amount, fix)
         if problem is not None:
-            raise ValueError(f"{where}: {problem}")
+            raise UserError(f"{where}: {problem}")
 
 
 BYTES = Cap(

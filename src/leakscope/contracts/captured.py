@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.captured_state import CapturedState, read_state
 from leakscope.contracts.checks import refuse
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
@@ -61,7 +62,7 @@ class CaptureFacts:
 
     def __post_init__(self) -> None:
         if self.sign not in ("check", "flip", "trust"):
-            raise ValueError(f"sign: expected 'check', 'flip' or 'trust', got {self.sign!r}")
+            raise UserError(f"sign: expected 'check', 'flip' or 'trust', got {self.sign!r}")
 
     @property
     def told_steps(self) -> int | None:
@@ -76,7 +77,7 @@ def observe_captured(content: Any, kind: str, before: Any, model: nn.Module, fac
     if kind == "weights":
         return observe_weights(before, content, model, CaptureFacts(**facts))
     if kind not in get_args(UpdateKind):
-        raise ValueError(f"kind: expected one of {', '.join(get_args(CapturedKind))}, got {kind!r}")
+        raise UserError(f"kind: expected one of {', '.join(get_args(CapturedKind))}, got {kind!r}")
     return observe_update(content, cast(UpdateKind, kind), before, model, CaptureFacts(**facts))
 
 
@@ -84,7 +85,7 @@ def observe_weights(before: Any, after: Any, model: nn.Module, facts: CaptureFac
     """The observation of a client that received ``before`` (None: the model's own weights) and returned ``after``."""
     if facts.sign == "flip":
         if before is None:
-            raise ValueError("sign='flip' swaps before and after: expected both, got no weights before")
+            raise UserError("sign='flip' swaps before and after: expected both, got no weights before")
         before, after = after, before
     first, problems = _own_state(model), list[str]()
     if before is not None:
@@ -97,7 +98,7 @@ def observe_weights(before: Any, after: Any, model: nn.Module, facts: CaptureFac
     frozen = [n for n in first.parameters if n not in update and not _equal(first.parameters[n], second.parameters[n])]
     if frozen:
         names = ", ".join(frozen)
-        raise ValueError(f"{names}: the model has them frozen (requires_grad=False), but the client moved them")
+        raise UserError(f"{names}: the model has them frozen (requires_grad=False), but the client moved them")
     notes = [*first.notes, *second.notes]
     return _observe(received, update, "weight_delta", (first.buffers, second.buffers), facts, notes)
 
@@ -127,11 +128,11 @@ def _observe(
 ) -> Observation:
     if not any(bool(value.any()) for value in update.values()):
         same = "before and after are equal in every trained parameter" if kind == "weight_delta" else "it is all zero"
-        raise ValueError(f"the update is empty: {same}. Was the same file captured twice?")
+        raise UserError(f"the update is empty: {same}. Was the same file captured twice?")
     recipe = {"epochs": facts.epochs, "batch_size": facts.batch_size, "learning_rate": facts.learning_rate}
     if kind == "gradient" and any(value is not None for value in recipe.values()):
         told = ", ".join(name for name, value in recipe.items() if value is not None)
-        raise ValueError(f"{told}: a gradient has no local training; expected kind 'weight_delta' with it")
+        raise UserError(f"{told}: a gradient has no local training; expected kind 'weight_delta' with it")
     sign = _checked_sign(model, update, kind, counted_steps(*buffers), facts)
     movement = running_movement(model, *buffers, facts.input_shape, _batch(facts), facts.told_steps)
     notes += [movement.note] if movement.note else []
@@ -152,7 +153,7 @@ def _checked_sign(
         return sign
     remedy = "swap before and after" if kind == "weight_delta" else "negate it"
     other = {"check": "sign='flip' (--sign flip) does it for you", "flip": "leave sign='flip' (--sign flip) out"}
-    raise ValueError(
+    raise UserError(
         f"the update points the wrong way: {sign.reason}. Expected a gradient, or weights before minus weights after: "
         f"{remedy}; {other[facts.sign]}. If it is right (the number of examples is mistaken, or the client smooths its "
         "labels), sign='trust' (--sign trust) takes it as it is."

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import HOOKS, Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 
@@ -112,7 +113,7 @@ def as_defense(value: Defense | Sequence[Defense] | None) -> Defense:
         return value
     if isinstance(value, list | tuple) and all(isinstance(part, Defense) for part in value):
         return value[0] if len(value) == 1 else Chain(parts=tuple(value))
-    raise TypeError(f"defense: expected a Defense, a list of them or None, got {value!r}")
+    raise UserError(f"defense: expected a Defense, a list of them or None, got {value!r}")
 
 
 def composed(channels: Iterable[Channel | None]) -> Channel | None:

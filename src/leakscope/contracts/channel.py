@@ -18,6 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Described, setting
 
 PruneScope = Literal["tensor", "global"]
@@ -262,7 +263,7 @@ class Channel(Described):
     def facts(self) -> dict[str, Any]:
         """What a file needs to make it again, as JSON values."""
         if type(self) is not Channel:
-            raise ValueError(
+            raise UserError(
                 f"channel: a {type(self).__name__} cannot be written to a file; drop it from the observation"
             )
         noise = dict(self.noise) if isinstance(self.noise, Mapping) else self.noise

@@ -6,6 +6,8 @@ import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeGuard
 
+from leakscope.contracts.errors import UserError
+
 _BRIEF = reprlib.Repr()
 _BRIEF.maxlevel, _BRIEF.maxstring, _BRIEF.maxother, _BRIEF.maxlong = 4, 120, 120, 60
 _BRIEF.maxlist = _BRIEF.maxtuple = _BRIEF.maxdict = 8
@@ -46,4 +48,4 @@ def refuse(where: str, problems: Sequence[str], most: int | None = None) -> None
     if problems:
         told = list(problems[:most])
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
-        raise ValueError("\n  - ".join([f"{where}:", *told, *more]))
+        raise UserError("\n  - ".join([f"{where}:", *told, *more]))

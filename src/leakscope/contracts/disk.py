@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.caps import BYTES, DEPTH, Cap
+from leakscope.contracts.errors import UserError
 
 
 def read_whole(file: Path, cap: Cap = BYTES) -> bytes:
     """The content of ``file``; what is larger than the cap, or is no regular file and may never end, is not read."""
     try:
         if not file.is_file():
-            raise ValueError(f"{file}: expected a file, got {'a folder' if file.is_dir() else 'none'}")
+            raise UserError(f"{file}: expected a file, got {'a folder' if file.is_dir() else 'none'}")
         cap.check(str(file), file.stat().st_size, "Is it the right file?")
         return file.read_bytes()
     except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error}") from error
+        raise UserError(f"{file}: cannot be read: {error}") from error
 
 
 def read_json(text: str | bytes) -> Any:
@@ -27,13 +28,13 @@ def read_json(text: str | bytes) -> Any:
     try:
         value = json.loads(text)
     except RecursionError:
-        raise ValueError(f"nested more than {DEPTH} deep") from None
+        raise UserError(f"nested more than {DEPTH} deep") from None
     level = [value]
     for _ in range(DEPTH):
         level = [item for one in level if isinstance(one, dict | list) for item in _inside(one)]
         if not level:
             return value
-    raise ValueError(f"nested more than {DEPTH} deep")
+    raise UserError(f"nested more than {DEPTH} deep")
 
 
 def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:

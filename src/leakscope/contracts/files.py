@@ -22,6 +22,7 @@ from leakscope.contracts.caps import BYTES, FACTS_BYTES, FLOAT, MAX_AXES
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import brief, expected, is_whole, refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import space_from_facts
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made, problems_of_made
@@ -86,7 +87,7 @@ def _named_tensors(observation: Observation) -> Iterator[tuple[str, Tensor]]:
 
 def _task_facts(task: Task) -> dict[str, Any]:
     if isinstance(task, CustomLoss):
-        raise ValueError(f"task: the loss {task.name!r} is code and is not written to a file")
+        raise UserError(f"task: the loss {task.name!r} is code and is not written to a file")
     options = {field.name: getattr(task, field.name) for field in dataclasses.fields(task)}
     return {"name": TASKS.name_of(type(task)), "options": options}
 
@@ -125,7 +126,7 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             **{name: facts[name] for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise ValueError(f"{path}: a fact in the .json file is not as expected ({brief(error)})") from error
+        raise UserError(f"{path}: a fact in the .json file is not as expected ({brief(error)})") from error
 
 
 def _task(facts: dict[str, Any]) -> Task:
@@ -142,7 +143,7 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
     try:
         skeleton.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
         ) from error
     return skeleton
@@ -154,24 +155,24 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
     beside = target.with_suffix(".json")
     for file in (target, beside):
         if not file.is_file():
-            raise ValueError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
+            raise UserError(f"{file}: no such file. An observation is a .safetensors file with a .json beside it.")
     tensors = read_tensors(target)
     content = read_whole(beside, FACTS_BYTES)
     try:
         facts = read_json(content)
     except ValueError as error:
-        raise ValueError(f"{beside}: not readable as JSON ({error})") from error
+        raise UserError(f"{beside}: not readable as JSON ({error})") from error
     if not isinstance(facts, dict):
-        raise ValueError(f"{beside}: expected a mapping of facts, got {type(facts).__name__}")
+        raise UserError(f"{beside}: expected a mapping of facts, got {type(facts).__name__}")
     if facts.get("format") == 1:
         facts = _of_format_1(facts)
     if facts.get("format") == 2:
         facts = {**facts, "format": FORMAT_VERSION, "made": None}
     missing = _FACTS - set(facts)
     if missing:
-        raise ValueError(f"{beside}: missing {', '.join(sorted(missing))}")
+        raise UserError(f"{beside}: missing {', '.join(sorted(missing))}")
     if facts["format"] != FORMAT_VERSION:
-        raise ValueError(f"{target}: format {brief(facts['format'])}, this version reads {FORMAT_VERSION}")
+        raise UserError(f"{target}: format {brief(facts['format'])}, this version reads {FORMAT_VERSION}")
     refuse(f"{beside}: a fact is not as expected", _fact_problems(facts))
     return tensors, facts
 
@@ -232,4 +233,4 @@ def read_tensors(file: Path) -> dict[str, Tensor]:
     try:
         return load(content)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError, ArithmeticError, MemoryError) as error:
-        raise ValueError(f"{file}: not a readable safetensors file ({error})") from error
+        raise UserError(f"{file}: not a readable safetensors file ({error})") from error

@@ -21,6 +21,7 @@ from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import module_of
 
 
@@ -58,31 +59,31 @@ def import_object(kind: str, name: str) -> Callable[..., Any]:
     module_name, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
         example = f"{module_of(module_name)}:{attribute}" if module_name.endswith(".py") else "mypackage.parts:Mine"
-        raise ValueError(f"{kind} {name!r}: expected package.module:Name, for example {example}")
+        raise UserError(f"{kind} {name!r}: expected package.module:Name, for example {example}")
     spec, package = _READING.get() or _Spec(), module_name.partition(".")[0]
     by_data = not spec.allowed and name not in spec.typed
     importlib.invalidate_caches()  # a module written a moment ago is invisible until the finder forgets its listing
     try:
         own = _own_folder(package, [Path.cwd(), *([] if spec.folder is None else [spec.folder.resolve()])])
         if by_data and own is None and (package in sys.modules or _found(package) is not None):
-            raise ValueError(f"{package} is installed, not a file of your folder or the spec's. {_HOW_TO_ALLOW}")
+            raise UserError(f"{package} is installed, not a file of your folder or the spec's. {_HOW_TO_ALLOW}")
     except ValueError as error:
-        raise ValueError(f"{kind} {name!r}: {error}") from None
+        raise UserError(f"{kind} {name!r}: {error}") from None
     with _searched_last(own):
         target: Any = _module(kind, name, module_name)
     for part in attribute.split("."):
         if not hasattr(target, part):
             module = sys.modules[module_name]
             names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-            raise ValueError(
+            raise UserError(
                 f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
             )
         target = getattr(target, part)
     if not callable(target):
-        raise ValueError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
+        raise UserError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
     wrong = _why_not_called(target, package if by_data else None)
     if wrong:
-        raise ValueError(f"{kind} {name!r}: {wrong}")
+        raise UserError(f"{kind} {name!r}: {wrong}")
     return target
 
 
@@ -96,7 +97,7 @@ def _own_folder(package: str, folders: list[Path]) -> str | None:
     """Which of ``folders`` the module or package lies in; ValueError if it is Python's, or somebody else's too."""
     found = _found(package)
     if package in sys.stdlib_module_names or _in_standard_library(found):
-        raise ValueError(
+        raise UserError(
             f"{package} is part of Python's standard library, whose code is never run for a name. "
             "A file of your own needs another name"
         )
@@ -105,7 +106,7 @@ def _own_folder(package: str, folders: list[Path]) -> str | None:
         if own is None or (found is not None and own.origin is None and found.origin is not None):
             continue  # a folder that merely has the name of a package is none
         if found is not None and _place(found) != _place(own):
-            raise ValueError(
+            raise UserError(
                 f"there are two modules {package}, {_place(own)} and {_place(found)}. Rename yours, for it must "
                 "not stand in for the other"
             )
@@ -157,12 +158,12 @@ def _module(kind: str, name: str, module_name: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise ValueError(
+            raise UserError(
                 f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
             ) from error
-        raise ValueError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
+        raise UserError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
     except Exception as error:
-        raise ValueError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+        raise UserError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
 
 
 def _why_not_called(target: Any, package: str | None) -> str:

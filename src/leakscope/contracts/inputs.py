@@ -17,6 +17,7 @@ from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 
 Start = Literal["grey", "normal", "uniform"]
 
@@ -42,17 +43,17 @@ class ValueRange:
             every = (bound,) if isinstance(bound, int | float) else bound  # one number is one for all channels
             object.__setattr__(self, name, tuple(float(v) for v in every))
         if len(self.low) != len(self.high):
-            raise ValueError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
+            raise UserError(f"ValueRange: {len(self.low)} lower but {len(self.high)} upper bounds")
         if not all(math.isfinite(bound) for bound in (*self.low, *self.high)):
-            raise ValueError(f"ValueRange: expected finite bounds, got {self.low} and {self.high}")
+            raise UserError(f"ValueRange: expected finite bounds, got {self.low} and {self.high}")
         if not all(a < b for a, b in zip(self.low, self.high, strict=True)):
-            raise ValueError(f"ValueRange: every low must be below its high, got {self.low} and {self.high}")
+            raise UserError(f"ValueRange: every low must be below its high, got {self.low} and {self.high}")
 
     @classmethod
     def normalised(cls, mean: tuple[float, ...], std: tuple[float, ...]) -> ValueRange:
         """The box of pixels in [0, 1] after subtracting ``mean`` and dividing by ``std``."""
         if len(mean) != len(std) or any(s <= 0 for s in std):
-            raise ValueError(f"normalisation: expected equally long mean and positive std, got {mean}, {std}")
+            raise UserError(f"normalisation: expected equally long mean and positive std, got {mean}, {std}")
         return cls(
             low=tuple((0.0 - m) / s for m, s in zip(mean, std, strict=True)),
             high=tuple((1.0 - m) / s for m, s in zip(mean, std, strict=True)),
@@ -62,7 +63,7 @@ class ValueRange:
         """Lower and upper bound, shaped to broadcast over a batch (B, C, ...) such as ``like``."""
         channels = len(self.low)
         if channels > 1 and (like.dim() < 2 or like.shape[1] != channels):
-            raise ValueError(f"ValueRange has {channels} channels but the inputs have shape {tuple(like.shape)}")
+            raise UserError(f"ValueRange has {channels} channels but the inputs have shape {tuple(like.shape)}")
         low, high = (torch.tensor(bound, device=like.device, dtype=like.dtype) for bound in (self.low, self.high))
         shape = () if channels == 1 else (channels,) + (1,) * (like.dim() - 2)
         return low.reshape(shape), high.reshape(shape)
@@ -90,7 +91,7 @@ class InputSpace(ABC):
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(int(size) for size in self.shape))
         if not self.shape or any(size < 1 for size in self.shape) or len(self.shape) > MAX_AXES:
-            raise ValueError(f"input_shape: expected positive sizes without the batch, got {brief(self.shape)}")
+            raise UserError(f"input_shape: expected positive sizes without the batch, got {brief(self.shape)}")
         BYTES.check("input_shape: one example", FLOAT * self.size)
 
     @property
@@ -196,5 +197,5 @@ def space_from_facts(facts: Mapping[str, Any]) -> InputSpace:
     """The space that a file describes."""
     kind = facts["kind"]
     if kind not in SPACES:
-        raise ValueError(f"inputs: expected one of {', '.join(SPACES)}, got {kind!r}")
+        raise UserError(f"inputs: expected one of {', '.join(SPACES)}, got {kind!r}")
     return SPACES[kind].from_facts(facts)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Described, setting, settings_of
 
 LabelKnowledge = Literal["no", "counts", "yes"]
@@ -51,7 +52,7 @@ class Knowledge(Described):
     def preset(cls, name: str) -> Knowledge:
         """The preset called ``name``, one of KNOWLEDGE_PRESETS."""
         if name not in KNOWLEDGE_PRESETS:
-            raise ValueError(
+            raise UserError(
                 f"unknown knowledge preset {name!r}: expected one of {', '.join(KNOWLEDGE_PRESETS)}, "
                 "or a mapping of the fields of Knowledge"
             )

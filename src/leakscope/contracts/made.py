@@ -8,6 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from leakscope import __version__
+from leakscope.contracts.errors import UserError
 
 #: Characters of a fact that a file may say of itself.
 MAX_FACT = 2000
@@ -45,7 +46,7 @@ class Made:
         if facts is None:
             return None
         if problems_of_made(facts):
-            raise ValueError(f"made: {'; '.join(problems_of_made(facts))}")
+            raise UserError(f"made: {'; '.join(problems_of_made(facts))}")
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in facts.items()}
         return cls(**values)
 

@@ -22,6 +22,7 @@ from leakscope.contracts.caps import BYTES, COUNT, FLOAT
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
@@ -94,9 +95,9 @@ class Message:
 
     def __post_init__(self) -> None:
         if self.kind not in ("gradient", "weight_delta"):
-            raise ValueError(f"Message.kind: expected 'gradient' or 'weight_delta', got {self.kind!r}")
+            raise UserError(f"Message.kind: expected 'gradient' or 'weight_delta', got {self.kind!r}")
         if not isinstance(self.update, Mapping):
-            raise TypeError(
+            raise UserError(
                 f"Message.update: expected a mapping of parameter names to tensors, got "
                 f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
             )
@@ -311,7 +312,7 @@ class Observation:
     def message(self) -> Message:
         """The only message; protocols of several rounds carry more, and attacks on them say so."""
         if len(self.messages) != 1:
-            raise ValueError(f"expected an observation with one message, got {len(self.messages)}")
+            raise UserError(f"expected an observation with one message, got {len(self.messages)}")
         return self.messages[0]
 
     @property

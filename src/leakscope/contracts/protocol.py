@@ -16,6 +16,7 @@ from leakscope.contracts.chain import as_defense
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
@@ -71,7 +72,7 @@ class Protocol(Described, ABC):
 
     def __post_init__(self) -> None:
         if getattr(self, "kind", None) not in get_args(UpdateKind):
-            raise TypeError(f"{type(self).__name__}: expected a class attribute kind, 'gradient' or 'weight_delta'")
+            raise UserError(f"{type(self).__name__}: expected a class attribute kind, 'gradient' or 'weight_delta'")
         super().__post_init__()
 
     def observe(
@@ -154,7 +155,7 @@ class Protocol(Described, ABC):
         """The update of a client that sends one, as it leaves the client: for training, where nobody attacks."""
         messages, _ = self._exchange(client, Knowledge.eavesdropper)
         if len(messages) != 1:
-            raise ValueError(f"{type(self).__name__}: expected a protocol of one message, got {len(messages)} messages")
+            raise UserError(f"{type(self).__name__}: expected a protocol of one message, got {len(messages)} messages")
         return dict(messages[0].update)
 
     @property
@@ -217,9 +218,9 @@ def check_batch(
 ) -> tuple[int, ...]:
     """Raise one ValueError with everything that is wrong with the batch; return the shape of an example's outputs."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        raise UserError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise TypeError(f"x and y: expected tensors, got {type(x).__name__} and {type(y).__name__}")
+        raise UserError(f"x and y: expected tensors, got {type(x).__name__} and {type(y).__name__}")
     problems = []
     if x.dim() < 2 or x.shape[0] < 1:
         problems.append(f"x: expected (examples, ...) with at least one example, got {tuple(x.shape)}")
@@ -239,10 +240,10 @@ def check_batch(
         try:
             answer = client_copy(model, "eval")(x[:1].clone())
         except RuntimeError as error:
-            raise ValueError(f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}") from error
+            raise UserError(f"the model cannot read inputs of shape {tuple(x.shape[1:])}: {error}") from error
     outputs = tuple(outputs_of(answer).shape[1:])
     if num_classes is not None and num_classes != math.prod(outputs):
-        raise ValueError(f"num_classes is {num_classes} but the model has {math.prod(outputs)} outputs")
+        raise UserError(f"num_classes is {num_classes} but the model has {math.prod(outputs)} outputs")
     refuse("not a usable batch", (Classification() if task is None else task).problems_of(y, len(x), outputs))
     return outputs
 

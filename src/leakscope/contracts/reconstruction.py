@@ -10,6 +10,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.tables import html_facts
 
 DiagnosisOutcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
@@ -105,12 +106,12 @@ class Reconstruction:
 
     def __post_init__(self) -> None:
         if self.certificates and len(self.certificates) != len(self.inputs):
-            raise ValueError(
+            raise UserError(
                 f"certificates: expected one for each of {len(self.inputs)} examples, got {len(self.certificates)}"
             )
         unknown = [flag for flag in self.flags if flag not in FLAGS]
         if unknown:
-            raise ValueError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
+            raise UserError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
 
     @property
     def certified(self) -> int:

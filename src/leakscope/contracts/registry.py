@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from leakscope.contracts.errors import UserError
+
 
 def folded(name: str) -> str:
     """``name`` without case and separators.
@@ -41,7 +43,7 @@ def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]
     >>> find_name("fedsdg", ["fedsgd", "fedavg"])
     Traceback (most recent call last):
     ...
-    ValueError: expected one of fedsgd, fedavg, got 'fedsdg'; did you mean fedsgd?
+    leakscope.contracts.errors.UserError: expected one of fedsgd, fedavg, got 'fedsdg'; did you mean fedsgd?
     """
     entries = list(known)
     table = {folded(alias): entry for alias, entry in aliases} | {folded(entry): entry for entry in entries}
@@ -51,7 +53,7 @@ def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]
     hint = f"; did you mean {table[close[0]]}?" if close else ""
     if name.endswith(".py"):
         hint = f"; for your own, in the file's folder write {module_of(name)}:NAME, the function or class in it"
-    raise ValueError(f"expected one of {', '.join(entries)}{f', or {own}' if own else ''}, got {name!r}{hint}")
+    raise UserError(f"expected one of {', '.join(entries)}{f', or {own}' if own else ''}, got {name!r}{hint}")
 
 
 def module_of(file: str) -> str:
@@ -87,7 +89,7 @@ class Registry(Mapping[str, E], Generic[E]):
     >>> shapes.register(Entry("square", float, "another"))
     Traceback (most recent call last):
     ...
-    ValueError: shape 'square': there is one already; choose another name
+    leakscope.contracts.errors.UserError: shape 'square': there is one already; choose another name
     """
 
     def __init__(self, kind: str, entries: Iterable[E], base: type | None = None) -> None:
@@ -108,18 +110,18 @@ class Registry(Mapping[str, E], Generic[E]):
     def register(self, entry: E) -> None:
         """Add an entry; a name that is taken is an error, never a silent change."""
         if entry.name in self._entries:
-            raise ValueError(f"{self.kind} {entry.name!r}: there is one already; choose another name")
+            raise UserError(f"{self.kind} {entry.name!r}: there is one already; choose another name")
         self._entries[entry.name] = entry
 
     def find(self, name: str) -> E:
         """The entry that a name as people type it means; ValueError with the nearest one otherwise."""
         if not isinstance(name, str):
-            raise TypeError(f"{self.kind}: expected a name, got {type(name).__name__}")
+            raise UserError(f"{self.kind}: expected a name, got {type(name).__name__}")
         aliases = [(e.target.__name__, e.name) for e in self._entries.values() if hasattr(e.target, "__name__")]
         try:
             return self._entries[find_name(name, self._entries, aliases, "package.module:Name for your own")]
         except ValueError as error:
-            raise ValueError(f"unknown {self.kind} {name!r}: {error}") from None
+            raise UserError(f"unknown {self.kind} {name!r}: {error}") from None
 
     def target(self, name: str) -> Any:
         """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
@@ -129,7 +131,7 @@ class Registry(Mapping[str, E], Generic[E]):
 
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
-            raise ValueError(
+            raise UserError(
                 f"{self.kind} {name!r}: expected a class that inherits leakscope.{self.base.__name__}, got {target!r}"
             )
         return target

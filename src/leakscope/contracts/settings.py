@@ -25,6 +25,7 @@ from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserErro
 
 from leakscope.contracts.caps import COUNT
 from leakscope.contracts.checks import brief, refuse
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
 
 _KEY = "leakscope"
@@ -46,7 +47,7 @@ def setting(
     bounds = {"ge": ge, "gt": gt, "le": le, "lt": lt}
     facts = {"help": help, "bounds": bounds, "choices": None if choices is None else tuple(choices)}
     if isinstance(default, list | dict):
-        raise TypeError(f"setting: expected an immutable default, got {default!r}")
+        raise UserError(f"setting: expected an immutable default, got {default!r}")
     return dataclasses.field(default=default, metadata={_KEY: facts})
 
 
@@ -87,9 +88,9 @@ class Setting:
             COUNT.check(self.name, value)
         numbers = list(_numbers(value))
         if not all(math.isfinite(number) and self._within(number) for number in numbers):
-            raise ValueError(problem)
+            raise UserError(problem)
         if self.choices is not None and isinstance(value, str) and value not in self.choices:
-            raise ValueError(problem)
+            raise UserError(problem)
         return value
 
     def _typed(self, value: Any, problem: str) -> Any:
@@ -98,7 +99,7 @@ class Setting:
         for candidate in (_frozen(value), value):  # as it is where the type asks for a list
             with suppress(ValidationError):
                 return self._adapter.validate_python(candidate, strict=True)
-        raise ValueError(problem)
+        raise UserError(problem)
 
     @cached_property
     def _adapter(self) -> TypeAdapter[Any] | None:
@@ -156,7 +157,7 @@ def check_settings(known: Iterable[Setting], options: Mapping[str, Any]) -> None
         except ValueError as error:
             problems.append(str(error))
     if problems:
-        raise ValueError("\n".join(problems))
+        raise UserError("\n".join(problems))
 
 
 def settings_of(cls: type) -> tuple[Setting, ...]:

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from leakscope.contracts.errors import UserError
+
 #: Libraries of data frames, the first that is installed is taken.
 FRAMES = ("pandas", "polars")
 _LATEX = {
@@ -100,7 +102,7 @@ def latex_text(text: str) -> str:
 def data_frame(lines: Sequence[Mapping[str, Any]], library: str | None = None) -> Any:
     """Lines with the same keys as a data frame of pandas or polars, whichever is installed, or of the one named."""
     if library is not None and library not in FRAMES:
-        raise ValueError(f"library: expected {' or '.join(FRAMES)}, got {library!r}")
+        raise UserError(f"library: expected {' or '.join(FRAMES)}, got {library!r}")
     wanted = FRAMES if library is None else (library,)
     name = next((name for name in wanted if importlib.util.find_spec(name) is not None), None)
     if name is None:

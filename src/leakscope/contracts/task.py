@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import import_object
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.contracts.settings import Described, setting
@@ -39,7 +40,7 @@ def outputs_of(answer: Any) -> Tensor:
     for part in parts:
         if isinstance(part, Tensor):
             return part
-    raise ValueError(f"model: expected a tensor, or something with a tensor called logits, got {type(answer).__name__}")
+    raise UserError(f"model: expected a tensor, or something with a tensor called logits, got {type(answer).__name__}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -273,7 +274,7 @@ class CustomLoss(Task):
         loss = self.function(outputs, targets)
         if not isinstance(loss, Tensor) or loss.dim() != 0:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise ValueError(f"loss {self.name!r}: expected one number, the mean over the batch, got {got}")
+            raise UserError(f"loss {self.name!r}: expected one number, the mean over the batch, got {got}")
         return loss if reduction == "mean" else loss * len(outputs)
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:

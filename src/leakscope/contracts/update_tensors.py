@@ -7,6 +7,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.spool import StoredTensors
 
 
@@ -21,7 +22,7 @@ def frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(value).__name__}")
+            raise UserError(f"{name}: expected a tensor, got {type(value).__name__}")
     return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})
 
 

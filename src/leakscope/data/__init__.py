@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import import_object
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.data.cifar import load_cifar10, load_cifar100
@@ -88,7 +89,7 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
     unknown = sorted(set(options) - set(entry.options()))
     if unknown:
         known = ", ".join(entry.options())
-        raise ValueError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
+        raise UserError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
     examples: Examples = entry.target(path, **options)
     return examples
 
@@ -98,8 +99,8 @@ def _own(name: str, options: dict[str, Any]) -> Examples:
     try:
         examples = reader(**options)
     except Exception as error:
-        raise ValueError(f"data {name!r}: calling it raised {type(error).__name__}: {error}") from error
+        raise UserError(f"data {name!r}: calling it raised {type(error).__name__}: {error}") from error
     try:
         return from_object(examples, name=name)
     except ValueError as error:
-        raise ValueError(f"data {name!r}: {error}") from error
+        raise UserError(f"data {name!r}: {error}") from error

@@ -23,6 +23,7 @@ import numpy as np
 
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.errors import UserError
 
 _OPCODE_NAMES = (
     "PROTO FRAME STOP MARK NONE NEWTRUE NEWFALSE INT LONG BININT BININT1 BININT2 LONG1 LONG4 "
@@ -46,14 +47,14 @@ class _Type:
     def __init__(self, code: Any, *_: Any) -> None:
         text = code.decode("latin-1") if isinstance(code, bytes) else code
         if not isinstance(text, str) or text.lstrip("<>|=") not in _DTYPES:
-            raise ValueError(f"arrays of type {brief(text)} are refused, expected numbers")
+            raise UserError(f"arrays of type {brief(text)} are refused, expected numbers")
         self.dtype = np.dtype(text)
 
     def __setstate__(self, state: Any) -> None:
         order = state[1] if isinstance(state, tuple) and len(state) > 1 else None
         order = order.decode("latin-1") if isinstance(order, bytes) else order
         if not isinstance(order, str) or order not in ("<", ">", "|", "="):
-            raise ValueError(f"unknown byte order {brief(order)}")
+            raise UserError(f"unknown byte order {brief(order)}")
         self.dtype = np.dtype(order + self.dtype.str[1:])
 
 
@@ -61,10 +62,10 @@ class _ArrayType:
     """Stands for numpy.ndarray, which is only ever named, never called."""
 
     def __init__(self, *_: Any) -> None:
-        raise ValueError("numpy.ndarray called directly")
+        raise UserError("numpy.ndarray called directly")
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("numpy.ndarray changed")
+        raise UserError("numpy.ndarray changed")
 
 
 class _Function:
@@ -77,7 +78,7 @@ class _Function:
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        raise ValueError("a function changed")
+        raise UserError("a function changed")
 
 
 class _Array:
@@ -87,7 +88,7 @@ class _Array:
 
     def __setstate__(self, state: Any) -> None:
         if not isinstance(state, tuple) or len(state) != 5:
-            raise ValueError("array content expected as (version, shape, type, order, bytes)")
+            raise UserError("array content expected as (version, shape, type, order, bytes)")
         _, shape, kind, fortran, content = state
         self.array = _build(content, kind, shape, "F" if fortran else "C")
 
@@ -95,10 +96,10 @@ class _Array:
 def _build(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, Any]:
     sizes_fit = isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
     if not isinstance(kind, _Type) or not sizes_fit or not isinstance(content, bytes | bytearray):
-        raise ValueError("array content expected as bytes with a type and a shape")
+        raise UserError("array content expected as bytes with a type and a shape")
     expected = math.prod(shape) * kind.dtype.itemsize
     if expected != len(content):
-        raise ValueError(f"an array of shape {shape} needs {expected} bytes, got {len(content)}")
+        raise UserError(f"an array of shape {shape} needs {expected} bytes, got {len(content)}")
     return np.frombuffer(bytes(content), dtype=kind.dtype).reshape(shape, order="F" if order in ("F", b"F") else "C")
 
 
@@ -115,7 +116,7 @@ def _frombuffer(content: Any, kind: Any, shape: Any, order: Any, *_: Any) -> _Ar
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How Python 3 writes bytes in old protocols; this one encoding only, others may expand."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", b"latin1"):
-        raise ValueError(f"encoding {brief(encoding)} refused")
+        raise UserError(f"encoding {brief(encoding)} refused")
     return text.encode("latin-1")
 
 
@@ -138,11 +139,11 @@ class ArrayUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         target = _NAMES.get((module, name))
         if target is None:
-            raise ValueError(f"it asks for {module}.{name}, which is refused: only NumPy arrays are read")
+            raise UserError(f"it asks for {module}.{name}, which is refused: only NumPy arrays are read")
         return target
 
     def persistent_load(self, _: Any) -> Any:
-        raise ValueError("persistent references are refused")
+        raise UserError("persistent references are refused")
 
 
 def read_array_pickle(file: Path) -> Any:
@@ -155,7 +156,7 @@ def read_array_pickle(file: Path) -> Any:
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, RecursionError,
         MemoryError, NotImplementedError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        raise ValueError(
+        raise UserError(
             f"{file}: expected a pickle of NumPy arrays, lists and text; {error}. "
             "Get the file from its publisher, or use the binary version."
         ) from error
@@ -167,16 +168,16 @@ def _check_opcodes(content: bytes) -> None:
     for opcode, argument, _ in pickletools.genops(content):
         name = opcode.name
         if name not in _OPCODES:
-            raise ValueError(f"its instruction {name} is refused")
+            raise UserError(f"its instruction {name} is refused")
         if name in _PUTS:
             place = memos if name == "MEMOIZE" else int(argument or 0)
             if place > _LARGEST_MEMO:
-                raise ValueError("its memo is larger than any real file's")
+                raise UserError("its memo is larger than any real file's")
             memos += 1
             (tuples.add if latest in _TUPLES else tuples.discard)(place)
             continue
         if name in _GETS and int(argument or 0) in tuples:
-            raise ValueError("a tuple used twice is refused")
+            raise UserError("a tuple used twice is refused")
         latest = name
 
 
@@ -184,7 +185,7 @@ def _plain(value: Any) -> Any:
     """Stand-ins at the top level and one below replaced by their arrays."""
     if isinstance(value, _Array):
         if value.array is None:
-            raise ValueError("an array without content")
+            raise UserError("an array without content")
         return value.array
     if isinstance(value, dict):
         return {key: _plain(item) if isinstance(item, _Array) else item for key, item in value.items()}

@@ -15,6 +15,7 @@ import torch
 
 from leakscope.contracts.checks import brief
 from leakscope.contracts.disk import read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.array_pickle import read_array_pickle
 from leakscope.data.examples import Examples
@@ -118,13 +119,13 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
     if root.is_file():
         return [root]
     if not root.is_dir():
-        raise ValueError(f"data {kind.name!r}: {root}: no such file or folder")
+        raise UserError(f"data {kind.name!r}: {root}: no such file or folder")
     for folder in (root, *(root / name for name in kind.folders)):
         for names in (kind.binary[split], kind.python[split]):
             files = [folder / name for name in names if (folder / name).is_file()]
             if files:
                 return files
-    raise ValueError(
+    raise UserError(
         f"data {kind.name!r}: {root}: expected {kind.binary[split][0]} or {kind.python[split][0]} in it, "
         f"or in {' or '.join(kind.folders)} below it, found none. Pass the folder with the standard files."
     )
@@ -135,7 +136,7 @@ def _binary_rows(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     row, size = label_bytes + PIXELS, file.stat().st_size
     if not size or size % row:
-        raise ValueError(
+        raise UserError(
             f"{file}: expected rows of {row} bytes ({label_bytes} for labels, {PIXELS} for pixels), got "
             f"{size} bytes. The file is truncated, or of another data set."
         )
@@ -152,14 +153,14 @@ def _python_rows(file: Path, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray
     x, y = content.get("data"), content.get(key)
     if not isinstance(x, np.ndarray) or x.dtype != np.uint8 or x.ndim != 2 or x.shape[1] != PIXELS or not len(x):
         got = f"{x.dtype} {x.shape}" if isinstance(x, np.ndarray) else type(x).__name__
-        raise ValueError(f"{file}: 'data': expected bytes of shape (N, {PIXELS}), got {got}")
+        raise UserError(f"{file}: 'data': expected bytes of shape (N, {PIXELS}), got {got}")
     if isinstance(y, list) and all(type(label) is int for label in y):
         try:
             y = np.array(y, dtype=np.int64)
         except OverflowError as error:
-            raise ValueError(f"{file}: {key!r}: a label does not fit in 64 bits") from error
+            raise UserError(f"{file}: {key!r}: a label does not fit in 64 bits") from error
     if not isinstance(y, np.ndarray) or y.dtype.kind not in "ui" or y.shape != (len(x),):
-        raise ValueError(f"{file}: {key!r}: expected {len(x)} integer labels; the file has {brief(sorted(content))}")
+        raise UserError(f"{file}: {key!r}: expected {len(x)} integer labels; the file has {brief(sorted(content))}")
     return x, y.astype(np.int64)
 
 
@@ -167,7 +168,7 @@ def _dictionary(file: Path) -> dict[str, Any]:
     """The dictionary in ``file``, with text keys also where Python 2 wrote them as bytes."""
     content = read_array_pickle(file)
     if not isinstance(content, dict):
-        raise ValueError(f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}")
+        raise UserError(f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}")
     named = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in content.items()}
     return {key: value for key, value in named.items() if isinstance(key, str)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from leakscope.contracts.errors import UserError
 from leakscope.data.examples import Examples
 from leakscope.data.files import AnyPath
 from leakscope.data.npz import load_npz
@@ -24,6 +25,6 @@ def load_tiles(path: AnyPath | None = None, *, limit: int | None = None) -> Exam
     ((3, 32, 32), [0, 1, 2, 3, 4, 5, 6, 7, 8])
     """
     if path is not None:
-        raise ValueError(f"data 'tiles' is inside the package and takes no path, got {path}. Did you mean 'npz'?")
+        raise UserError(f"data 'tiles' is inside the package and takes no path, got {path}. Did you mean 'npz'?")
     tiles = load_npz(Path(__file__).with_name("tiles.npz"), limit=limit, private=False, name="tiles")
     return dataclasses.replace(tiles, credits=CREDITS)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.checks import refuse
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 
 
@@ -69,10 +70,10 @@ class Examples:
         """The examples with these numbers, in this order."""
         index = torch.as_tensor(indices)
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
-            raise ValueError(f"subset: expected a list of example numbers, got {indices!r}")
+            raise UserError(f"subset: expected a list of example numbers, got {indices!r}")
         index = index.to(torch.int64)
         if len(index) == 0 or int(index.min()) < 0 or int(index.max()) >= len(self):
-            raise ValueError(
+            raise UserError(
                 f"subset: expected at least one number between 0 and {len(self) - 1}, got {index.tolist()[:10]}"
             )
         group = None if self.group is None else self.group[index]
@@ -81,7 +82,7 @@ class Examples:
     def batch(self, number: int, size: int) -> Examples:
         """Examples number*size up to (number+1)*size: disjoint batches, always full."""
         if size < 1 or number < 0 or (number + 1) * size > len(self):
-            raise ValueError(
+            raise UserError(
                 f"batch: {self.name} has {len(self)} examples, batch {number} of size {size} needs examples "
                 f"{number * size} to {(number + 1) * size - 1}. Use a smaller batch or more data."
             )
@@ -129,12 +130,12 @@ def from_tensors(
     ValueRange(low=(0.0,), high=(3.0,))
     """
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise TypeError(
+        raise UserError(
             f"from_tensors: expected two tensors, got {type(x).__name__} and {type(y).__name__}. "
             "Use torch.as_tensor on arrays and lists."
         )
     if x.is_complex() or y.is_complex():
-        raise ValueError(f"from_tensors: expected real inputs and targets, got {x.dtype} and {y.dtype}")
+        raise UserError(f"from_tensors: expected real inputs and targets, got {x.dtype} and {y.dtype}")
     # Copies, so that later changes of the caller's tensors do not reach the examples.
     x = x.detach().to(device="cpu", dtype=torch.float32, copy=True)
     y = y.detach().to(device="cpu", dtype=torch.float32 if y.is_floating_point() else torch.int64, copy=True)

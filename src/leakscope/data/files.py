@@ -11,6 +11,7 @@ from typing import BinaryIO, cast
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.errors import UserError
 
 ENVIRONMENT = "LEAKSCOPE_DATA"
 
@@ -21,13 +22,13 @@ def data_folder(reader: str) -> Path:
     """The folder that LEAKSCOPE_DATA names, or an error saying how to give ``reader`` its files."""
     value = os.environ.get(ENVIRONMENT)
     if not value:
-        raise ValueError(
+        raise UserError(
             f"data {reader!r}: no path given and {ENVIRONMENT} is not set. "
             f"Pass path=..., or set {ENVIRONMENT} to the folder that holds the data sets."
         )
     folder = Path(value)
     if not folder.is_dir():
-        raise ValueError(f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=...")
+        raise UserError(f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=...")
     return folder
 
 
@@ -38,7 +39,7 @@ def find_file(reader: str, path: AnyPath | None, candidates: Sequence[str]) -> P
     """
     root = data_folder(reader) if path is None else Path(path)
     if not root.exists():
-        raise ValueError(f"data {reader!r}: {root}: no such file or folder")
+        raise UserError(f"data {reader!r}: {root}: no such file or folder")
     if root.is_file():
         return root
     for candidate in candidates:
@@ -46,7 +47,7 @@ def find_file(reader: str, path: AnyPath | None, candidates: Sequence[str]) -> P
             if file.is_file():
                 return file
     usual = candidates[0] if candidates else "a file"
-    raise ValueError(
+    raise UserError(
         f"data {reader!r}: {root}: expected {usual} in it, or the file under another of its usual names, "
         "found none. Pass the folder that holds the standard files, or the file itself."
     )
@@ -63,7 +64,7 @@ class Source:
         try:
             self.stream = cast(BinaryIO, gzip.open(self.file, "rb") if self.zipped else open(self.file, "rb"))
         except OSError as error:
-            raise ValueError(f"{self.file}: cannot be opened: {error}") from error
+            raise UserError(f"{self.file}: cannot be opened: {error}") from error
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -81,7 +82,7 @@ class Source:
                 left -= len(piece)
         except (EOFError, OSError, zlib.error) as error:
             kind = "gzip file" if self.zipped else "file"
-            raise ValueError(f"{self.file}: damaged or truncated {kind} ({error}). Get it again.") from error
+            raise UserError(f"{self.file}: damaged or truncated {kind} ({error}). Get it again.") from error
         return b"".join(pieces)
 
 
@@ -97,7 +98,7 @@ def checked_limit(limit: int | None, reader: str) -> int | None:
     5
     """
     if limit is not None and not is_whole(limit):
-        raise ValueError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {brief(limit)}")
+        raise UserError(f"data {reader!r}: limit: expected a number of at least 1 or None, got {brief(limit)}")
     return limit
 
 
@@ -108,7 +109,7 @@ def checked_choice(value: str, choices: Sequence[str], what: str) -> str:
     'test'
     """
     if value not in choices:
-        raise ValueError(f"{what}: expected one of {', '.join(choices)}, got {brief(value)}")
+        raise UserError(f"{what}: expected one of {', '.join(choices)}, got {brief(value)}")
     return value
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from leakscope.contracts.caps import PIXELS
 from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
 from leakscope.data.files import AnyPath, check_room, checked_choice, checked_limit
@@ -40,13 +41,13 @@ def load_folder(
     have one size. ``mode`` is "RGB" or "L" (grey). Files without the suffix of a picture are not read.
     """
     if path is None:
-        raise ValueError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
+        raise UserError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
     checked_choice(mode, MODES, "folder: mode")
     limit = checked_limit(limit, "folder")
     size = _size(resize)
     root = Path(path)
     if not root.is_dir():
-        raise ValueError(f"data 'folder': {root}: no such folder")
+        raise UserError(f"data 'folder': {root}: no such folder")
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
     files = [
         sorted(f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES) for name in names
@@ -56,7 +57,7 @@ def load_folder(
     if not names or empty:
         got = f"no pictures in {', '.join(empty)}" if empty else "no subfolders"
         kinds = ", ".join(sorted(SUFFIXES))
-        raise ValueError(f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}")
+        raise UserError(f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}")
     turns = chain.from_iterable(
         zip_longest(*([(file, label) for file in members] for label, members in enumerate(files)))
     )
@@ -67,7 +68,7 @@ def load_folder(
     for file, _ in chosen:
         picture = read_picture(file, mode, size)
         if pixels and picture.shape != pixels[0].shape:
-            raise ValueError(
+            raise UserError(
                 f"{file}: expected a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}, got "
                 f"{tuple(picture.shape[1:])}. Pass resize=... to bring all pictures to one size."
             )
@@ -84,7 +85,7 @@ def _size(resize: object) -> tuple[int, int] | None:
         return None
     sizes = tuple(resize) if isinstance(resize, tuple | list) else (resize, resize)
     if len(sizes) != 2 or not all(map(is_whole, sizes)):
-        raise ValueError(f"folder: resize: expected a side or (height, width) in pixels, got {brief(resize)}")
+        raise UserError(f"folder: resize: expected a side or (height, width) in pixels, got {brief(resize)}")
     return int(sizes[0]), int(sizes[1])
 
 
@@ -101,7 +102,7 @@ def read_picture(file: Path, mode: str, size: tuple[int, int] | None = None) -> 
         OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error, IndexError, KeyError, TypeError,
         OverflowError, MemoryError, UnidentifiedImageError, Image.DecompressionBombError,
     ) as error:  # fmt: skip
-        raise ValueError(f"{file}: not a readable picture: {error}. Repair it or take it out of the folder.") from error
+        raise UserError(f"{file}: not a readable picture: {error}. Repair it or take it out of the folder.") from error
     if size is not None:
         picture = ImageOps.fit(picture, (size[1], size[0]), Image.Resampling.BICUBIC)
     array = np.array(picture, dtype=np.uint8)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples
 from leakscope.data.files import AnyPath, Source, check_room, checked_choice, checked_limit, find_file, label_problem
@@ -39,19 +40,19 @@ def read_idx(file: Path, axes: int, limit: int | None = None) -> np.ndarray[Any,
         magic = source.read(4)
         expected = bytes((0, 0, 8, axes))
         if magic != expected:
-            raise ValueError(
+            raise UserError(
                 f"{file}: expected an idx file that starts with {expected.hex()} (bytes, {axes} axes), got "
                 f"{magic.hex() or 'nothing'}. Are images and labels exchanged, or is it compressed twice?"
             )
         header = source.read(4 * axes)
         if len(header) != 4 * axes:
-            raise ValueError(f"{file}: truncated within its header. Get it again.")
+            raise UserError(f"{file}: truncated within its header. Get it again.")
         shape = struct.unpack(f">{axes}I", header)
         claimed = math.prod(shape)
         if 0 in shape:
-            raise ValueError(f"{file}: its header claims shape {shape}, expected at least one item")
+            raise UserError(f"{file}: its header claims shape {shape}, expected at least one item")
         if not source.zipped and file.stat().st_size != 4 + 4 * axes + claimed:
-            raise ValueError(
+            raise UserError(
                 f"{file}: its header claims {claimed} bytes of data (shape {shape}), the file holds "
                 f"{file.stat().st_size - 4 - 4 * axes}. Get it again."
             )
@@ -60,10 +61,10 @@ def read_idx(file: Path, axes: int, limit: int | None = None) -> np.ndarray[Any,
         check_room(f"{file}: its header claims shape {shape}", wanted)
         content = source.read(wanted)
         if len(content) != wanted:
-            raise ValueError(f"{file}: truncated: expected {wanted} bytes of data, got {len(content)}. Get it again.")
+            raise UserError(f"{file}: truncated: expected {wanted} bytes of data, got {len(content)}. Get it again.")
         # Reading past the end also lets gzip verify its checksum.
         if count == shape[0] and source.read(1):
-            raise ValueError(f"{file}: more data than its header claims (shape {shape}). Get it again.")
+            raise UserError(f"{file}: more data than its header claims (shape {shape}). Get it again.")
     return np.frombuffer(content, dtype=np.uint8).reshape(count, *shape[1:])
 
 
@@ -101,7 +102,7 @@ def _pair(reader: str, path: AnyPath | None, prefix: str, folders: Sequence[str]
         labels = images.with_name(name)
         if labels.is_file() and labels != images:
             return images, labels
-    raise ValueError(f"{images}: expected its labels in {stem} or {stem}.gz beside it, found neither")
+    raise UserError(f"{images}: expected its labels in {stem} or {stem}.gz beside it, found neither")
 
 
 def _examples(
@@ -118,7 +119,7 @@ def _examples(
     x = read_idx(images, 3, limit)
     y = read_idx(labels, 1, limit).astype(np.int64) - first_label
     if len(x) != len(y):
-        raise ValueError(f"{images}: {len(x)} images, but {len(y)} labels in {labels}")
+        raise UserError(f"{images}: {len(x)} images, but {len(y)} labels in {labels}")
     if int(y.min()) < 0 or int(y.max()) >= classes:
         raise label_problem(labels, int(y.min()), int(y.max()), classes)
     if transposed:

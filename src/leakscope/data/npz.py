@@ -23,6 +23,7 @@ from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, classes_of, natural_range
 from leakscope.data.files import AnyPath, check_room, checked_choice, checked_limit, find_file
@@ -46,7 +47,7 @@ class Pack:
             with zipfile.ZipFile(file) as archive:
                 self.names = {n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")}
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, MemoryError, RuntimeError) as error:
-            raise ValueError(
+            raise UserError(
                 f"{file}: expected an .npz archive, got something else ({error}). Write it with numpy.savez_compressed."
             ) from error
 
@@ -66,7 +67,7 @@ class Pack:
                 shape = (rows, *shape[1:])
             size = math.prod(shape) * member.dtype.itemsize
             if most is not None and size > most:
-                raise ValueError(f"expected at most {most} bytes, got {size}")
+                raise UserError(f"expected at most {most} bytes, got {size}")
             check_room("its content", max(math.prod(shape), size // FLOAT))
             content = b"".join(member.pieces(size))
         order: Literal["F", "C"] = "F" if member.fortran else "C"
@@ -84,39 +85,39 @@ class Pack:
         """The array ``name`` with its checked header, open for reading; all that is wrong with it is one ValueError."""
         if not isinstance(name, str) or name not in self.names:
             names = ", ".join(sorted(self.names)[:20]) or "none"
-            raise ValueError(
+            raise UserError(
                 f"{self.file}: no array {brief(name)}; it has {names}. Name the right one with x_key or y_key."
             )
         try:
             with zipfile.ZipFile(self.file) as archive, archive.open(f"{name}.npy") as stream:
                 shape, fortran, dtype = self._header(_Bounded(stream, _HEADER_BYTES))
                 if dtype.hasobject or dtype.kind not in kinds:
-                    raise ValueError(f"expected numbers or text, got dtype {str(dtype)[:80]}")
+                    raise UserError(f"expected numbers or text, got dtype {str(dtype)[:80]}")
                 member = _Member(stream, shape, fortran, dtype)
                 stored = archive.getinfo(f"{name}.npy").file_size
                 if member.size > stored:
-                    raise ValueError(f"the header claims {member.size} bytes, the archive holds {stored}")
+                    raise UserError(f"the header claims {member.size} bytes, the archive holds {stored}")
                 yield member
         except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError) as error:
             remedy = "" if "LEAKSCOPE" in str(error) else ". Write the file again with numpy.savez_compressed."
-            raise ValueError(f"{self.file}: array {name!r}: {error}{remedy}") from error
+            raise UserError(f"{self.file}: array {name!r}: {error}{remedy}") from error
         except (RuntimeError, MemoryError, LookupError, ArithmeticError, TypeError) as error:
             # RuntimeError is how zipfile reports an encrypted member, the others how it stumbles over a damaged one.
-            raise ValueError(f"{self.file}: array {name!r} cannot be read: {error}") from error
+            raise UserError(f"{self.file}: array {name!r} cannot be read: {error}") from error
 
     @staticmethod
     def _header(stream: Any) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
         version = np.lib.format.read_magic(stream)
         readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
         if version not in readers:
-            raise ValueError(f"unknown version {version} of the .npy format")
+            raise UserError(f"unknown version {version} of the .npy format")
         try:
             shape, fortran, dtype = readers[version](stream)
         except (SyntaxError, TokenError, TypeError, KeyError, IndexError, RecursionError, MemoryError) as error:
             # A header is Python source, and NumPy lets through what its parser makes of a broken one.
-            raise ValueError(f"unreadable header ({type(error).__name__}: {error})") from error
+            raise UserError(f"unreadable header ({type(error).__name__}: {error})") from error
         if any(n < 0 for n in shape):
-            raise ValueError(f"negative size in shape {shape}")
+            raise UserError(f"negative size in shape {shape}")
         return shape, fortran, dtype
 
     def text(self, name: str) -> tuple[str, ...] | None:
@@ -158,7 +159,7 @@ class _Member:
             piece = self.stream.read(min(step, size - place))
             place += len(piece)
             if not piece or len(piece) % self.dtype.itemsize:
-                raise ValueError(f"the header claims {self.size} bytes, got {place}")
+                raise UserError(f"the header claims {self.size} bytes, got {place}")
             yield piece
 
 
@@ -184,7 +185,7 @@ def load_npz(
     array ``split`` (0 train, 1 test). ``y_key=None`` gives every example its own class.
     """
     if path is None and file_name is None:
-        raise ValueError("data 'npz': expected path=... to a .npz file, got none")
+        raise UserError("data 'npz': expected path=... to a .npz file, got none")
     checked_layout = checked_choice(layout, LAYOUTS, "npz: layout")
     limit = checked_limit(limit, name)
     pack = Pack(find_file(name, path, (file_name,) if file_name else ()))
@@ -197,7 +198,7 @@ def load_npz(
         chosen = torch.nonzero(_integers(pack, "split", count) == wanted).flatten()
     chosen = chosen[:limit]
     if count and len(chosen) == 0:
-        raise ValueError(f"{file}: no examples{f' in split {split!r}' if split else ''}")
+        raise UserError(f"{file}: no examples{f' in split {split!r}' if split else ''}")
     x, value_range = _to_float(pack, x_key, int(chosen[-1]) + 1 if count else 0)
     x = _arrange(file, x, checked_layout, scaled="scale" in pack.names)
     y = torch.arange(count) if y_key is None else _targets(pack, y_key, count)
@@ -207,7 +208,7 @@ def load_npz(
     classes = len(class_names) if class_names else classes_of(y)
     if num_classes is not None:
         if not is_whole(num_classes):
-            raise ValueError(f"{name}: num_classes: expected a number of at least 1, got {brief(num_classes)}")
+            raise UserError(f"{name}: num_classes: expected a number of at least 1, got {brief(num_classes)}")
         classes = num_classes
     return Examples(
         x=x[chosen].contiguous(),
@@ -226,14 +227,14 @@ def _targets(pack: Pack, key: str, count: int) -> Tensor:
     """Class numbers, or other targets: one row of numbers an example."""
     values = pack.array(key, "uif")
     if values.ndim < 1 or values.shape[0] != count:
-        raise ValueError(f"{pack.file}: array {key!r}: expected {count} targets, got shape {values.shape}")
+        raise UserError(f"{pack.file}: array {key!r}: expected {count} targets, got shape {values.shape}")
     return torch.from_numpy(values.astype(np.float32 if values.dtype.kind == "f" else np.int64))
 
 
 def _integers(pack: Pack, key: str, count: int) -> Tensor:
     values = pack.array(key, "ui")
     if values.shape != (count,):
-        raise ValueError(f"{pack.file}: array {key!r}: expected {count} integers, got shape {values.shape}")
+        raise UserError(f"{pack.file}: array {key!r}: expected {count} integers, got shape {values.shape}")
     return torch.from_numpy(values.astype(np.int64))
 
 
@@ -241,7 +242,7 @@ def _to_float(pack: Pack, key: str, rows: int) -> tuple[Tensor, ValueRange]:
     """The first ``rows`` of the examples, and the range of all of them."""
     raw = pack.array(key, "uifb", rows)
     if raw.ndim < 2 or 0 in raw.shape:
-        raise ValueError(f"{pack.file}: expected examples of shape (N, ...), got {raw.shape}")
+        raise UserError(f"{pack.file}: expected examples of shape (N, ...), got {raw.shape}")
     x = torch.from_numpy(raw.astype(np.float32))
     if raw.dtype == np.uint8:
         return x.div_(255.0), ValueRange()
@@ -249,7 +250,7 @@ def _to_float(pack: Pack, key: str, rows: int) -> tuple[Tensor, ValueRange]:
     if "scale" in pack.names:
         scale = pack.array("scale", "uif", most=_TEXT_BYTES)
         if scale.size != 1 or not np.isfinite(scale).all() or float(scale.reshape(())) <= 0:
-            raise ValueError(f"{pack.file}: array 'scale': expected one positive number, got {brief(scale.tolist())}")
+            raise UserError(f"{pack.file}: array 'scale': expected one positive number, got {brief(scale.tolist())}")
         x, ends = x * float(scale.reshape(())), ends * float(scale.reshape(()))
     return x, natural_range(ends)
 
@@ -268,7 +269,7 @@ def _arrange(file: Path, x: Tensor, layout: str, *, scaled: bool) -> Tensor:
             return x
         case ("hw", 3) | ("signal", 2):
             return x.unsqueeze(1)
-    raise ValueError(
+    raise UserError(
         f"{file}: cannot tell images, signals or a table from shape {tuple(x.shape)} with layout={layout!r}. "
         f"Choose layout from {', '.join(LAYOUTS[1:])}."
     )

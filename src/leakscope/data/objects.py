@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, from_tensors
 
@@ -36,7 +37,7 @@ def from_object(
     """
     if isinstance(value, Examples):
         if num_classes is not None or value_range is not None:
-            raise ValueError("value_range, num_classes: expected with tensors or a dataset only; Examples bring theirs")
+            raise UserError("value_range, num_classes: expected with tensors or a dataset only; Examples bring theirs")
         return value
     if isinstance(value, Dataset | DataLoader):
         known = getattr(getattr(value, "dataset", value), "classes", None)
@@ -45,7 +46,7 @@ def from_object(
         name = type(getattr(value, "dataset", value)).__name__ if name == "tensors" else name
         value = _read(value, limit)
     if not (isinstance(value, tuple | list) and len(value) == 2):
-        raise ValueError(f"expected {_EXPECTED}, got {type(value).__name__}")
+        raise UserError(f"expected {_EXPECTED}, got {type(value).__name__}")
     return from_tensors(_tensor(value[0]), _tensor(value[1]), num_classes, value_range, name=name)
 
 
@@ -60,17 +61,17 @@ def _read(source: Any, limit: int | None) -> tuple[Tensor, Tensor]:
         pairs = map(_pair, source if isinstance(source, IterableDataset) else _items(source))
     chosen = list(itertools.islice(pairs, limit))
     if not chosen:
-        raise ValueError("expected at least one example, got an empty dataset")
+        raise UserError("expected at least one example, got an empty dataset")
     inputs, targets = ([_tensor(item) for item in column] for column in zip(*chosen, strict=True))
     if len({(item.shape, item.dtype) for item in inputs}) > 1:
         shapes = sorted({str(tuple(item.shape)) for item in inputs})
-        raise ValueError(f"expected examples of one shape and type, got {', '.join(shapes[:4])}; resize them first")
+        raise UserError(f"expected examples of one shape and type, got {', '.join(shapes[:4])}; resize them first")
     return torch.stack(inputs), torch.stack(targets)
 
 
 def _items(dataset: Any) -> Iterator[Any]:
     if not hasattr(dataset, "__len__"):
-        raise ValueError(f"{type(dataset).__name__}: expected a dataset with a length, or an IterableDataset")
+        raise UserError(f"{type(dataset).__name__}: expected a dataset with a length, or an IterableDataset")
     return (dataset[number] for number in range(len(dataset)))
 
 
@@ -78,7 +79,7 @@ def _pair(item: Any) -> tuple[Any, Any]:
     if isinstance(item, tuple | list) and len(item) >= 2:
         return item[0], item[1]
     got = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else type(item).__name__
-    raise ValueError(f"expected the dataset to give pairs (x, y), got {got}; wrap it in one that does")
+    raise UserError(f"expected the dataset to give pairs (x, y), got {got}; wrap it in one that does")
 
 
 def _tensor(value: Any) -> Tensor:
@@ -88,8 +89,8 @@ def _tensor(value: Any) -> Tensor:
         return torch.tensor(value if isinstance(value, bool | int | float) else value.item())
     if not isinstance(value, np.ndarray):
         hint = "; add transforms.ToTensor()" if hasattr(value, "getdata") else "; use torch.as_tensor"
-        raise ValueError(f"expected tensors or numpy arrays, got {type(value).__name__}{hint}")
+        raise UserError(f"expected tensors or numpy arrays, got {type(value).__name__}{hint}")
     if value.dtype.kind not in "buif":
-        raise ValueError(f"expected an array of numbers, got {value.dtype}")
+        raise UserError(f"expected an array of numbers, got {value.dtype}")
     # torch reads the machine's own byte order and strides only.
     return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))

@@ -20,6 +20,7 @@ from typing import Any
 from scipy.optimize import brentq, minimize_scalar
 
 from leakscope.contracts.checks import expected, is_whole, refuse
+from leakscope.contracts.errors import UserError
 
 #: Orders of the Renyi divergence that are tried, the best of them refined; to try fewer only makes epsilon larger.
 ORDERS = (*range(2, 64), *(round(64 * 1.1**n) for n in range(54)))
@@ -87,7 +88,7 @@ def _noise_multiplier(epsilon: float, sampling_rate: float, steps: int, delta: f
     while excess(high) > 0:
         high += math.log(2)
         if math.exp(high) > _MOST_NOISE:
-            raise ValueError(
+            raise UserError(
                 f"epsilon: expected one that noise can reach in {steps} steps at delta {delta:g}, got {epsilon:g}; "
                 "use a larger epsilon or fewer steps"
             )

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 
 
@@ -55,7 +56,7 @@ class FakeGradients(Defense):
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
         if broken:
-            raise ValueError(
+            raise UserError(
                 f"FakeGradients: expected finite values, which can be sorted, got others in {', '.join(broken)}: "
                 "the training diverged. Lower the learning rate or check the inputs."
             )
@@ -97,7 +98,7 @@ class FakeGradients(Defense):
                     nearest, least = candidate, distance
             if least <= self.threshold * unit:
                 return nearest
-        raise ValueError(
+        raise UserError(
             f"FakeGradients: expected a candidate within the threshold of {self.threshold:g}"
             f"{' times the norm of the update' if self.units == 'relative' else ''}, got {least / unit:.4g} as the "
             f"nearest of {(1 + self.retries) * self.candidates}. Use a larger threshold, more candidates, or a sigma "

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 
@@ -72,7 +73,7 @@ class MixUp(Defense):
         if y.is_floating_point():
             return y
         if y.dim() != 1 or self.classes is None:
-            raise ValueError(f"mixup: expected one class an example, or targets that are numbers, got {tuple(y.shape)}")
+            raise UserError(f"mixup: expected one class an example, or targets that are numbers, got {tuple(y.shape)}")
         return y.to(like) if self.classes == 1 else nn.functional.one_hot(y, self.classes).to(like)
 
     def _shares(self, count: int, generator: torch.Generator) -> Tensor:
@@ -85,7 +86,7 @@ class MixUp(Defense):
             open_rows = open_rows[outside.any(1)]
             if not len(open_rows):
                 return rows
-        raise ValueError(
+        raise UserError(
             f"mixup: expected shares between {self.least:g} and {self.most:g} in {_TRIES} draws, got none; "
             "set least and most farther apart"
         )

@@ -25,6 +25,7 @@ from torch import nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.network.layers import structure
@@ -46,13 +47,13 @@ class NetworkDropout(Defense):
         modules = dict(model.named_modules())
         wrong = [name for name in self.layers if not isinstance(modules.get(name), _LAYERS)]
         if wrong:
-            raise ValueError(f"layers: expected linear or convolution layers of the model, got {', '.join(wrong)}")
+            raise UserError(f"layers: expected linear or convolution layers of the model, got {', '.join(wrong)}")
         if self.layers:
             return self
         layers = [layer for layer in structure(model, input_shape).layers if isinstance(layer.module, _LAYERS)]
         hidden = tuple(dict.fromkeys(layer.name for layer in layers[1:] if not layer.reads_input))
         if not hidden:
-            raise ValueError("network-dropout: expected a model with hidden units, got one without; it drops nothing")
+            raise UserError("network-dropout: expected a model with hidden units, got one without; it drops nothing")
         return dataclasses.replace(self, layers=hidden)
 
     def protect_copy(self, model: nn.Module) -> nn.Module:

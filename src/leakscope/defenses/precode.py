@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.network.layers import find_head
@@ -49,12 +50,12 @@ class Precode(Defense):
         if name and isinstance(model.get_submodule(parent), VariationalBottleneck):
             name = parent  # protected already
         if self.layer not in (None, name):
-            raise ValueError(f"layer: expected the model's head {name!r}, got {self.layer!r}; leave it out")
+            raise UserError(f"layer: expected the model's head {name!r}, got {self.layer!r}; leave it out")
         return dataclasses.replace(self, layer=name)
 
     def protect_model(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
         if self.layer is None:
-            raise ValueError("precode: expected a layer; call for_model first, as protocols do")
+            raise UserError("precode: expected a layer; call for_model first, as protocols do")
         if isinstance(model.get_submodule(self.layer), VariationalBottleneck):
             return model
         larger = copy.deepcopy(model)

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.network.layers import structure
@@ -40,7 +41,7 @@ class Soteria(Defense):
         layers = structure(model, input_shape).layers
         dense = [layer.name for layer in layers if isinstance(layer.module, nn.Linear) and layer.trainable]
         if not dense or self.layer not in (None, *dense):
-            raise ValueError(
+            raise UserError(
                 f"layer: expected a trained dense layer of the model ({', '.join(dense) or 'it has none'}), "
                 f"got {self.layer!r}"
             )
@@ -86,7 +87,7 @@ class _Prune:
         (x,) = self.hold.x
         self.hold.x.clear()
         if representation.dim() != 2:
-            raise ValueError(f"soteria: expected a layer that reads (examples, n), got {tuple(representation.shape)}")
+            raise UserError(f"soteria: expected a layer that reads (examples, n), got {tuple(representation.shape)}")
         pruned = pruned_representation(representation, x, self.fraction)
         through = nn.functional.linear(representation, layer.weight.detach(), layer.bias)
         by_weight = nn.functional.linear(pruned, layer.weight)

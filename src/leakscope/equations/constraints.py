@@ -25,6 +25,7 @@ import scipy.sparse
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.equations.linear_system import Array, LinearSystem, Matrix
 from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, Operation, ResidualStage, Stage
 
@@ -171,7 +172,7 @@ def generic_rank(stage: Stage) -> int | None:
 
 def _refuse_blocks(stage: Stage) -> None:
     if isinstance(stage, ResidualStage):
-        raise TypeError(f"{stage.name!r} is a residual block, whose equations are those of ResidualSystem")
+        raise UserError(f"{stage.name!r} is a residual block, whose equations are those of ResidualSystem")
 
 
 def _normalisation(module: nn.Module) -> tuple[Array, Array]:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable
+
 #: Largest relative gap (L1) between the outputs that the inputs give and those that were known.
 TOLERANCE = 1e-4
 #: The slopes are settled after a few passes, or never.
@@ -23,10 +25,6 @@ ROBUST_PASSES = 6
 FLAT = 1e-5
 #: The smallest singular value of the signals, relative to their largest, that still carries an example.
 LEAST_RANK = 1e-7
-
-
-class DenseRefused(ValueError):
-    """The layer's gradient does not give its inputs away."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,7 +87,7 @@ def peel_dense(
         inner, usable = reached, torch.ones_like(usable)
     assert best is not None
     if not best.residual <= tolerance:
-        raise DenseRefused(
+        raise NotApplicable(
             f"the inputs found give other outputs than the known ones, off by {best.residual:.1e} of them"
         )
     return best
@@ -150,6 +148,6 @@ def _fitting(signals: Tensor, observed: Tensor, sums: Tensor | None, usable: Ten
 def _solved(signals: Tensor, observed: Tensor) -> Tensor:
     sizes = torch.linalg.svdvals(signals)
     if signals.shape[1] < len(signals) or float(sizes[-1]) <= LEAST_RANK * float(sizes[0]):
-        raise DenseRefused("the signals of the examples are alike, so the layer's gradient does not tell them apart")
+        raise NotApplicable("the signals of the examples are alike, so the layer's gradient does not tell them apart")
     inputs: Tensor = torch.linalg.lstsq(signals.T, observed, driver="gelsd").solution
     return inputs

@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
-from leakscope.equations.dense import TOLERANCE, DenseRefused, peel_dense
+from leakscope.equations.dense import TOLERANCE, peel_dense
 from leakscope.equations.head import solve_head
 from leakscope.equations.head_completion import complete_head
 from leakscope.equations.head_mixtures import solve_mixed_head
 from leakscope.equations.head_search import HeadProblem
-from leakscope.equations.head_solution import HeadRefused, HeadSolution
+from leakscope.equations.head_solution import HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.dummies import dummy_inputs
 from leakscope.network.dense_path import DensePath, dense_path
@@ -61,7 +62,7 @@ class Embedding(HeadSolution):
 def recover_embedding(
     observation: Observation, generator: torch.Generator | None = None, *, peel: bool = True
 ) -> Embedding:
-    """Each example's features at the lowest cut that stays exact, or HeadRefused with what the adversary saw instead.
+    """Each example's features at the lowest cut that stays exact, or NotApplicable with what the adversary saw instead.
 
     ``generator`` draws the starts of the search; without one a fixed seed is used. ``peel``: continue below the head.
 
@@ -81,7 +82,7 @@ def recover_embedding(
         return _completed(observation, observation.channel, head)
     solution = _solve(observation, head, generator or torch.Generator().manual_seed(0))
     if solution.features is None:
-        raise HeadRefused("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
+        raise NotApplicable("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
     path = dense_path(observation.model, head.module_name)
     at_head = Embedding(
@@ -96,19 +97,19 @@ def recover_embedding(
 
 
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
-    """Of a batch of mixtures, each one's soft labels and features at the head; HeadRefused where none follow."""
+    """Of a batch of mixtures, each one's soft labels and features at the head; NotApplicable where none follow."""
     channel = observation.channel
     if channel is None or channel.mixed < 2:
-        raise HeadRefused("the client is not known to train on mixtures of its examples")
+        raise NotApplicable("the client is not known to train on mixtures of its examples")
     if not isinstance(observation.task, Classification):
-        raise HeadRefused("the task has no classes whose shares would tell how examples were mixed")
+        raise NotApplicable("the task has no classes whose shares would tell how examples were mixed")
     plain = dataclasses.replace(observation, channel=dataclasses.replace(channel, mixed=1))
     head = _observed_head(plain)
     if channel.clip is not None or channel.survivors(observation.message.update):
-        raise HeadRefused("the head's gradient is clipped or has holes, and its scale or its values are not known")
+        raise NotApplicable("the head's gradient is clipped or has holes, and its scale or its values are not known")
     scale, why = mean_gradient_scale(observation)
     if scale is None:
-        raise HeadRefused(f"the scale of the head's gradient is not known: {why}")
+        raise NotApplicable(f"the scale of the head's gradient is not known: {why}")
     examples, update = observation.num_examples or 1, observation.message.update
     weight = update[head.weight_name]
     module = observation.model.get_submodule(head.module_name)
@@ -135,14 +136,16 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
 def _completed(observation: Observation, channel: Channel, head: Head) -> Embedding:
     """The embedding at the head where entries of its gradient were set to zero; layers below it are not solved for."""
     if observation.num_examples != 1 or not isinstance(observation.task, Classification):
-        raise HeadRefused("entries of the head's gradient were set to zero: only one example with a class is completed")
+        raise NotApplicable(
+            "entries of the head's gradient were set to zero: only one example with a class is completed"
+        )
     scale, why = mean_gradient_scale(observation)
     if scale is None or channel.clip is not None:
-        raise HeadRefused(f"entries of the head's gradient were set to zero, and its scale is not known: {why}")
+        raise NotApplicable(f"entries of the head's gradient were set to zero, and its scale is not known: {why}")
     update, weight = observation.message.update, dict(observation.model.named_parameters())[head.weight_name]
     labels, _ = _labels(observation, torch.Generator().manual_seed(0))
     if labels is not None and labels.is_floating_point():
-        raise HeadRefused("entries of the head's gradient were set to zero, and the label is a soft one")
+        raise NotApplicable("entries of the head's gradient were set to zero, and the label is a soft one")
     stretched = 1 / (1 - channel.dropout) if channel.dropout_scaled else 1.0
     completed = complete_head(
         weight,
@@ -188,7 +191,7 @@ def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embe
                 tolerance=tolerance,
                 seen=found.seen,
             )
-        except DenseRefused as error:
+        except NotApplicable as error:
             reason = f"{step.name!r} was not solved: {error}"
             break
         found = dataclasses.replace(
@@ -227,26 +230,30 @@ def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
 
 def _observed_head(observation: Observation) -> Head:
     if observation.has_rounds:
-        raise HeadRefused("the update is that of several rounds, or of batches of the examples")
+        raise NotApplicable("the update is that of several rounds, or of batches of the examples")
     if observation.num_examples is None:
-        raise HeadRefused("num_examples: expected a number, got None: how many examples there are decides what follows")
+        raise NotApplicable(
+            "num_examples: expected a number, got None: how many examples there are decides what follows"
+        )
     if len(observation.output_shape) != 1:
-        raise HeadRefused(f"the model's outputs are no row: their shape is {observation.output_shape}")
+        raise NotApplicable(f"the model's outputs are no row: their shape is {observation.output_shape}")
     try:
         head = find_head(observation.model, observation.input_shape, observation.num_classes)
     except ValueError as error:
-        raise HeadRefused(str(error)) from error
+        raise NotApplicable(str(error)) from error
     if not head.last:
-        raise HeadRefused(f"something follows the last linear layer {head.module_name!r}, so its outputs are no logits")
+        raise NotApplicable(
+            f"something follows the last linear layer {head.module_name!r}, so its outputs are no logits"
+        )
     if head.weight_name not in observation.message.update:
-        raise HeadRefused(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+        raise NotApplicable(f"the head {head.module_name!r} is frozen: the update says nothing of it")
     channel = observation.channel
     if channel is not None and channel.unreliable:
-        raise HeadRefused(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
+        raise NotApplicable(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
     if channel is not None and channel.mixed > 1:
-        raise HeadRefused("the client trained on mixtures of its examples, whose targets are not known")
+        raise NotApplicable("the client trained on mixtures of its examples, whose targets are not known")
     if channel is not None and channel.rounding == "sign":
-        raise HeadRefused("only the signs of the update are seen, and equations need its values")
+        raise NotApplicable("only the signs of the update are seen, and equations need its values")
     return head
 
 
@@ -256,12 +263,12 @@ def _solve(observation: Observation, head: Head, generator: torch.Generator) -> 
     if scale is not None and observation.reduction == "sum":
         scale /= observation.num_examples or 1
     factors = (scale,) if scale is None else _factors(observation, scale)
-    refused: HeadRefused | None = None
+    refused: NotApplicable | None = None
     best: HeadSolution | None = None
     for factor in factors:
         try:
             found = _with_scale(observation, head, factor, generator)
-        except HeadRefused as error:
+        except NotApplicable as error:
             refused = refused or error
             continue
         if found.exact and found.labels is not None:
@@ -271,7 +278,7 @@ def _solve(observation: Observation, head: Head, generator: torch.Generator) -> 
         assert refused is not None
         raise refused
     if scale is None and not best.exact:
-        raise HeadRefused(
+        raise NotApplicable(
             f"the weight update's recipe is not known, and one step explains it but for {best.residual:.1e}: it may be "
             "that of several steps"
         )

@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.equations.dense import slope
 
 PASSES = 25
@@ -103,7 +104,7 @@ def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
     (True, True)
     """
     if not layer.homogeneous and layer.bias_gradient is None:
-        raise ValueError("fit_gates: expected a bias gradient, or an activation whose slopes do not depend on lengths")
+        raise UserError("fit_gates: expected a bias gradient, or an activation whose slopes do not depend on lengths")
     best = _fitted(layer, directions)
     for _ in range(PASSES):
         vectors = torch.linalg.svd(_products(layer, best)[0])[2]

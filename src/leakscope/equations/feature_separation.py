@@ -14,11 +14,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.feature_gates import SpanGradient, fit_gates, signed_lengths
 from leakscope.equations.feature_patterns import frequent_differences
 from leakscope.equations.simultaneous import diagonalising_vectors
 from leakscope.equations.stein_moments import activation_class, head_loadings, moment_matrices
-from leakscope.equations.unmixing import UnmixingRefused, unmix
+from leakscope.equations.unmixing import unmix
 
 Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
@@ -136,7 +137,7 @@ def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], gene
     """Independent components added to ``starts``, or why there are none."""
     try:
         unmixed = unmix(gradient, len(span), generator)
-    except UnmixingRefused as refusal:
+    except NotApplicable as refusal:
         return str(refusal)
     starts["unmixing"] = nn.functional.normalize(unmixed.sources @ span.T, dim=1)
     return None

@@ -19,8 +19,9 @@ from typing import get_args
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
-from leakscope.equations.feature_layer import FeaturesRefused, read_dense_gradient
+from leakscope.equations.feature_layer import read_dense_gradient
 from leakscope.equations.feature_refinement import (
     TwoGradients,
     fitted_output_gradients,
@@ -93,7 +94,7 @@ def recover_features(
     neurons: slice | None = None,
     generator: torch.Generator | None = None,
 ) -> RecoveredFeatures:
-    """The features in front of ``layer``, or FeaturesRefused with what stands in the way.
+    """The features in front of ``layer``, or NotApplicable with what stands in the way.
 
     ``layer``: by default the widest dense layer with an activation and dense layers behind it. ``methods``: what is
     tried for the span; the strongest by what can be seen is kept. ``count``: how many features, by default the number
@@ -134,11 +135,9 @@ def features_of(
         count = rank_of(leading_span(layer.gradient, width, draws)[1])
         notes.append(f"the number of examples is not known; the gradient's singular values show {count}")
     if count > min(layer.gradient.shape):
-        raise FeaturesRefused(
-            f"{layer.name!r} is {tuple(layer.gradient.shape)}: its gradient has no {count} directions"
-        )
+        raise NotApplicable(f"{layer.name!r} is {tuple(layer.gradient.shape)}: its gradient has no {count} directions")
     if not bool(layer.gradient.any()):
-        raise FeaturesRefused(f"the gradient of {layer.name!r} is zero: it holds no features")
+        raise NotApplicable(f"the gradient of {layer.name!r} is zero: it holds no features")
     mask, zeros = visible_zeros(layer.gradient)
     leading, sizes = leading_span(layer.gradient, count, draws)
     rank = int((sizes > LEAST_RANK * sizes[0]).sum())
@@ -317,7 +316,7 @@ def _spans(
         else:
             notes.append(f"no Stein moments: {reason}")
     if not spans:
-        raise FeaturesRefused(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
+        raise NotApplicable(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
     return spans
 
 
@@ -336,7 +335,7 @@ def _rows_inside(
 def _check_methods(methods: Sequence[Method]) -> None:
     unknown = [method for method in methods if method not in get_args(Method)]
     if unknown or not methods:
-        raise ValueError(f"methods: expected some of {', '.join(get_args(Method))}, got {list(methods)}")
+        raise UserError(f"methods: expected some of {', '.join(get_args(Method))}, got {list(methods)}")
 
 
 def _again(generator: torch.Generator) -> torch.Generator:

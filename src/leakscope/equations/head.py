@@ -14,9 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.task import Reduction
 from leakscope.equations.head_search import HeadProblem, label_choices, search
-from leakscope.equations.head_solution import EXACT, REFUSED, HeadRefused, HeadSolution, exact_residual
+from leakscope.equations.head_solution import EXACT, REFUSED, HeadSolution, exact_residual
 from leakscope.equations.last_layer import softmax_signals
 from leakscope.network.activations import Activation
 
@@ -36,7 +37,7 @@ def solve_head(
     cross_entropy: bool = True,
     generator: torch.Generator | None = None,
 ) -> HeadSolution:
-    """Each example's features and output gradients, or :class:`HeadRefused`.
+    """Each example's features and output gradients, or :class:`NotApplicable`.
 
     ``labels`` (n,) where they are known, or soft ones (n, C); else those of ``readings``, likeliest first, and their
     neighbours are tried, and the residual decides. ``nonnegative``: the features come out of a ReLU. ``scale``: what
@@ -74,29 +75,31 @@ def solve_head(
 
 def _wide(value: Tensor) -> Tensor:
     if not bool(torch.isfinite(value).all()):
-        raise HeadRefused("the head or its gradient holds NaN or infinite entries")
+        raise NotApplicable("the head or its gradient holds NaN or infinite entries")
     return value.detach().double().cpu()
 
 
 def _check(problem: HeadProblem, cross_entropy: bool) -> None:
     examples, classes, bias = problem.examples, len(problem.weight), problem.sums is not None
     if not bool(problem.observed.any()) or (problem.sums is not None and not bool(problem.sums.any())):
-        raise HeadRefused("the head's gradient is zero throughout: it says nothing of the examples")
+        raise NotApplicable("the head's gradient is zero throughout: it says nothing of the examples")
     if examples == 1 and bias:
         return
     if not cross_entropy or classes == 1:
-        raise HeadRefused(
+        raise NotApplicable(
             f"{examples} example(s) behind a head {'with' if bias else 'without'} a bias, and a loss that is not "
             "cross-entropy over several classes: only one example behind a bias is closed form there"
         )
     most = classes - (1 if bias else 2)
     if examples > most:
-        raise HeadRefused(
+        raise NotApplicable(
             f"{examples} examples and {classes} classes: the head's gradient has {classes} rows that add up to zero, "
             f"so that it determines at most {max(most, 0)} examples{'' if bias else ' without a bias'}"
         )
     if not problem.starts:
-        raise HeadRefused(f"{examples} examples of {classes} classes: solving the head's equations would take minutes")
+        raise NotApplicable(
+            f"{examples} examples of {classes} classes: solving the head's equations would take minutes"
+        )
 
 
 def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: bool) -> HeadSolution:
@@ -107,7 +110,7 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
     gap = observed - torch.outer(delta, features)
     rank_one = float(gap.norm() / observed.norm())
     if rank_one > REFUSED:
-        raise HeadRefused(
+        raise NotApplicable(
             f"the head's gradient is not that of one example: {rank_one:.1e} of it is missing from the matrix of rank "
             "one that its bias gradient calls for. The update was pruned or altered, or is that of several steps"
         )
@@ -135,7 +138,7 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
                 scale=scale,
             )
         if rank_one > EXACT:
-            raise HeadRefused(
+            raise NotApplicable(
                 f"no label explains the head's gradient: the nearest leaves {residual:.1e} of it. The update was "
                 "altered, or is that of several steps"
             )
@@ -162,7 +165,7 @@ def _one_without_bias(problem: HeadProblem, labels: Tensor | None) -> HeadSoluti
     rank_one = float((problem.observed - torch.outer(delta, features)).norm() / problem.observed.norm())
     residual = max(best.mismatch, rank_one)
     if residual > REFUSED:
-        raise HeadRefused(f"no example explains the head's gradient: the nearest leaves {residual:.1e} of it")
+        raise NotApplicable(f"no example explains the head's gradient: the nearest leaves {residual:.1e} of it")
     logits = problem.weight @ features + problem.bias
     return HeadSolution(
         output_gradients=delta[None],

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.equations.head_solution import REFUSED, HeadRefused, HeadSolution
+from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.head_solution import REFUSED, HeadSolution
 
 #: Alternating least squares of a matrix of rank one converge in a few rounds.
 ROUNDS = 20
@@ -42,7 +43,7 @@ def complete_head(
 ) -> CompletedHead:
     """One example's features and output gradient from what is left of the head's gradient; zeros are what is missing.
 
-    ``scale``: what the gradient was multiplied by. HeadRefused where the entries are not those of one example.
+    ``scale``: what the gradient was multiplied by. NotApplicable where the entries are not those of one example.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((4, 40), generator=draws).double(), torch.rand(40, generator=draws).double()
@@ -59,10 +60,10 @@ def complete_head(
     head = (weight.detach().double().cpu(), 0.0 if bias is None else bias.detach().double().cpu())
     entries = observed != 0
     if not bool(entries.any()):
-        raise HeadRefused("nothing is left of the head's gradient")
+        raise NotApplicable("nothing is left of the head's gradient")
     chosen = int(observed.square().sum(1).argmax()) if label is None else label
     if not bool(entries[chosen].any()):
-        raise HeadRefused(f"nothing is left of the row of class {chosen} in the head's gradient")
+        raise NotApplicable(f"nothing is left of the row of class {chosen} in the head's gradient")
     if sums is not None and float(sums[chosen]) != 0:
         own = float(sums[chosen])
     else:
@@ -72,7 +73,7 @@ def complete_head(
     fitted = torch.outer(delta, features) * entries
     residual = float((fitted - observed).norm() / observed.norm())
     if residual > REFUSED:
-        raise HeadRefused(
+        raise NotApplicable(
             f"what is left of the head's gradient is not of one example: {residual:.1e} of it is missing from the "
             "nearest matrix of rank one"
         )

@@ -18,15 +18,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.head_search import HOPELESS, MOST_DEVIATIONS, SIGN_WEIGHT, SPREADS, HeadProblem
-from leakscope.equations.head_solution import (
-    EXACT_FEATURES,
-    REFUSED,
-    USELESS_FEATURES,
-    HeadRefused,
-    HeadSolution,
-    exact_residual,
-)
+from leakscope.equations.head_solution import EXACT_FEATURES, REFUSED, USELESS_FEATURES, HeadSolution, exact_residual
 from leakscope.equations.head_system import Equations, HeadSystem, least_squares
 
 #: Starts for each choice of classes, choices, and how many more classes than mixtures these are made of.
@@ -48,7 +42,7 @@ def solve_mixed_head(
 ) -> HeadSolution:
     """Features, output gradients and soft labels (n, C) of each of n mixtures of at most ``images`` examples.
 
-    ``present``: the classes of the batch, where they are known. HeadRefused where no such mixtures explain the head.
+    ``present``: the classes of the batch, where they are known. NotApplicable where no such mixtures explain the head.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((6, 9), generator=draws).double(), torch.rand((2, 9), generator=draws).double()
@@ -76,17 +70,17 @@ def solve_mixed_head(
         if found is not None and (best is None or found.residual < best.residual):
             best = found
     nearest = "" if best is None else f"; the nearest leave {best.residual:.1e} of it"
-    raise HeadRefused(f"no {problem.examples} mixtures of {images} examples explain the head's gradient{nearest}")
+    raise NotApplicable(f"no {problem.examples} mixtures of {images} examples explain the head's gradient{nearest}")
 
 
 def _check(problem: HeadProblem, images: int) -> None:
     n, classes = problem.examples, len(problem.weight)
     if problem.sums is None or problem.scale is None:
-        raise HeadRefused("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
+        raise NotApplicable("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
     # Each mixture has C - images classes without a share: fewer equations than unknowns certify nothing.
     most = min(max(classes - images, 0), MOST_MIXTURES)
     if n > most:
-        raise HeadRefused(
+        raise NotApplicable(
             f"{n} mixtures of {images} examples and {classes} classes: at most {most} are told apart by their head"
         )
     problem.check_rank()

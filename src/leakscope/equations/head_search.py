@@ -9,14 +9,8 @@ from itertools import combinations_with_replacement, islice
 import torch
 from torch import Tensor
 
-from leakscope.equations.head_solution import (
-    EXACT_FEATURES,
-    REFUSED,
-    USELESS_FEATURES,
-    HeadRefused,
-    HeadSolution,
-    exact_residual,
-)
+from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.head_solution import EXACT_FEATURES, REFUSED, USELESS_FEATURES, HeadSolution, exact_residual
 from leakscope.equations.head_system import HeadSystem, least_squares
 from leakscope.labels import certain_counts_from_bias, counts_to_labels
 
@@ -84,7 +78,7 @@ class HeadProblem:
         last = float(sizes[n - 1] / sizes[0]) if len(sizes) >= n else 0.0
         noise = self.noise * math.sqrt(self.observed.shape[1]) / float(sizes[0])
         if last < max(LEAST_RANK, LEAST_SIGNAL * noise):
-            raise HeadRefused(
+            raise NotApplicable(
                 f"the head's gradient does not show {n} examples: its singular value number {n} is {last:.1e} of the "
                 f"largest, and its noise {noise:.1e}. Two examples are alike, one is too sure to leave a trace, or the "
                 "noise is too strong"
@@ -154,7 +148,7 @@ def search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Gen
             if found is not None and (best is None or found.residual < best.residual):
                 best = found
     nearest = "" if best is None else f"; the nearest leave {best.residual:.1e} of it"
-    raise HeadRefused(
+    raise NotApplicable(
         f"no {problem.examples} examples explain the head's gradient{nearest}. The update was pruned or altered, is "
         "that of several steps, or the labels are others"
     )
@@ -162,7 +156,7 @@ def search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Gen
 
 def _checked(problem: HeadProblem, found: HeadSolution) -> HeadSolution:
     if found.residual > REFUSED:
-        raise HeadRefused(
+        raise NotApplicable(
             f"the head's gradient is too noisy: the nearest examples leave {found.residual:.1e} of it unexplained"
         )
     return found

@@ -13,10 +13,6 @@ EXACT, REFUSED = 1e-5, 0.1
 EXACT_FEATURES, USELESS_FEATURES = 1e-3, 0.3
 
 
-class HeadRefused(ValueError):
-    """The last layer's gradient does not give the examples away; the text says what was seen instead."""
-
-
 @dataclass(frozen=True, eq=False)
 class HeadSolution:
     """What the head's gradient says of each of n examples, in the order of ``labels``.

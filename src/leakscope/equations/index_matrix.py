@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.errors import UserError
 from leakscope.equations.decomposition import rank_of
 
 Indices = Sequence[Sequence[int]]
@@ -133,7 +134,7 @@ def check_rows(name: str, rows: Tensor, samples: int, width: int | None = None) 
     fits = rows.dim() == 2 and rows.shape[0] == samples and rows.shape[1] >= 1 and width in (None, rows.shape[1])
     if not fits or not rows.is_floating_point() or not bool(torch.isfinite(rows).all()):
         shape = f"({samples}, {width or 'any'})"
-        raise ValueError(f"{name}: expected finite numbers of shape {shape}, got {tuple(rows.shape)} of {rows.dtype}")
+        raise UserError(f"{name}: expected finite numbers of shape {shape}, got {tuple(rows.shape)} of {rows.dtype}")
 
 
 def check_sizes(where: str, samples: int, batch: int, **others: int) -> None:

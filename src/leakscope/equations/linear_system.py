@@ -17,6 +17,8 @@ import scipy.linalg
 import scipy.sparse
 import scipy.sparse.linalg
 
+from leakscope.contracts.errors import UserError
+
 Array: TypeAlias = np.ndarray
 Matrix: TypeAlias = scipy.sparse.csr_array
 
@@ -76,9 +78,9 @@ class LinearSystem:
     def __post_init__(self) -> None:
         rows = self.matrix.shape[0]
         if self.target.shape != (rows,):
-            raise ValueError(f"target: expected one number for each of {rows} rows, got shape {self.target.shape}")
+            raise UserError(f"target: expected one number for each of {rows} rows, got shape {self.target.shape}")
         if self.blocks and sum(self.blocks) != rows:
-            raise ValueError(f"blocks: expected sizes that add up to {rows} rows, got {self.blocks}")
+            raise UserError(f"blocks: expected sizes that add up to {rows} rows, got {self.blocks}")
 
     @property
     def rows(self) -> int:
@@ -151,7 +153,7 @@ class LinearSystem:
             values = np.linalg.svd(system.matrix.toarray(), compute_uv=False)[::-1]
             return _spectrum(values, longer * eps, "singular values")
         if side > MAX_DENSE:
-            raise ValueError(f"the rank is computed up to {MAX_DENSE} rows or unknowns, got {side}")
+            raise UserError(f"the rank is computed up to {MAX_DENSE} rows or unknowns, got {side}")
         tolerance = math.sqrt(side * eps)
         largest, smallest = self._extremes()
         if smallest > 10 * tolerance * largest:

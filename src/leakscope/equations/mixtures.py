@@ -19,6 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable
+
 #: Shares of soft labels below this are none, and above one minus it, all.
 NO_SHARE = 1e-3
 #: Ways to divide the classes that are tried.
@@ -33,10 +35,6 @@ TELLING = 1e-3
 GRID = tuple(place / 40 for place in range(4, 37))
 #: The spread of pictures about their mean, in units of their range.
 SPREAD = 0.25
-
-
-class MixturesRefused(ValueError):
-    """The mixtures cannot be taken apart; the text says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +75,7 @@ class Parts:
 
 
 def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
-    """All M that soft labels (n, C) of mixtures of ``images`` examples allow; MixturesRefused where it is not known.
+    """All M that soft labels (n, C) of mixtures of ``images`` examples allow; NotApplicable where it is not known.
 
     >>> soft = torch.tensor([[0.6, 0.0, 0.4], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]])
     >>> found = possible_shares(soft, 2)
@@ -90,15 +88,13 @@ def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
     if len(classes) == n:
         return [Shares(soft[:, classes], classes)]
     if len(classes) > n or images != 2:
-        raise MixturesRefused(
+        raise NotApplicable(
             f"{n} mixtures of {images} examples show {len(classes)} classes: which example is in which does not follow"
         )
     divided = [list(itertools.islice(_divided(soft[:, label]), MOST_WAYS + 1)) for label in classes]
     ways = math.prod(len(options) for options in divided)
     if ways > MOST_WAYS:
-        raise MixturesRefused(
-            f"more than {MOST_WAYS} ways to divide the classes among the mixtures are too many to try"
-        )
+        raise NotApplicable(f"more than {MOST_WAYS} ways to divide the classes among the mixtures are too many to try")
     found = []
     for way in itertools.product(*divided):
         matrix = torch.cat([columns for columns, _ in way], 1)
@@ -106,7 +102,7 @@ def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
             counts = torch.tensor([columns.shape[1] for columns, _ in way])
             found.append(Shares(matrix, classes.repeat_interleave(counts), all(known for _, known in way)))
     if not found:
-        raise MixturesRefused(f"the shares of {len(classes)} classes are not those of {n} examples")
+        raise NotApplicable(f"the shares of {len(classes)} classes are not those of {n} examples")
     return found
 
 
@@ -149,7 +145,7 @@ def _pairings(rows: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounded: bool = True) -> Parts:
-    """The examples in mixtures (n, ...) given in [0, 1]; MixturesRefused where there is no way back.
+    """The examples in mixtures (n, ...) given in [0, 1]; NotApplicable where there is no way back.
 
     ``error``: that of the mixtures, root mean square; where it is small, parts outside of [0, 1] refute a way.
     ``bounded``: examples lie in [0, 1] at all.
@@ -162,12 +158,12 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
     """
     usable = [way for way in ways if way.growth <= MOST_GROWTH]
     if not usable:
-        raise MixturesRefused("the shares do not determine the examples: their matrix is singular, or nearly so")
+        raise NotApplicable("the shares do not determine the examples: their matrix is singular, or nearly so")
     tried = [(way, way.parts(mixtures, error)) for way in usable]
     if error < TELLING and bounded:
         tried = [(way, parts) for way, parts in tried if outside(parts) <= _allowed(way, error)]
         if not tried:
-            raise MixturesRefused("no division of the classes gives examples within their bounds")
+            raise NotApplicable("no division of the classes gives examples within their bounds")
     scores = [_strangeness(parts, bounded) for _, parts in tried]
     way, parts = tried[scores.index(min(scores))]
     # A way that was left out because nothing follows from it is not refuted.

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.equations.feature_gates import least_squares
 
 Elementwise = Callable[[Tensor], Tensor]
@@ -128,7 +129,7 @@ def stein_span(
         slices = torch.nn.functional.normalize(slices, dim=1)
         moments = [_third_moment(gradient, weight, loading, one) for loading in loadings for one in slices]
     else:
-        raise ValueError(f"activation: expected a second or third moment, got orders {activation.orders}")
+        raise UserError(f"activation: expected a second or third moment, got orders {activation.orders}")
     squares = sum((moment @ moment for moment in moments), start=torch.zeros_like(moments[0]))
     return torch.linalg.eigh(squares)[1].flip(1)[:, :count].T
 

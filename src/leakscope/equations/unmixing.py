@@ -26,6 +26,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable, UserError
+
 Domain = Literal["auto", "differences", "values"]
 #: E[log cosh] of a standard normal number.
 GAUSSIAN_LOG_COSH = 0.3745672075
@@ -35,10 +37,6 @@ LEAST_GAP = 10.0
 ROUNDING = 1e-6
 #: Fixed points move by less than this, as one minus a cosine, or there are so many steps.
 AT_REST, MOST_STEPS = 1e-8, 200
-
-
-class UnmixingRefused(ValueError):
-    """The gradient does not hold as many rows, or does not tell how many it holds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +68,7 @@ class Unmixed:
 
 
 def count_sources(gradient: Tensor) -> int:
-    """How many rows are mixed in a gradient (m, d): where its singular values fall off; UnmixingRefused where nowhere.
+    """How many rows are mixed in a gradient (m, d): where its singular values fall off; NotApplicable where nowhere.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> count_sources(torch.randn((9, 3), generator=draws) @ torch.randn((3, 50), generator=draws))
@@ -78,13 +76,13 @@ def count_sources(gradient: Tensor) -> int:
     """
     values = _singular_values(gradient)
     if not len(values):
-        raise UnmixingRefused("the gradient is zero, so nothing is mixed in it")
+        raise NotApplicable("the gradient is zero, so nothing is mixed in it")
     # The Gram matrix squares them: below this they are its rounding, and say nothing of a gap.
     levels = values.clamp_min(1e-7 * float(values[0]))
     gaps = levels[:-1] / levels[1:]
     widest = int(gaps.argmax()) if len(gaps) else 0
     if not len(gaps) or float(gaps[widest]) < LEAST_GAP:
-        raise UnmixingRefused(
+        raise NotApplicable(
             "the singular values of the gradient fall off nowhere: as many rows as it has room for, or noise; "
             "say how many examples there are"
         )
@@ -166,13 +164,13 @@ def row_space(gradient: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
     """
     live = gradient[gradient.abs().amax(1) > 0]  # the decomposition may fail on rows of zeros, such as dead units leave
     if len(live) < count:
-        raise UnmixingRefused(f"the gradient holds fewer than {count} different rows: {len(live)} are not zero")
+        raise NotApplicable(f"the gradient holds fewer than {count} different rows: {len(live)} are not zero")
     directions = torch.linalg.eigh(_smaller_gram(live)).eigenvectors[:, -count:]
     rows = directions.T @ live if live.shape[0] <= live.shape[1] else directions.T
     span = torch.linalg.qr(rows.T).Q
     left, sizes, turn = torch.linalg.svd(gradient @ span, full_matrices=False)
     if float(sizes[-1]) <= 1e-12 * float(sizes[0]):
-        raise UnmixingRefused(f"the gradient holds fewer than {count} different rows: its rank is smaller")
+        raise NotApplicable(f"the gradient holds fewer than {count} different rows: its rank is smaller")
     basis = turn @ span.T
     outside = gradient - (left * sizes) @ basis
     return basis, (left / sizes).T, float(outside.norm() / gradient.norm())
@@ -321,15 +319,15 @@ def _orthogonal(matrix: Tensor) -> Tensor:
 
 def _check(gradient: Tensor, count: int, picture: tuple[int, ...] | None) -> None:
     if gradient.dim() != 2:
-        raise ValueError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
+        raise UserError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
     if picture is not None and math.prod(picture) != gradient.shape[1]:
-        raise ValueError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
+        raise UserError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
     if count < 1:
-        raise ValueError(f"count: expected at least 1, got {count}")
+        raise UserError(f"count: expected at least 1, got {count}")
     if count > min(gradient.shape):
-        raise UnmixingRefused(
+        raise NotApplicable(
             f"{count} rows cannot be told apart in a gradient of {gradient.shape[0]} units and {gradient.shape[1]} "
             "inputs: there are fewer mixtures than rows"
         )
     if not bool(torch.isfinite(gradient).all()):
-        raise ValueError("gradient: expected finite numbers, got NaN or infinity")
+        raise UserError("gradient: expected finite numbers, got NaN or infinity")

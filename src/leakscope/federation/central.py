@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.training import Client, Training, round_generator
@@ -39,7 +40,7 @@ class CentralTraining(Training):
     ) -> tuple[nn.Module, float]:
         """The model after epoch ``number``, and the mean loss over its steps."""
         if defense is not None:
-            raise ValueError(f"central training: expected no defence, for nothing is sent, got {defense!r}")
+            raise UserError(f"central training: expected no defence, for nothing is sent, got {defense!r}")
         x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
         after = copy.deepcopy(model).train()
         rate = self.lr * (0.1 ** ((number - 1) // self.decay_every) if self.decay_every else 1.0)

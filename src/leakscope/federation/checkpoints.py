@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from leakscope import __version__
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.disk import atomic_write, cache_home, private_folder
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import Client, Progress, Training, TrainingRun, check_clients, initial_copy
 
@@ -105,7 +106,7 @@ def training_key(
     """
     for what, text in (("training", repr(training)), ("defence", repr(defense))):
         if _ADDRESS.search(text):
-            raise ValueError(f"expected a {what} whose repr tells all its settings, got {text}; make it a dataclass")
+            raise UserError(f"expected a {what} whose repr tells all its settings, got {text}; make it a dataclass")
     digest = hashlib.sha256()
     facts = {
         "format": CHECKPOINT_FORMAT,

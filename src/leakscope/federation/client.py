@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.defense import Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message
 from leakscope.contracts.protocol import BATCHNORM, ClientSide, Protocol
@@ -19,7 +20,7 @@ from leakscope.network.recorder import record_layers
 __all__ = ["OneMessage", "batch_gradient", "batchnorm_statistics", "own_randomness", "protected"]
 
 
-class UpdateNotFinite(ValueError):
+class UpdateNotFinite(UserError):
     """What a client would send has NaN or infinite entries: its training diverged."""
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Classification, Task
@@ -26,7 +27,7 @@ from leakscope.federation.fedsgd import FedSGD
 from leakscope.federation.training import Client, Training, mean_loss, named_generator, round_generator
 
 
-class Diverged(ValueError):
+class Diverged(UserError):
     """The training broke down: an update, a weight or a loss is no longer finite."""
 
 

@@ -21,6 +21,7 @@ import torch
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
 from leakscope.contracts.protocol import ClientSide, Protocol
@@ -53,7 +54,7 @@ class SecureAggregation(Protocol):
         if isinstance(words, str) or (isinstance(words, Mapping) and len(words) == 1):
             name, settings = (words, {}) if isinstance(words, str) else next(iter(words.items()))
             if folded(str(name)) not in _BY_NAME:
-                raise ValueError(f"protocol: expected {' or '.join(_BY_NAME)}, got {name!r}")
+                raise UserError(f"protocol: expected {' or '.join(_BY_NAME)}, got {name!r}")
             told = {"batchnorm": options["batchnorm"]} if "batchnorm" in options else {}
             options = {**options, "protocol": _BY_NAME[folded(str(name))].build({**told, **(settings or {})})}
         return super().build(options)
@@ -65,7 +66,7 @@ class SecureAggregation(Protocol):
     def check(self, model: Any, x: Any) -> None:
         self.protocol.check(model, x)
         if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) < self.clients:
-            raise ValueError(
+            raise UserError(
                 f"clients: expected at most the {len(x)} examples there are, got {self.clients}; lower it or give more"
             )
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import Protocol, check_batch, client_copy
 from leakscope.contracts.settings import Described, setting
@@ -101,7 +102,7 @@ class Training(Described, ABC):
             return (self.rounds + 1,)
         wrong = [r for r in at if not is_whole(r) or r > self.rounds + 1]
         if wrong or not len(at):
-            raise ValueError(
+            raise UserError(
                 f"at: expected at least one round from 1, the initial model, to {self.rounds + 1}, the model after "
                 f"the last round, got {', '.join(map(repr, wrong)) or 'none'}. Raise rounds for later ones."
             )
@@ -144,7 +145,7 @@ class FederatedTraining(Training):
                     task=self.task,
                 )
             except ValueError as error:
-                raise ValueError(f"round {number}, client {client}: {error}") from error
+                raise UserError(f"round {number}, client {client}: {error}") from error
             for name, delta in observation.message.update.items():
                 mean[name] += delta.to("cpu", torch.float64) * (len(y) / total)
         after = copy.deepcopy(model)
@@ -217,14 +218,14 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: 
         try:
             x, y = client
             if not isinstance(x, Tensor) or not isinstance(y, Tensor) or len(x) == 0:
-                raise ValueError("expected a pair (x, y) of tensors with at least one example")
+                raise UserError("expected a pair (x, y) of tensors with at least one example")
             if kind != (x.shape[1:], x.dtype):
                 # The model itself need only be asked once for each kind of input.
                 outputs, kind = check_batch(model, x, y, None, task), (x.shape[1:], x.dtype)
             wrong = [] if bool(torch.isfinite(x).all()) else ["x: has NaN or infinite values"]
             wrong += task.problems_of(y, len(x), outputs)
             if wrong:
-                raise ValueError(" ".join(wrong))
+                raise UserError(" ".join(wrong))
         except (TypeError, ValueError) as error:
             message = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
             problems.append(f"client {number}: " + " ".join(message))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from leakscope.contracts.checks import refuse
+from leakscope.contracts.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +46,7 @@ def chosen_steps(total: int, limit: int) -> tuple[int, ...]:
     ((0, 1, 2), (0, 33, 66, 99))
     """
     if total < 1 or limit < 2:
-        raise ValueError(f"expected at least 1 step and a limit of at least 2, got {total} and {limit}")
+        raise UserError(f"expected at least 1 step and a limit of at least 2, got {total} and {limit}")
     if total <= limit:
         return tuple(range(total))
     return tuple(round(place * (total - 1) / (limit - 1)) for place in range(limit))

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense, Gradient
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind, gathered
 from leakscope.contracts.protocol import ClientSide, Protocol
@@ -153,18 +154,18 @@ class Vertical(Protocol):
 
     def check(self, model: nn.Module, x: Tensor) -> None:
         if not isinstance(model, VerticalModel):
-            raise ValueError(
+            raise UserError(
                 f"Vertical: expected a VerticalModel, whose workers own the features, got {type(model).__name__}; "
                 "build 'cafe-cnn' or 'vertical-mlp', or put your own parts into leakscope.VerticalModel"
             )
         if not isinstance(x, Tensor) or x.dim() < 2:
             return  # check_batch says what is wrong with it
         if tuple(x.shape[1:]) != model.input_shape:
-            raise ValueError(
+            raise UserError(
                 f"x: expected samples of shape {model.input_shape} as in the model, got {tuple(x.shape[1:])}"
             )
         if self.batch_size > len(x) > 0:
-            raise ValueError(
+            raise UserError(
                 f"batch_size: expected at most the {len(x)} samples there are, got {self.batch_size}; "
                 "lower it or give more samples"
             )

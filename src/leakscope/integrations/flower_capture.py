@@ -18,6 +18,7 @@ from leakscope.contracts.captured import batchnorm_mode, with_weights
 from leakscope.contracts.captured_state import CapturedState, plain_names, read_state
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
@@ -144,7 +145,7 @@ def weights_in(content: Any, record: str | None, what: str) -> dict[str, Any]:
     if name not in records or (record is None and len(records) != 1):
         held = ", ".join(records) or "none"
         wanted = "one ArrayRecord" if record is None else f"an ArrayRecord {record!r}"
-        raise ValueError(f"the message {what}: expected {wanted}, got {held}. Name the right one: Capture(arrays=...)")
+        raise UserError(f"the message {what}: expected {wanted}, got {held}. Name the right one: Capture(arrays=...)")
     return {key: array.numpy() for key, array in records[name].items()}
 
 
@@ -173,6 +174,6 @@ def channel_of_local_dp(mod: Any) -> Channel:
     'clipped to 1, noise 0.24224'
     """
     if mod.epsilon <= 0 or mod.delta <= 0:
-        raise ValueError(f"LocalDpMod: expected epsilon and delta above 0, got {mod.epsilon} and {mod.delta}")
+        raise UserError(f"LocalDpMod: expected epsilon and delta above 0, got {mod.epsilon} and {mod.delta}")
     sigma = mod.sensitivity * math.sqrt(2 * math.log(1.25 / mod.delta)) / mod.epsilon
     return Channel(clip=float(mod.clipping_norm), noise=float(sigma))

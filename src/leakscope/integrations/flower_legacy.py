@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from leakscope.contracts.errors import UserError
 from leakscope.integrations.flower_capture import Capture
 from leakscope.integrations.flower_mod import Inline
 from leakscope.integrations.flower_strategy import Reply, record_replies, summary_of
@@ -22,7 +23,7 @@ class AuditedFitStrategy(_strategies.Strategy):  # type: ignore[name-defined]
 
     def __init__(self, strategy: Any, capture: Capture, *, inline: Inline | None = None, run: str = "0") -> None:
         if not isinstance(strategy, _strategies.Strategy):
-            raise TypeError(f"strategy: expected one of flwr.server.strategy, got {type(strategy).__name__}")
+            raise UserError(f"strategy: expected one of flwr.server.strategy, got {type(strategy).__name__}")
         self.strategy, self.capture, self.inline, self.run = strategy, capture, inline, run
         self._asked: dict[str, Any] = {}
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.checks import refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder
+from leakscope.contracts.errors import UserError
 from leakscope.integrations.flower_capture import Capture, told_examples, told_round, weights_in
 from leakscope.integrations.leakage import Leakage, measure
 from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
@@ -98,9 +99,9 @@ class AuditMod:
         others: Tensor | None = None,
     ) -> None:
         if position not in ("raw", "as_sent"):
-            raise ValueError(f"position: expected 'raw' or 'as_sent', got {position!r}")
+            raise UserError(f"position: expected 'raw' or 'as_sent', got {position!r}")
         if position == "raw" and capture.channel is not None:
-            raise ValueError(
+            raise UserError(
                 "capture.channel: what a client computed has passed no defence yet; give the channel to as_sent only"
             )
         self.capture, self.position, self.truth = capture, position, truth
@@ -117,7 +118,7 @@ class AuditMod:
             token = _EXCHANGE.set(exchange)
         try:
             if self.position == "as_sent" and "raw" in exchange.positions:
-                raise ValueError(
+                raise UserError(
                     "mods: 'raw' stands before 'as_sent', so each would record what the other is for. The first mod is "
                     "the outermost: use audited_mods(mods, raw=..., as_sent=...), which puts them in their places."
                 )
@@ -184,7 +185,7 @@ def audited_mods(mods: Sequence[Any], *, raw: AuditMod | None = None, as_sent: A
     """
     for mod, position in ((raw, "raw"), (as_sent, "as_sent")):
         if mod is not None and mod.position != position:
-            raise ValueError(f"{position}: expected an AuditMod with position={position!r}, got {mod.position!r}")
+            raise UserError(f"{position}: expected an AuditMod with position={position!r}, got {mod.position!r}")
     return [*([] if as_sent is None else [as_sent]), *mods, *([] if raw is None else [raw])]
 
 

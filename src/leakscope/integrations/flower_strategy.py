@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.errors import UserError
 from leakscope.integrations.flower_capture import Capture, told_examples, weights_in
 from leakscope.integrations.flower_mod import Inline, library, worst_of_clients
 from leakscope.integrations.leakage import Leakage, measure
@@ -36,7 +37,7 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
 
     def __init__(self, strategy: Any, capture: Capture, *, inline: Inline | None = None) -> None:
         if not isinstance(strategy, _strategies.Strategy):
-            raise TypeError(
+            raise UserError(
                 f"strategy: expected one of flwr.serverapp.strategy, got {type(strategy).__name__} of "
                 f"{type(strategy).__module__}"
             )

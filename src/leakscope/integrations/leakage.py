@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from leakscope.attacks import make_attack
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, replay_recipe, several_steps
 from leakscope.audit.controls import noise_of_equal_norm
-from leakscope.contracts.attack import Attack, MissingKnowledge, NotApplicable
+from leakscope.contracts.attack import Attack
+from leakscope.contracts.errors import MissingKnowledge, NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.integrations.recordings import Origin, Recording, Truth, recordings
@@ -137,10 +138,10 @@ def audit_recordings(
     guess of somebody who saw nothing. ``controls`` runs each attack once more on noise, which doubles the time.
     """
     if every < 1 or (at_most is not None and at_most < 1):
-        raise ValueError(f"every, at_most: expected whole numbers of at least 1, got {every} and {at_most}")
+        raise UserError(f"every, at_most: expected whole numbers of at least 1, got {every} and {at_most}")
     found = recordings(folder) if isinstance(folder, str | Path) else list(folder)
     if not found:
-        raise ValueError(f"{folder}: no recordings. Did the run reach the place that records?")
+        raise UserError(f"{folder}: no recordings. Did the run reach the place that records?")
     chosen = found[::every][:at_most]
     return [
         measure(
@@ -276,7 +277,7 @@ def _compared(
 ) -> dict[str, Any]:
     """Measures of each example, and the best that zero information gives."""
     if not observation.inputs.bounded:
-        raise ValueError("value_range: expected the bounds of the inputs, without which PSNR means nothing; got None")
+        raise UserError("value_range: expected the bounds of the inputs, without which PSNR means nothing; got None")
     x, y = truth
     space, task = observation.inputs, observation.task
     originals = space.to_unit(x.to(torch.float32))

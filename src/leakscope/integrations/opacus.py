@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -163,9 +164,9 @@ class StepAudit:
         """Attack what was recorded; ``others`` are further examples of the same kind, for identification."""
         if not self._recorded:
             reasons = "; ".join(sorted(set(self.skipped.values()))) or REPLACED
-            raise ValueError(f"no step was recorded of {self.steps}: {reasons}")
+            raise UserError(f"no step was recorded of {self.steps}: {reasons}")
         if (accountant is None) != (delta is None):
-            raise ValueError("accountant, delta: expected both or none, for an epsilon is one at a delta")
+            raise UserError("accountant, delta: expected both or none, for an epsilon is one at a delta")
         found = [
             measure(seen, origin, attack, truth=truth, others=others, controls=controls, seed=seed)
             for seen, origin, truth in self._recorded
@@ -198,7 +199,7 @@ class StepAudit:
         managed = {id(parameter) for parameter in self.optimizer.params}
         names = {id(parameter): name for name, parameter in self._inner.named_parameters() if id(parameter) in managed}
         if len(names) != len(managed):
-            raise ValueError(
+            raise UserError(
                 f"model: expected the one that the optimiser trains; {len(managed) - len(names)} of its "
                 f"{len(managed)} parameters are not in it"
             )

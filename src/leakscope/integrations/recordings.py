@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.caps import FACTS_BYTES
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors, tensor_file
 from leakscope.contracts.observation import Observation
 
@@ -65,7 +66,7 @@ class Origin:
 
     def __post_init__(self) -> None:
         if self.place not in PLACES:
-            raise ValueError(f"place: expected one of {', '.join(PLACES)}, got {self.place!r}")
+            raise UserError(f"place: expected one of {', '.join(PLACES)}, got {self.place!r}")
 
     @property
     def name(self) -> str:
@@ -106,7 +107,7 @@ class Recording:
         tensors = read_tensors(file)
         missing = {"x", "y"} - set(tensors)
         if missing:
-            raise ValueError(f"{file}: expected the tensors x and y, got {', '.join(sorted(tensors)) or 'none'}")
+            raise UserError(f"{file}: expected the tensors x and y, got {', '.join(sorted(tensors)) or 'none'}")
         return tensors["x"], tensors["y"]
 
 
@@ -126,7 +127,7 @@ def recordings(folder: str | Path) -> list[Recording]:
     """All recordings in a folder, by run, round and client."""
     root = Path(folder)
     if not root.is_dir():
-        raise ValueError(f"{root}: expected a folder of recordings, got none")
+        raise UserError(f"{root}: expected a folder of recordings, got none")
     found = [_read(file) for file in sorted(root.glob("*.origin.json"))]
     return sorted(found, key=lambda one: (*one.origin.exchange, one.origin.place))
 
@@ -140,7 +141,7 @@ def altered_on_the_way(client: str | Path, server: str | Path) -> list[str]:
     received = {one.origin.exchange: one for one in recordings(server) if one.origin.place == "server"}
     both = sorted(set(sent) & set(received))
     if not both:
-        raise ValueError(f"nothing to compare: {len(sent)} updates as sent, {len(received)} received, none in both")
+        raise UserError(f"nothing to compare: {len(sent)} updates as sent, {len(received)} received, none in both")
     lines = []
     for exchange in both:
         ours, theirs = sent[exchange].update(), received[exchange].update()
@@ -161,7 +162,7 @@ def _read(file: Path) -> Recording:
         facts: Any = read_json(read_whole(file, FACTS_BYTES))
         origin = Origin(**{**facts, "notes": tuple(facts["notes"])})
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"{file}: not the origin of a recording ({error})") from error
+        raise UserError(f"{file}: not the origin of a recording ({error})") from error
     return Recording(file.with_name(file.name.removesuffix(".origin.json") + ".safetensors"), origin)
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.labels._checks import bias_entries, positive_count, weight_rows
 
 
@@ -52,7 +53,7 @@ def label_counts_from_weight(
     [0, 4]
     """
     if not mean_feature_sum:
-        raise ValueError(
+        raise UserError(
             "mean_feature_sum: expected a number other than 0. Features that cancel carry no count; use llg_labels."
         )
     sums = weight_rows(weight_gradient).sum(dim=1) / mean_feature_sum
@@ -91,7 +92,7 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
     [2, 0, 0]
     """
     if total < 0:
-        raise ValueError(f"total: expected a non-negative integer, got {total}")
+        raise UserError(f"total: expected a non-negative integer, got {total}")
     values = bias_entries(estimates)
     # An estimate that is an integer up to rounding error must not lose one in the floor: 2.9999999 is 3.
     nearest = values.round()
@@ -136,13 +137,13 @@ def counts_to_labels(counts: Tensor) -> Tensor:
     [1, 1, 3]
     """
     if counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any()):
-        raise ValueError(f"counts: expected one non-negative integer a class, got {counts.tolist()} ({counts.dtype})")
+        raise UserError(f"counts: expected one non-negative integer a class, got {counts.tolist()} ({counts.dtype})")
     return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
 
 def _counts(gradient: Tensor, num_examples: int, mean_probabilities: Tensor, certain: Tensor) -> Tensor:
     if mean_probabilities.shape != gradient.shape:
-        raise ValueError(
+        raise UserError(
             f"mean_probabilities: expected one entry for each of {len(gradient)} classes, got shape "
             f"{tuple(mean_probabilities.shape)}"
         )

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
 from leakscope.network.layers import Head
 from leakscope.network.recorder import probe
@@ -63,5 +64,5 @@ def dummy_statistics(model: nn.Module, head: Head, dummies: Tensor) -> DummyStat
     sums = record.of(head.module_name)[-1].inputs.double().flatten(1).sum(dim=1)
     probabilities = cautious_mean(record.outputs.double().softmax(dim=1))
     if not bool(torch.isfinite(probabilities).all()):
-        raise ValueError("the model gives non-finite outputs for dummy inputs, so labels cannot be counted")
+        raise UserError("the model gives non-finite outputs for dummy inputs, so labels cannot be counted")
     return DummyStatistics(probabilities, float(sums.mean()), float(sums.std(correction=0)))

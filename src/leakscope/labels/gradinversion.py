@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.labels._checks import positive_count, weight_rows
 
 
@@ -20,7 +21,7 @@ def gradinversion_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
     """
     minima = weight_rows(weight_gradient).amin(dim=1)
     if positive_count(num_examples) > len(minima):
-        raise ValueError(
+        raise UserError(
             f"num_examples: expected at most {len(minima)}, the number of classes, got {num_examples}. "
             "This rule never repeats a label; use llg_labels or label_counts_from_bias."
         )

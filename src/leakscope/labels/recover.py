@@ -22,6 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import Observation
 from leakscope.labels.bias_sign import bias_label, bias_present
 from leakscope.labels.counts import (
@@ -71,9 +72,9 @@ def recover_labels(
     ([0, 2, 2, 2], 'bias_counts')
     """
     if method not in METHODS:
-        raise ValueError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
+        raise UserError(f"method: expected one of {', '.join(METHODS)}, got {method!r}")
     if moment not in ("average", "start", "end"):
-        raise ValueError(f"moment: expected 'average', 'start' or 'end', got {moment!r}")
+        raise UserError(f"moment: expected 'average', 'start' or 'end', got {moment!r}")
     if observation.labels is not None:
         return RecoveredLabels(observation.labels, "known", True)
     if observation.label_counts is not None:
@@ -184,9 +185,9 @@ def evidence_of(observation: Observation) -> Evidence:
 
 def _readable_total(observation: Observation) -> int:
     if not observation.task.has_classes:
-        raise ValueError(f"the rules read class numbers, and the client's task is {observation.task!r}")
+        raise UserError(f"the rules read class numbers, and the client's task is {observation.task!r}")
     if observation.num_examples is None:
-        raise ValueError(
+        raise UserError(
             "num_examples: expected a number, got None. The labels of a batch of unknown size cannot be "
             "listed; set num_examples in the observation and in its knowledge."
         )
@@ -197,7 +198,7 @@ def _observed_head(observation: Observation) -> Head:
     """The head with those of its parameters that the update holds."""
     head = find_head(observation.model, observation.input_shape, observation.num_classes)
     if head.weight_name not in observation.message.update:
-        raise ValueError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
+        raise UserError(f"the head {head.module_name!r} is frozen: the update says nothing of it")
     if head.bias_name not in observation.message.update:
         return dataclasses.replace(head, bias_name=None)  # a frozen bias is as good as none
     return head
@@ -240,17 +241,17 @@ def _choose(evidence: Evidence) -> str:
 
 def _check_rule(method: str, rule: Rule, evidence: Evidence, head: Head) -> None:
     if rule.bias and evidence.bias is None:
-        raise ValueError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
+        raise UserError(f"method {method!r} needs a head with a bias; {head.module_name!r} has none")
     if rule.single and evidence.total != 1:
-        raise ValueError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
+        raise UserError(f"method {method!r} reads the label of one example, got num_examples={evidence.total}")
     if rule.scale and evidence.scale is None:
-        raise ValueError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
+        raise UserError(f"method {method!r} needs the update's scale: {evidence.notes[0]}")
 
 
 def _binary_label(observation: Observation, head: Head) -> RecoveredLabels:
     """One output: its bias gradient is sigmoid(z) - y, so the sign tells the label of one example."""
     if head.bias_name is None or observation.num_examples != 1:
-        raise ValueError("a model with one output gives away the label of one example behind a head with a bias only")
+        raise UserError("a model with one output gives away the label of one example behind a head with a bias only")
     gradient = observation.message.update[head.bias_name].flatten()
     exact = bool((gradient != 0).all())
     notes = () if exact else ("the head's bias update is zero: this label is a guess",)

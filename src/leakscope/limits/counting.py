@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from leakscope.contracts.checks import is_whole
+from leakscope.contracts.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -141,10 +142,10 @@ def output_side(side: int, kernel: int, padding: int, stride: int) -> int:
     """
     _positive(side=side, kernel=kernel, stride=stride)
     if padding < 0:
-        raise ValueError(f"padding: expected 0 or more, got {padding}")
+        raise UserError(f"padding: expected 0 or more, got {padding}")
     result = (side - kernel + 2 * padding) // stride + 1
     if result < 1:
-        raise ValueError(f"a {kernel}x{kernel} kernel leaves nothing of side {side} with padding {padding}")
+        raise UserError(f"a {kernel}x{kernel} kernel leaves nothing of side {side} with padding {padding}")
     return result
 
 
@@ -202,4 +203,4 @@ def filters(
 def _positive(**numbers: int) -> None:
     for name, value in numbers.items():
         if not is_whole(value):
-            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+            raise UserError(f"{name}: expected an integer of at least 1, got {value!r}")

@@ -35,6 +35,7 @@ from torch import Tensor
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, refuse, whole
+from leakscope.contracts.errors import UserError
 from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
 from leakscope.limits.effort import PRODUCTS_WORK, effort_of
 from leakscope.limits.jacobian import make_jacobian, not_unasked, too_large
@@ -179,20 +180,20 @@ def cramer_rao(
     """
     _check(mapping, flat, method, probes, steps)
     if channel.beyond_theory is not None:
-        raise ValueError(f"channel: expected clipping, zeros and noise only, got {channel!r}: {channel.beyond_theory}")
+        raise UserError(f"channel: expected clipping, zeros and noise only, got {channel!r}: {channel.beyond_theory}")
     if decomposition is not None and (isinstance(channel.noise, Mapping) or channel.clip_per != "batch"):
         decomposition = None  # of another matrix
     mapping, channel = _clipped(mapping, channel)
     mapping, sigma = _in_units_of_noise(mapping, channel)
     view = _View.at(mapping, flat, channel, sigma, seed)
     if not bool(torch.isfinite(view.local.value).all()):
-        raise ValueError("flat: the gradient at this input has NaN or infinite entries; check model and input")
+        raise UserError("flat: the gradient at this input has NaN or infinite entries; check model and input")
     if method != "estimate":
         spectrum = _decomposed(mapping, flat, view, decomposition, progress)
         if not isinstance(spectrum, str):
             return _exact(mapping, view, *spectrum)
         if method == "exact":
-            raise ValueError(f"cramer_rao: not possible exactly: {spectrum}. Use method='estimate'.")
+            raise UserError(f"cramer_rao: not possible exactly: {spectrum}. Use method='estimate'.")
     return _estimate(mapping, view, probes, steps, seed, progress)
 
 

@@ -17,6 +17,7 @@ import torch
 
 from leakscope.contracts.caps import COUNT
 from leakscope.contracts.checks import is_whole
+from leakscope.contracts.errors import UserError
 
 #: Examples up to which the exact distribution is computed: seconds.
 MAX_EXAMPLES = 512
@@ -51,7 +52,7 @@ def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> Imp
     (33.98, 23.35)
     """
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence: expected a number between 0 and 1, got {confidence!r}")
+        raise UserError(f"confidence: expected a number between 0 and 1, got {confidence!r}")
     chances = alone_distribution(bins, examples)
     expected = examples * (1 - 1 / bins) ** (examples - 1)
     return ImprintGuarantee(
@@ -117,7 +118,7 @@ def _interval(chances: tuple[float, ...], tail: float) -> tuple[int, int]:
 def _check(bins: int, examples: int) -> None:
     for name, value in (("bins", bins), ("examples", examples)):
         if not is_whole(value):
-            raise ValueError(f"{name}: expected a whole number of at least 1, got {value!r}")
+            raise UserError(f"{name}: expected a whole number of at least 1, got {value!r}")
         COUNT.check(name, value)
     if examples > MAX_EXAMPLES:
-        raise ValueError(f"examples: expected at most {MAX_EXAMPLES}, for which it is computed, got {examples}")
+        raise UserError(f"examples: expected at most {MAX_EXAMPLES}, for which it is computed, got {examples}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.equations.decomposition import rank_of
 from leakscope.equations.index_matrix import (
     INSIDE,
@@ -134,7 +135,7 @@ def rounds_needed(samples: int, batch: int, sampling: Sampling = "uniform") -> R
     """
     check_sizes("rounds_needed", samples, batch)
     if sampling not in ("uniform", "epochs"):
-        raise ValueError(f"rounds_needed: sampling: expected 'uniform' or 'epochs', got {sampling!r}")
+        raise UserError(f"rounds_needed: sampling: expected 'uniform' or 'epochs', got {sampling!r}")
     batches = samples // batch if sampling == "epochs" else 1
     rest = samples - batches * batch if sampling == "epochs" else samples - batch
     pairs = samples * (samples - 1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import is_whole, refuse
+from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.tables import cell, html_facts, latex_table
 from leakscope.contracts.task import label_count
@@ -25,7 +26,6 @@ from leakscope.limits.jacobian import decompose_at, gradient_map_at
 from leakscope.limits.propositions import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.matching.gradient_map import GradientMap
-from leakscope.network.activations import Unsupported
 from leakscope.network.layers import Structure, structure
 
 
@@ -166,15 +166,15 @@ def limits(
     """
     shape = _checked(model, input_shape, batch, num_classes)
     if not exact and not effort_of(model, shape).whole:
-        raise ValueError(
+        raise UserError(
             f"limits: one pass of one example takes more than {MAX_OPERATIONS:.0e} operations, too much for theory to "
             "be quick; take smaller inputs or a smaller model, or ask for it all the same (--exact)"
         )
     net = structure(model, shape)
     if len(net.output_shape) != 1:
-        raise ValueError(f"model: expected one row of logits for each example, got outputs {net.output_shape}")
+        raise UserError(f"model: expected one row of logits for each example, got outputs {net.output_shape}")
     if num_classes is not None and num_classes != net.outputs:
-        raise ValueError(
+        raise UserError(
             f"num_classes: the model has {net.outputs} outputs, got {num_classes}. Pass that number or leave it out."
         )
     refuse("limits", example_problems(inputs, labels, (batch, *shape), net.outputs))
@@ -193,7 +193,7 @@ def limits(
     layers: tuple[LayerSystem, ...] | str
     try:
         layers = layer_systems(model, shape, value_range=value_range, seed=seed)
-    except Unsupported as error:
+    except NotApplicable as error:
         layers = str(error)
     orders = _orders(net, math.prod(shape), batch, channel, floor)
     return Limits(
@@ -280,13 +280,13 @@ def _first_linear_sentence(linear: nn.Linear | str, batch: int, bias: bool) -> s
 
 def _checked(model: nn.Module, input_shape: tuple[int, ...], batch: int, num_classes: int | None) -> tuple[int, ...]:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
+        raise UserError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     shape = tuple(input_shape)
     if not shape or not all(map(is_whole, shape)):
-        raise ValueError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
+        raise UserError(f"input_shape: expected positive sizes without the batch, got {input_shape!r}")
     for name, value in (("batch", batch), ("num_classes", num_classes)):
         if value is not None and not is_whole(value):
-            raise ValueError(f"{name}: expected an integer of at least 1, got {value!r}")
+            raise UserError(f"{name}: expected an integer of at least 1, got {value!r}")
     return shape
 
 

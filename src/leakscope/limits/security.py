@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.equations.constraints import generic_rank, stage_system
 from leakscope.equations.linear_system import LinearSystem
@@ -79,7 +80,7 @@ def layer_systems(
     """The linear system of every stage, input first, at a random input in the box ([0, 1] without one), in float64.
 
     ``max_unknowns`` bounds the smaller of rows and unknowns of systems whose rank is computed; 0 leaves only those of
-    linear layers, which need no computation. Raises ``Unsupported`` for models that are no chain of invertible stages.
+    linear layers, which need no computation. Raises ``NotApplicable`` where the model is no such chain.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
     >>> [(layer.name, layer.rows, layer.unknowns, layer.rank) for layer in layer_systems(net, (1, 4, 4))]
@@ -88,7 +89,7 @@ def layer_systems(
     chain = read_chain(model, input_shape)
     outputs = math.prod(chain.stages[-1].output_shape)
     if num_classes is not None and num_classes != outputs:
-        raise ValueError(f"num_classes: expected the model's {outputs} outputs, got {num_classes}")
+        raise UserError(f"num_classes: expected the model's {outputs} outputs, got {num_classes}")
     systems = _systems(chain, input_shape, value_range or ValueRange(), seed)
     return tuple(_layer(*pair, max_unknowns) for pair in zip(chain.stages, systems, strict=True))
 

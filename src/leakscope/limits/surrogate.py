@@ -20,6 +20,7 @@ from scipy.optimize import minimize_scalar
 from torch import Tensor
 
 from leakscope.contracts.checks import expected, refuse, whole
+from leakscope.contracts.errors import UserError
 
 #: Columns of the matrix of gradients that are in double precision at a time: 50 steps take 50 MB.
 _COLUMNS = 2**17
@@ -60,7 +61,7 @@ def leading_shares(gradients: Tensor, directions: int = 2) -> Tensor:
         wide = block.to(device="cpu", dtype=torch.float64)
         gram += wide @ wide.T
     if not bool(torch.isfinite(gram).all()):
-        raise ValueError("gradients: expected finite values whose squares are finite, got NaN or infinity")
+        raise UserError("gradients: expected finite values whose squares are finite, got NaN or infinity")
     # gram = U diag(s^2) U', and the part of row i along the k-th right singular vector is U_ik s_k.
     values, vectors = torch.linalg.eigh(gram)
     inside = vectors[:, -directions:].square() @ values[-directions:].clamp(min=0)
@@ -85,14 +86,14 @@ def cosine_profile(
     shapes = {name: value.shape for name, value in update.items()}
     update_norm = math.sqrt(_dot(update, update))
     if not (math.isfinite(update_norm) and update_norm > 0):
-        raise ValueError(f"update: expected a direction, that is a finite norm above 0, got {update_norm:g}")
+        raise UserError(f"update: expected a direction, that is a finite norm above 0, got {update_norm:g}")
 
     def cosine(beta: float) -> float:
         gradient = gradient_at(beta)
         got = {name: value.shape for name, value in gradient.items()}
         if got != shapes:
             odd = ", ".join(sorted(name for name in {*shapes, *got} if shapes.get(name) != got.get(name)))
-            raise ValueError(f"gradient_at: expected the names and shapes of the update, got others for {odd}")
+            raise UserError(f"gradient_at: expected the names and shapes of the update, got others for {odd}")
         norm = math.sqrt(_dot(gradient, gradient))
         if not (math.isfinite(norm) and norm > 0):
             return math.nan
@@ -134,7 +135,7 @@ def parallel_beta(curvatures: Sequence[float], start: Sequence[float], end: Sequ
     (h1, h2), (x, y) = curvatures, start
     dx, dy = x - end[0], y - end[1]
     if h1 == h2 or dx == 0 or dy == 0:
-        raise ValueError(
+        raise UserError(
             "parallel_beta: expected two different curvatures and a step in both directions, got "
             f"curvatures {h1:g}, {h2:g} and step {dx:g}, {dy:g}; without them no one point is singled out"
         )

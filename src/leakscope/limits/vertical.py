@@ -20,6 +20,7 @@ from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
 from leakscope.contracts.checks import expected, refuse, whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.tables import html_table
 from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
@@ -267,7 +268,7 @@ def layer_signals(
 def _outputs(model: VerticalModel) -> int:
     if not isinstance(model, VerticalModel):
         got = type(model).__name__
-        raise TypeError(f"model: expected a leakscope.VerticalModel, got {got}; for others there is limits()")
+        raise UserError(f"model: expected a leakscope.VerticalModel, got {got}; for others there is limits()")
     like = first_dense(model)[0].module(model).weight
     with torch.no_grad():
         return int(copy.deepcopy(model).eval()(like.new_zeros((1, *model.input_shape))).shape[1])

@@ -16,6 +16,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 Update = Mapping[str, Tensor]
 Weights = Literal["equal", "linear", "exponential", "layers"]
 
@@ -65,7 +67,7 @@ def depth_weights(names: Iterable[str], weights: Weights) -> list[float]:
         return [math.exp(-layers.index(owner)) for owner in owners]
     rules = {"equal": lambda i: 1.0, "linear": lambda i: float(count - i), "exponential": lambda i: math.exp(-i)}
     if weights not in rules:
-        raise ValueError(f"weights: expected 'equal', 'linear', 'exponential' or 'layers', got {weights!r}")
+        raise UserError(f"weights: expected 'equal', 'linear', 'exponential' or 'layers', got {weights!r}")
     raw = [rules[weights](i) for i in range(count)]
     mean = sum(raw) / count
     return [value / mean for value in raw]
@@ -153,7 +155,7 @@ class Cosine(Distance):
 
     def __post_init__(self) -> None:
         if self.per not in ("model", "tensor"):
-            raise ValueError(f"per: expected 'model' or 'tensor', got {self.per!r}")
+            raise UserError(f"per: expected 'model' or 'tensor', got {self.per!r}")
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         return self.against(observed)(candidate)
@@ -229,9 +231,9 @@ class Reweighted(Distance):
 
     def __post_init__(self) -> None:
         if self.counts is not None and (any(count < 0 for count in self.counts) or not sum(self.counts)):
-            raise ValueError(f"counts: expected numbers of parameters, not all zero, got {self.counts}")
+            raise UserError(f"counts: expected numbers of parameters, not all zero, got {self.counts}")
         if not self.power > 0:
-            raise ValueError(f"power: expected a positive number, got {self.power}")
+            raise UserError(f"power: expected a positive number, got {self.power}")
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         return self.against(observed)(candidate)
@@ -239,7 +241,7 @@ class Reweighted(Distance):
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         counts = [value.numel() for value in observed.values()] if self.counts is None else self.counts
         if len(counts) != len(observed):
-            raise ValueError(f"counts: expected one for each of {len(observed)} tensors, got {len(counts)}")
+            raise UserError(f"counts: expected one for each of {len(observed)} tensors, got {len(counts)}")
         total = sum(count**self.power for count in counts)
         each = [
             (count**self.power / total, name, self.distance.against({name: observed[name]}))
@@ -266,7 +268,7 @@ class GaussianKernel(Distance):
 
     def __post_init__(self) -> None:
         if self.guard < 0:
-            raise ValueError(f"guard: expected a number >= 0, got {self.guard}")
+            raise UserError(f"guard: expected a number >= 0, got {self.guard}")
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
         terms = []
@@ -298,5 +300,5 @@ def as_distance(value: str | Distance) -> Distance:
     if not isinstance(value, str):
         return value
     if value not in DISTANCES:
-        raise ValueError(f"unknown distance {value!r}: expected one of {', '.join(DISTANCES)}")
+        raise UserError(f"unknown distance {value!r}: expected one of {', '.join(DISTANCES)}")
     return DISTANCES[value]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace, Start
 from leakscope.matching.canvas import Space
 
@@ -168,9 +169,9 @@ class Drawing:
 
     def __post_init__(self) -> None:
         if self.size not in PLANS:
-            raise ValueError(f"size: expected one of {', '.join(get_args(DrawingSize))}, got {self.size!r}")
+            raise UserError(f"size: expected one of {', '.join(get_args(DrawingSize))}, got {self.size!r}")
         if self.features is not None and (self.features.dim() != 2 or not self.features.numel()):
-            raise ValueError(f"features: expected (examples, n), got {tuple(self.features.shape)}")
+            raise UserError(f"features: expected (examples, n), got {tuple(self.features.shape)}")
 
     def variables(self, count: int, inputs: InputSpace) -> int:
         return math.prod(self._noise_shape(count, inputs)) + sum(math.prod(s) for s in self._weights(inputs).values())
@@ -209,7 +210,7 @@ class Drawing:
         if self.features is None:
             return None
         if len(self.features) != count:
-            raise ValueError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
+            raise UserError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
         return F.normalize(self.features.to(like), dim=1) * math.sqrt(self.features.shape[1])
 
     def _noise_shape(self, count: int, inputs: InputSpace) -> tuple[int, int, int, int]:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from leakscope.contracts.errors import UserError
 from leakscope.matching.assignment import assignment
 from leakscope.matching.priors import Scene
 
@@ -34,9 +35,9 @@ class FeatureMatching:
 
     def __post_init__(self) -> None:
         if self.form not in get_args(FeatureForm):
-            raise ValueError(f"form: expected one of {', '.join(get_args(FeatureForm))}, got {self.form!r}")
+            raise UserError(f"form: expected one of {', '.join(get_args(FeatureForm))}, got {self.form!r}")
         if self.features.dim() != 2 or not self.features.numel():
-            raise ValueError(f"features: expected (n, d), got {tuple(self.features.shape)}")
+            raise UserError(f"features: expected (n, d), got {tuple(self.features.shape)}")
         object.__setattr__(self, "_basis", orthonormal(self.features))
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.caps import BYTES, FLOAT
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Canvas, Pixels
 from leakscope.matching.compilation import CannotCompile
@@ -46,7 +47,7 @@ class Ramp:
 
     def __post_init__(self) -> None:
         if not (self.first > 0 and self.last > 0 and self.steps >= 1):
-            raise ValueError(f"Ramp: expected positive factors and at least one step, got {self}")
+            raise UserError(f"Ramp: expected positive factors and at least one step, got {self}")
 
     def __call__(self, iteration: Tensor) -> Tensor:
         if self.first == self.last:
@@ -95,11 +96,11 @@ class Matcher:
 
     def __post_init__(self) -> None:
         if self.iterations < 1 or self.restarts < 1:
-            raise ValueError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
+            raise UserError(f"iterations and restarts: expected at least 1, got {self.iterations} and {self.restarts}")
         if self.compile not in ("auto", "never", "always"):
-            raise ValueError(f"compile: expected 'auto', 'never' or 'always', got {self.compile!r}")
+            raise UserError(f"compile: expected 'auto', 'never' or 'always', got {self.compile!r}")
         if self.compile == "always" and not self.simulation.compiles:
-            raise ValueError("compile: expected 'auto' or 'never' for replayed local steps, got 'always'")
+            raise UserError("compile: expected 'auto' or 'never' for replayed local steps, got 'always'")
 
     def run(
         self,
@@ -167,7 +168,7 @@ class Matcher:
             evaluate = problem.evaluator(self.restarts, True)
         except CannotCompile as error:
             if self.compile == "always":
-                raise ValueError(f"compile: expected a step that can be compiled, got one of which {error}") from error
+                raise UserError(f"compile: expected a step that can be compiled, got one of which {error}") from error
             return problem.evaluator(self.restarts, False), {"not_compiled_because": str(error)}
         compiled = evaluate.compiled
         return evaluate, {"compiled_because": compiled.because} if compiled is not None and compiled.fresh else {}

@@ -14,6 +14,8 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 Project = Callable[[Tensor], Tensor]
 Schedule = Literal["constant", "step", "cosine"]
 
@@ -30,7 +32,7 @@ def schedule_factor(schedule: Schedule, step: int, total: int) -> float:
         return float(0.1 ** sum(step >= int(total / part) for part in (2.667, 1.6, 1.142)))
     if schedule == "cosine":
         return 0.5 * (1 + math.cos(math.pi * step / total))
-    raise ValueError(f"schedule: expected 'constant', 'step' or 'cosine', got {schedule!r}")
+    raise UserError(f"schedule: expected 'constant', 'step' or 'cosine', got {schedule!r}")
 
 
 class Run(Protocol):
@@ -72,11 +74,11 @@ class Adam:
 
     def __post_init__(self) -> None:
         if self.gradient not in ("plain", "sign", "soft_sign"):
-            raise ValueError(f"gradient: expected 'plain', 'sign' or 'soft_sign', got {self.gradient!r}")
+            raise UserError(f"gradient: expected 'plain', 'sign' or 'soft_sign', got {self.gradient!r}")
         if not self.lr > 0:
-            raise ValueError(f"lr: expected a positive number, got {self.lr}")
+            raise UserError(f"lr: expected a positive number, got {self.lr}")
         if not 0 < self.decay <= 1:
-            raise ValueError(f"decay: expected a factor in (0, 1], got {self.decay}")
+            raise UserError(f"decay: expected a factor in (0, 1], got {self.decay}")
         schedule_factor(self.schedule, 0, 1)
 
     def begin(self, start: Tensor, iterations: int, project: Project) -> Run:
@@ -150,9 +152,9 @@ class LBFGS:
 
     def __post_init__(self) -> None:
         if self.line_search not in ("backtracking", "none"):
-            raise ValueError(f"line_search: expected 'backtracking' or 'none', got {self.line_search!r}")
+            raise UserError(f"line_search: expected 'backtracking' or 'none', got {self.line_search!r}")
         if not self.lr > 0 or self.history < 1:
-            raise ValueError(f"LBFGS: expected lr > 0 and history >= 1, got {self.lr} and {self.history}")
+            raise UserError(f"LBFGS: expected lr > 0 and history >= 1, got {self.lr} and {self.history}")
 
     def begin(self, start: Tensor, iterations: int, project: Project) -> Run:
         return _LBFGSRun(self, start, project)

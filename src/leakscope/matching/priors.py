@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
 
 TVVariant = Literal["l1mean_sum", "l1mean_avg", "conv", "sq_roll", "l1sum", "joint"]
@@ -83,7 +84,7 @@ def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tenso
         steps = [torch.cat([picture.diff(dim=axis), border], axis) for axis, border in borders]
         together = torch.stack([step.square().sum(1) for step in steps]).sum(0)
         return (torch.sqrt(together + 1e-8) - 1e-4).mean()
-    raise ValueError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {variant!r}")
+    raise UserError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {variant!r}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +94,7 @@ class TotalVariation:
 
     def __post_init__(self) -> None:
         if self.variant not in get_args(TVVariant):
-            raise ValueError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {self.variant!r}")
+            raise UserError(f"variant: expected one of {', '.join(get_args(TVVariant))}, got {self.variant!r}")
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
         return self.weight * total_variation(picture, self.variant)
@@ -183,9 +184,9 @@ class EpochAgreement:
     def __post_init__(self) -> None:
         if self.statistic not in ("mean", "max") or self.norm not in ("l1", "l2"):
             got = f"{self.statistic!r} and {self.norm!r}"
-            raise ValueError(f"EpochAgreement: expected statistic 'mean' or 'max' and norm 'l1' or 'l2', got {got}")
+            raise UserError(f"EpochAgreement: expected statistic 'mean' or 'max' and norm 'l1' or 'l2', got {got}")
         if self.copies < 1 or self.features < 0 or self.weight < 0:
-            raise ValueError(f"EpochAgreement: expected copies >= 1, features >= 0 and weight >= 0, got {self}")
+            raise UserError(f"EpochAgreement: expected copies >= 1, features >= 0 and weight >= 0, got {self}")
 
     def __call__(self, picture: Tensor, scene: Scene) -> Tensor:
         values = picture

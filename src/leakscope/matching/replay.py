@@ -19,6 +19,7 @@ from torch.func import vjp
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from leakscope.contracts.errors import UserError
 from leakscope.matching.compilation import FUNCTIONS, CannotCompile, Function
 from leakscope.matching.victim import Tensors, Victim
 
@@ -37,9 +38,9 @@ class LocalOptimiser:
 
     def __post_init__(self) -> None:
         if self.name not in ("sgd", "adam"):
-            raise ValueError(f"optimiser: expected 'sgd' or 'adam', got {self.name!r}")
+            raise UserError(f"optimiser: expected 'sgd' or 'adam', got {self.name!r}")
         if not 0 <= self.momentum < 1 or (self.momentum and self.name == "adam"):
-            raise ValueError(f"momentum: expected a number in [0, 1), 0 for Adam, got {self.momentum}")
+            raise UserError(f"momentum: expected a number in [0, 1), 0 for Adam, got {self.momentum}")
 
     def start(self, weights: Tensor) -> Tensor:
         """The state before the first step: (rows, weights)."""

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal, Protocol
 
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import UpdateKind
 from leakscope.matching.replay import LocalOptimiser, LocalSteps, Replay
 from leakscope.matching.victim import Answer, Tensors, Victim, VictimTensors
@@ -73,9 +74,9 @@ class SegmentGradient:
 
     def __post_init__(self) -> None:
         if not 0 <= self.beta <= 1:
-            raise ValueError(f"beta: expected a point in [0, 1] (0 = weights before, 1 = after), got {self.beta}")
+            raise UserError(f"beta: expected a point in [0, 1] (0 = weights before, 1 = after), got {self.beta}")
         if self.step < 0 or self.every < 1:
-            raise ValueError(f"step and every: expected step >= 0 and every >= 1, got {self.step} and {self.every}")
+            raise UserError(f"step and every: expected step >= 0 and every >= 1, got {self.step} and {self.every}")
 
     @property
     def unknowns(self) -> tuple[Unknown, ...]:
@@ -114,7 +115,7 @@ class UnrolledSteps:
 
     def __post_init__(self) -> None:
         if self.compiled and not self.checkpoint:
-            raise ValueError("compiled: expected checkpoint=True with it, for one graph of all steps is not compiled")
+            raise UserError("compiled: expected checkpoint=True with it, for one graph of all steps is not compiled")
 
     def __call__(self, victim: Victim, tensors: VictimTensors, x: Tensor, targets: Tensor, numbers: Tensors) -> Answer:
         recorded: Tensors = {}

@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from leakscope.contracts.errors import UserError
 from leakscope.matching.compilation import FUNCTIONS, Compiled
 from leakscope.matching.derivatives import gradients
 from leakscope.matching.search import Evaluation
@@ -39,7 +40,7 @@ def make_step(
     if way == "plain":
         return _one_by_one(lambda *row: _differentiate(objective, facts, numbers, *row)), None
     if way != "compiled":
-        raise ValueError(f"way: expected one of {', '.join(get_args(Way))}, got {way!r}")
+        raise UserError(f"way: expected one of {', '.join(get_args(Way))}, got {way!r}")
     leaves, form = tree_flatten(facts)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     held = [leaves[place] for place in places]

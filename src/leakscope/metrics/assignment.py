@@ -13,6 +13,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.metrics.image import ssim
 
 Cost = Literal["mse", "psnr", "ssim", "cosine"]
@@ -36,9 +37,9 @@ def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", metho
     [-1, -1, 0]
     """
     if method not in get_args(Method):
-        raise ValueError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
+        raise UserError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
     if originals.shape[1:] != reconstructions.shape[1:] or originals.dim() < 2:
-        raise ValueError(
+        raise UserError(
             "expected originals (N, *shape) and reconstructions (M, *shape), got "
             f"{tuple(originals.shape)} and {tuple(reconstructions.shape)}"
         )
@@ -74,10 +75,10 @@ def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") 
         costs = 1 - (unit_a @ unit_b.T).abs()
     elif cost == "ssim":
         if a.dim() < 3:
-            raise ValueError("cost 'ssim' needs pictures or signals, got rows of a table; use 'mse'")
+            raise UserError("cost 'ssim' needs pictures or signals, got rows of a table; use 'mse'")
         costs = 1 - torch.stack([ssim(row.expand_as(b), b) for row in a])
     else:
-        raise ValueError(f"cost: expected one of {', '.join(get_args(Cost))}, got {cost!r}")
+        raise UserError(f"cost: expected one of {', '.join(get_args(Cost))}, got {cost!r}")
     finite = torch.isfinite(costs)
     largest = costs[finite].abs().max() if bool(finite.any()) else costs.new_tensor(1.0)
     return torch.where(finite, costs, 2 * (largest + 1) * (len(a) + len(b)))

@@ -8,6 +8,8 @@ from typing import Literal
 import numpy as np
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 
 def interval(
     values: Sequence[float] | np.ndarray | Tensor,
@@ -26,9 +28,9 @@ def interval(
     (1.5, 3.5)
     """
     if statistic not in ("mean", "median"):
-        raise ValueError(f"statistic: expected 'mean' or 'median', got {statistic!r}")
+        raise UserError(f"statistic: expected 'mean' or 'median', got {statistic!r}")
     if not 0 < level < 1 or resamples < 1:
-        raise ValueError(f"expected 0 < level < 1 and resamples >= 1, got {level} and {resamples}")
+        raise UserError(f"expected 0 < level < 1 and resamples >= 1, got {level} and {resamples}")
     array = np.asarray(values.detach().cpu() if isinstance(values, Tensor) else values, dtype=float).ravel()
     array = array[~np.isnan(array)]
     if len(array) < 2:

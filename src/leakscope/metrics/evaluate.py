@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace
 from leakscope.contracts.task import Classification, Task
 from leakscope.metrics import image
@@ -137,7 +138,7 @@ def _checked(
     if guessed_labels is not None and len(guessed_labels) != len(guesses):
         problems.append(f"{len(guessed_labels)} guessed labels for {len(guesses)} reconstructions")
     if problems:
-        raise ValueError("cannot evaluate: " + "; ".join(problems))
+        raise UserError("cannot evaluate: " + "; ".join(problems))
     return originals.detach().float(), guesses.detach().to(device=originals.device, dtype=torch.float32)
 
 

@@ -12,6 +12,8 @@ import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 
 def feature_errors(truth: Tensor, recovered: Tensor) -> Tensor:
     """|z_i - Q Q' z_i| / |z_i| for each row of ``truth`` (n, d), Q an orthonormal basis of the rows ``recovered``.
@@ -24,7 +26,7 @@ def feature_errors(truth: Tensor, recovered: Tensor) -> Tensor:
     """
     if truth.dim() != 2 or recovered.dim() != 2 or truth.shape[1] != recovered.shape[1]:
         got = f"{tuple(truth.shape)} and {tuple(recovered.shape)}"
-        raise ValueError(f"feature_errors: expected rows of one length, got {got}")
+        raise UserError(f"feature_errors: expected rows of one length, got {got}")
     exact, rows = truth.detach().double().cpu(), recovered.detach().double().cpu()
     _, sizes, basis = torch.linalg.svd(rows, full_matrices=False)
     basis = basis[sizes > 1e-12 * sizes[0]] if len(sizes) and float(sizes[0]) > 0 else basis[:0]

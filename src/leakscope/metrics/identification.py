@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 #: Identification asks for the nearest among at most so many examples, which keeps its cost in bounds.
 MAX_CANDIDATES = 1000
 
@@ -21,13 +23,13 @@ def identified(original_index: Tensor, reconstructions: Tensor, candidates: Tens
     [True, False]
     """
     if len(original_index) != len(reconstructions) or candidates.shape[1:] != reconstructions.shape[1:]:
-        raise ValueError(
+        raise UserError(
             f"expected one index for each of {len(reconstructions)} reconstructions and candidates of the "
             f"same shape, got {len(original_index)} indices, shapes {tuple(reconstructions.shape)} and "
             f"{tuple(candidates.shape)}"
         )
     if bool(((original_index < 0) | (original_index >= len(candidates))).any()):
-        raise ValueError(f"original_index: expected places among {len(candidates)} candidates")
+        raise UserError(f"original_index: expected places among {len(candidates)} candidates")
     pool = candidates.detach().double().flatten(1)
     result = torch.zeros(len(reconstructions), dtype=torch.bool, device=reconstructions.device)
     for i, reconstruction in enumerate(reconstructions.detach().double().flatten(1)):
@@ -46,5 +48,5 @@ def chance(num_candidates: int) -> float:
     0.05
     """
     if num_candidates < 1:
-        raise ValueError(f"num_candidates: expected at least 1, got {num_candidates}")
+        raise UserError(f"num_candidates: expected at least 1, got {num_candidates}")
     return 1 / num_candidates

@@ -10,6 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 SSIM_NEEDS_SPACE = "SSIM needs a neighbourhood, and rows of a table have none"
 _WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03
 
@@ -59,7 +61,7 @@ def psnr(original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap:
     (inf, 99.0)
     """
     if data_range <= 0:
-        raise ValueError(f"data_range: expected a positive number, got {data_range}")
+        raise UserError(f"data_range: expected a positive number, got {data_range}")
     value = 10 * torch.log10(data_range**2 / mse(original, reconstruction))
     return value if cap is None else value.clamp(max=cap)
 
@@ -107,7 +109,7 @@ def _error(original: Tensor, reconstruction: Tensor) -> Tensor:
 
 def check_same_shape(original: Tensor, reconstruction: Tensor) -> None:
     if original.shape != reconstruction.shape or original.dim() < 2:
-        raise ValueError(
+        raise UserError(
             "expected an original and a reconstruction of the same shape (batch, ...), got "
             f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
         )

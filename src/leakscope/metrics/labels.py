@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
+
 
 def label_accuracy(true: Tensor, guess: Tensor) -> float:
     """The share of true labels that the guess holds, whatever the order; repeated labels count each time.
@@ -13,7 +15,7 @@ def label_accuracy(true: Tensor, guess: Tensor) -> float:
     0.5
     """
     if true.dim() != 1 or guess.dim() != 1 or len(true) == 0:
-        raise ValueError(f"expected labels of shape (B,) with B > 0, got {tuple(true.shape)} and {tuple(guess.shape)}")
+        raise UserError(f"expected labels of shape (B,) with B > 0, got {tuple(true.shape)} and {tuple(guess.shape)}")
     classes, counts = true.cpu().unique(return_counts=True)
     guesses = (guess.cpu().unsqueeze(1) == classes).sum(dim=0)
     return float(torch.minimum(guesses, counts).sum()) / len(true)
@@ -26,5 +28,5 @@ def label_correct(true: Tensor, guess: Tensor) -> Tensor:
     [True, False]
     """
     if true.shape != guess.shape:
-        raise ValueError(f"expected one guess for each label, got {tuple(true.shape)} and {tuple(guess.shape)}")
+        raise UserError(f"expected one guess for each label, got {tuple(true.shape)} and {tuple(guess.shape)}")
     return true == guess.to(true.device)

@@ -21,6 +21,7 @@ from torch.nn import functional
 
 from leakscope.contracts.caps import BYTES
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 from leakscope.metrics.image import check_same_shape
 
 FILE_NAME = "lpips_alex_v0.1.npz"
@@ -98,13 +99,13 @@ def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
 
     >>> load_lpips("nowhere.npz")
     Traceback (most recent call last):
-    ValueError: nowhere.npz: no such file. LPIPS weights are a file lpips_alex_v0.1.npz.
+    leakscope.contracts.errors.UserError: nowhere.npz: no such file. LPIPS weights are a file lpips_alex_v0.1.npz.
     """
     source = find_lpips() if path is None else Path(path)
     if source is None:
-        raise ValueError(NO_WEIGHTS)
+        raise UserError(NO_WEIGHTS)
     if not source.is_file():
-        raise ValueError(f"{source}: no such file. LPIPS weights are a file {FILE_NAME}.")
+        raise UserError(f"{source}: no such file. LPIPS weights are a file {FILE_NAME}.")
     names = [f"conv{k}_{part}" for k in range(5) for part in "wb"] + [f"lin{k}" for k in range(5)]
     try:
         with zipfile.ZipFile(source) as archive:
@@ -115,7 +116,7 @@ def load_lpips(path: str | os.PathLike[str] | None = None) -> Lpips:
         lpips(torch.zeros(1, 3, 64, 64), torch.ones(1, 3, 64, 64))  # shapes that do not fit are told now
     except Exception as error:
         # NumPy and zipfile have many ways to stumble over a damaged file, a header being Python source among them.
-        raise ValueError(f"{source}: not a file of LPIPS weights ({brief(str(error))})") from error
+        raise UserError(f"{source}: not a file of LPIPS weights ({brief(str(error))})") from error
     return lpips
 
 

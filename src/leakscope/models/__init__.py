@@ -18,6 +18,7 @@ from torch import nn
 
 from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES, PARAMETERS
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import import_object
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.contracts.task import Shape
@@ -99,9 +100,9 @@ def build_model(
     Linear(in_features=3, out_features=2, bias=True)
     """
     if not isinstance(spec, str):
-        raise TypeError(f"build_model: expected the name of a model, got {type(spec).__name__}")
+        raise UserError(f"build_model: expected the name of a model, got {type(spec).__name__}")
     if not isinstance(seed, int) or isinstance(seed, bool) or seed.bit_length() > 63:
-        raise ValueError(f"build_model: seed: expected an integer of at most 63 bits, got {brief(seed)}")
+        raise UserError(f"build_model: seed: expected an integer of at most 63 bits, got {brief(seed)}")
     if input_shape is not None:
         input_shape = _checked_shape(input_shape)
     if num_classes is not None:
@@ -110,7 +111,7 @@ def build_model(
         facts = {"input_shape": input_shape, "num_classes": num_classes, "seed": seed}
         factory = model_factory(spec, seed)
         if isinstance(factory, nn.Module):
-            raise ValueError(
+            raise UserError(
                 f"model {spec!r}: it is a model already, expected a function or class that builds one. "
                 "Wrap it in a function that returns it."
             )
@@ -120,14 +121,14 @@ def build_model(
     unknown = sorted(set(options) - set(entry.options()))
     if unknown:
         known = ", ".join(entry.options()) or "none"
-        raise ValueError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
+        raise UserError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
     shape = entry.input_shape if input_shape is None else input_shape
     classes = entry.num_classes if num_classes is None else num_classes
     with torch.device("meta"):  # shapes without numbers
         size = parameter_count(entry.target(input_shape=shape, num_classes=classes, **options))
     PARAMETERS.check(f"model {spec!r}", size, "Choose smaller options or smaller inputs.")
     if most is not None and size > most:
-        raise ValueError(f"model {spec!r}: expected at most {most:,} parameters, got {size:,}")
+        raise UserError(f"model {spec!r}: expected at most {most:,} parameters, got {size:,}")
     with _private_random_state(seed):
         return entry.target(input_shape=shape, num_classes=classes, **options)
 
@@ -162,7 +163,7 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
         sizes = ()
     if not sizes or isinstance(shape, str) or len(sizes) > MAX_AXES:
         wanted = f"up to {MAX_AXES} sizes without the batch such as (3, 32, 32)"
-        raise ValueError(f"build_model: input_shape: expected {wanted}, got {brief(shape)}")
+        raise UserError(f"build_model: input_shape: expected {wanted}, got {brief(shape)}")
     checked = tuple(positive_int(size, "build_model: input_shape") for size in sizes)
     BYTES.check("build_model: input_shape: one example", FLOAT * math.prod(checked))
     return checked

@@ -11,6 +11,7 @@ from torch import nn
 
 from leakscope.contracts.caps import PARAMETERS
 from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 
 ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
@@ -34,7 +35,7 @@ def activation_layer(name: str) -> nn.Module:
     Tanh()
     """
     if name not in ACTIVATIONS:
-        raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
+        raise UserError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]()
 
 
@@ -45,7 +46,7 @@ def positive_int(value: object, what: str) -> int:
     12
     """
     if not is_whole(value):
-        raise ValueError(f"{what}: expected an integer of at least 1, got {brief(value)}")
+        raise UserError(f"{what}: expected an integer of at least 1, got {brief(value)}")
     PARAMETERS.check(what, value)
     return value
 
@@ -57,7 +58,7 @@ def image_shape(model: str, input_shape: Shape) -> tuple[int, int, int]:
     (1, 28, 28)
     """
     if len(input_shape) != 3:
-        raise ValueError(
+        raise UserError(
             f"{model}: expected an image shape (channels, height, width), got {tuple(input_shape)}. "
             "For signals use 'signal-cnn', for tables 'mlp' or 'logistic'."
         )
@@ -72,7 +73,7 @@ def signal_shape(model: str, input_shape: Shape) -> tuple[int, int]:
     (1, 256)
     """
     if len(input_shape) != 2:
-        raise ValueError(
+        raise UserError(
             f"{model}: expected a signal shape (channels, length), got {tuple(input_shape)}. "
             "For images use 'convnet', for tables 'mlp' or 'logistic'."
         )

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from leakscope.contracts.errors import UserError
+
 
 def call_factory(
     spec: str, factory: Callable[..., Any], facts: Mapping[str, Any], options: Mapping[str, Any]
@@ -30,13 +32,13 @@ def call_factory(
     unknown = sorted(name for name in options if name not in keywords)
     if unknown and not takes_any:
         known = ", ".join(sorted(keywords)) or "none"
-        raise ValueError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
+        raise UserError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
     arguments = {name: value for name, value in facts.items() if name in keywords and value is not None}
     try:
         model = factory(**arguments, **options)
     except Exception as error:
         given = ", ".join(f"{k}={v!r}" for k, v in {**arguments, **options}.items())
-        raise ValueError(f"model {spec!r}: calling it with ({given}) raised {type(error).__name__}: {error}") from error
+        raise UserError(f"model {spec!r}: calling it with ({given}) raised {type(error).__name__}: {error}") from error
     if not isinstance(model, nn.Module):
-        raise ValueError(f"model {spec!r}: expected it to return a torch.nn.Module, got {type(model).__name__}")
+        raise UserError(f"model {spec!r}: expected it to return a torch.nn.Module, got {type(model).__name__}")
     return model

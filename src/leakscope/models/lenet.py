@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 from leakscope.models.common import activation_layer, image_shape, output_size, sequence, sides_after, too_small
 
@@ -18,7 +19,7 @@ def dlg_lenet(
     attack lives on the large gradients that this choice gives. ``init="default"`` keeps PyTorch's own.
     """
     if init not in ("uniform", "default"):
-        raise ValueError(f"dlg-lenet: init: expected 'uniform' or 'default', got {init!r}")
+        raise UserError(f"dlg-lenet: init: expected 'uniform' or 'default', got {init!r}")
     channels, height, width = image_shape("dlg-lenet", input_shape)
     height, width = sides_after((height, width), kernel=5, strides=(2, 2, 1), padding=2)
     model = sequence(

@@ -13,6 +13,7 @@ from torch import nn
 
 from leakscope.contracts.caps import PIECES
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 from leakscope.models.common import activation_layer, positive_int, sequence
 
@@ -31,7 +32,7 @@ def mlp(
     Linear(in_features=4, out_features=3, bias=True)
     """
     if isinstance(hidden, str) or not isinstance(hidden, int | Sequence):
-        raise ValueError(f"mlp: hidden: expected a size or a list such as [256, 128], got {brief(hidden)}")
+        raise UserError(f"mlp: hidden: expected a size or a list such as [256, 128], got {brief(hidden)}")
     PIECES.check("mlp: hidden", 1 if isinstance(hidden, int) else len(hidden))
     sizes = [positive_int(s, "mlp: hidden") for s in ([hidden] if isinstance(hidden, int) else hidden)]
     layers: OrderedDict[str, nn.Module] = OrderedDict(flatten=nn.Flatten())

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.caps import PIECES
 from leakscope.contracts.checks import brief
+from leakscope.contracts.errors import UserError
 
 Groups = Mapping[str, Sequence[int | str]]
 _TOLD = 8
@@ -57,23 +58,23 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
         blocks = {str(name): grid[..., _columns(name, group, shape[-1])] for name, group in slices.items()}
     elif slices == "quadrants":
         if len(shape) != 3 or min(shape[1:]) < 2:
-            raise ValueError(
+            raise UserError(
                 f"slices: quadrants need images (channels, height, width) of at least 2x2, got {shape}; "
                 "use 'strips' or name groups of features"
             )
         if workers != 4:
-            raise ValueError(f"workers: expected 4 for quadrants, got {workers!r}; use 'strips' for other numbers")
+            raise UserError(f"workers: expected 4 for quadrants, got {workers!r}; use 'strips' for other numbers")
         halves = [grid.tensor_split(2, dim=1)[row].tensor_split(2, dim=2) for row in range(2)]
         names = ("top left", "top right", "bottom left", "bottom right")
         blocks = dict(zip(names, (block for row in halves for block in row), strict=True))
     elif slices == "strips":
         axis = 1 if len(shape) == 3 else len(shape) - 1
         if isinstance(workers, bool) or not isinstance(workers, int) or not 1 <= workers <= shape[axis]:
-            raise ValueError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {brief(workers)}")
+            raise UserError(f"workers: expected 1 to {shape[axis]} strips of inputs {shape}, got {brief(workers)}")
         PIECES.check("workers", workers)
         blocks = {f"strip {n + 1}": block for n, block in enumerate(grid.tensor_split(workers, dim=axis))}
     else:
-        raise ValueError(
+        raise UserError(
             f"slices: expected 'quadrants', 'strips' or a mapping of names to features, got {brief(slices)}"
         )
     shares = tuple(Share(n, tuple(b.flatten().tolist()), tuple(b.shape)) for n, b in blocks.items())
@@ -91,30 +92,30 @@ def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
             numbers = range(0)
         if not numbers:
             wanted = "feature numbers or rising ranges such as '3-9'"
-            raise ValueError(f"slices: {name}: expected {wanted}, got {brief(entry)}")
+            raise UserError(f"slices: {name}: expected {wanted}, got {brief(entry)}")
         if not 0 <= numbers[0] <= numbers[-1] < length:
-            raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {brief(entry)}")
+            raise UserError(f"slices: {name}: expected some of the features 0 to {length - 1}, got {brief(entry)}")
         columns += numbers
     if not columns:
-        raise ValueError(f"slices: {name}: expected some of the features 0 to {length - 1}, got none")
+        raise UserError(f"slices: {name}: expected some of the features 0 to {length - 1}, got none")
     return columns
 
 
 def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
     """ValueError unless every feature of such a sample belongs to exactly one worker."""
     if not shares:
-        raise ValueError("slices: expected at least one worker, got none")
+        raise UserError("slices: expected at least one worker, got none")
     size = math.prod(input_shape)
     owners = torch.zeros(size, dtype=torch.long, device="cpu")
     for share in shares:
         if math.prod(share.shape) != len(share.places) or not all(0 <= place < size for place in share.places):
-            raise ValueError(f"slices: {share.name}: {len(share.places)} places do not fit the shape {share.shape}")
+            raise UserError(f"slices: {share.name}: {len(share.places)} places do not fit the shape {share.shape}")
         owners += torch.bincount(torch.tensor(share.places, device="cpu"), minlength=size)
     wrong = torch.nonzero(owners != 1).flatten().tolist()
     if wrong:
         told = ", ".join(f"{place} ({int(owners[place])} times)" for place in wrong[:_TOLD])
         more = f" and {len(wrong) - _TOLD} more" if len(wrong) > _TOLD else ""
-        raise ValueError(f"slices: every feature must belong to exactly one worker; not so: {told}{more}")
+        raise UserError(f"slices: every feature must belong to exactly one worker; not so: {told}{more}")
 
 
 def assemble(shares: Sequence[Share], parts: Sequence[Tensor], input_shape: Sequence[int]) -> Tensor:
@@ -138,7 +139,7 @@ class VerticalModel(nn.Module):
     ) -> None:
         super().__init__()
         if len(workers) != len(shares):
-            raise ValueError(f"VerticalModel: expected a worker for each of {len(shares)} shares, got {len(workers)}")
+            raise UserError(f"VerticalModel: expected a worker for each of {len(shares)} shares, got {len(workers)}")
         check_shares(shares, input_shape)
         self.shares = tuple(shares)
         self.input_shape = tuple(int(size) for size in input_shape)

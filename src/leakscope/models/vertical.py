@@ -6,6 +6,7 @@ import math
 
 from torch import nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 from leakscope.models.common import activation_layer, positive_int, sequence, too_small
 from leakscope.models.split import Groups, Share, VerticalModel, make_shares
@@ -35,11 +36,11 @@ def cafe_cnn(
     mistake. Signals get one-dimensional convolutions.
     """
     if len(input_shape) not in _DIMENSIONS:
-        raise ValueError(f"cafe-cnn: expected images or signals, got shape {tuple(input_shape)}; use 'vertical-mlp'")
+        raise UserError(f"cafe-cnn: expected images or signals, got shape {tuple(input_shape)}; use 'vertical-mlp'")
     if pool not in _POOLS:
-        raise ValueError(f"pool: expected 'max' or 'average', got {pool!r}")
+        raise UserError(f"pool: expected 'max' or 'average', got {pool!r}")
     if not isinstance(filters, list | tuple) or len(filters) != 2:
-        raise ValueError(f"filters: expected two numbers, one a convolution, got {filters!r}")
+        raise UserError(f"filters: expected two numbers, one a convolution, got {filters!r}")
     shares = make_shares(input_shape, slices, workers)
     sizes = [positive_int(size, "cafe-cnn: filters, hidden, middle") for size in (*filters, hidden, middle)]
     nets = [_cnn_worker(share, num_classes, sizes, activation, pool, batchnorm) for share in shares]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.caps import PIECES
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 from leakscope.models.common import image_shape, positive_int, sequence
 
@@ -77,12 +78,12 @@ class VisionTransformer(nn.Module):
             positive_int(value, f"s3-vit: {name}")
         PIECES.check("s3-vit: layers", layers)
         if dim % heads:
-            raise ValueError(f"s3-vit: dim must be a multiple of heads, got dim={dim} and heads={heads}")
+            raise UserError(f"s3-vit: dim must be a multiple of heads, got dim={dim} and heads={heads}")
         self.patch = (height, width)
         if patch_size is not None:
             size = positive_int(patch_size, "s3-vit: patch_size")
             if height % size or width % size:
-                raise ValueError(
+                raise UserError(
                     f"s3-vit: patch_size={size} does not divide images of {height}x{width}. "
                     "Choose a divisor of both sides, or leave it out for one patch."
                 )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.caps import BYTES
 from leakscope.contracts.captured_state import WRAPPERS
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 
 #: Where training scripts put a state dictionary in a checkpoint.
@@ -24,7 +25,7 @@ def load_weights(model: nn.Module, path: Path) -> None:
     try:
         model.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise ValueError(f"weights: {path}: do not fit the model: {error}") from error
+        raise UserError(f"weights: {path}: do not fit the model: {error}") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -37,28 +38,28 @@ def _of_safetensors(path: Path) -> Any:
     try:
         return read_tensors(path)
     except ValueError as error:
-        raise ValueError(f"weights: {error}") from error
+        raise UserError(f"weights: {error}") from error
 
 
 def read_torch_file(path: Path) -> Any:
     """What ``torch.save`` wrote, as far as it is tensors and plain values; nothing that runs code when it is read."""
     size = path.stat().st_size
     if not path.is_file():  # a device or a pipe may never end
-        raise ValueError(f"weights: {path}: expected a file, got something else")
+        raise UserError(f"weights: {path}: expected a file, got something else")
     BYTES.check(f"weights: {path}", size)
     if zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
         # torch packs nothing, so a file that grows was made to fill the memory.
         if unpacked > 2 * size + 2**20:
-            raise ValueError(f"weights: {path}: {size} bytes that say they hold {unpacked}; torch writes no such file")
+            raise UserError(f"weights: {path}: {size} bytes that say they hold {unpacked}; torch writes no such file")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except OSError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
-        raise ValueError(
+        raise UserError(
             f"weights: {path}: expected tensors only, in a file by torch.save(model.state_dict(), ...) or safetensors; "
             f"a whole model, or anything else that runs code when it is read, is refused ({why[:200]})"
         ) from error
@@ -69,10 +70,10 @@ def _state(path: Path, content: Any) -> dict[str, Tensor]:
         inner = next((content[name] for name in _ENTRIES if isinstance(content.get(name), Mapping)), None)
         content = content if inner is None else inner
     if not isinstance(content, Mapping) or not content:
-        raise ValueError(f"weights: {path}: expected a state dictionary, got {type(content).__name__}")
+        raise UserError(f"weights: {path}: expected a state dictionary, got {type(content).__name__}")
     odd = [str(name) for name, value in content.items() if not (isinstance(name, str) and isinstance(value, Tensor))]
     if odd:
-        raise ValueError(
+        raise UserError(
             f"weights: {path}: expected names with tensors, got others in {', '.join(odd[:5])}; "
             "save model.state_dict() alone"
         )

@@ -10,12 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-
-class Unsupported(ValueError):
-    """The model is not a chain of stages that can be solved one by one; its reason names what stands in the way."""
-
-    def __str__(self) -> str:
-        return f"not supported because {super().__str__()}"
+from leakscope.contracts.errors import NotApplicable, UserError
 
 
 @dataclass(frozen=True)
@@ -32,9 +27,9 @@ class Activation:
 
     def __post_init__(self) -> None:
         if self.name not in INVERTIBLE:
-            raise ValueError(f"activation: expected one of {', '.join(INVERTIBLE)}, got {self.name!r}")
+            raise UserError(f"activation: expected one of {', '.join(INVERTIBLE)}, got {self.name!r}")
         if not self.slope > 0:
-            raise ValueError(f"slope: expected a positive number, got {self.slope}")
+            raise UserError(f"slope: expected a positive number, got {self.slope}")
 
     @property
     def homogeneous(self) -> bool:
@@ -107,5 +102,5 @@ def activation_of(node: fx.Node, module: nn.Module | None) -> Activation | None:
     else:
         slope = node.args[1] if len(node.args) > 1 else node.kwargs.get(argument, default)
     if name == "leaky-relu" and not float(slope) > 0:
-        raise Unsupported(f"a LeakyReLU of slope {slope} below zero cannot be inverted")
+        raise NotApplicable(f"a LeakyReLU of slope {slope} below zero cannot be inverted")
     return Activation(name, float(slope))

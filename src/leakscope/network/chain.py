@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from leakscope.network.activations import INVERTIBLE, Activation, Unsupported, activation_of
+from leakscope.contracts.errors import NotApplicable, UserError
+from leakscope.network.activations import INVERTIBLE, Activation, activation_of
 from leakscope.network.paths import Sum, find_path, label, shape_before, shape_of, trace
 
 CONVOLUTIONS = (nn.Conv1d, nn.Conv2d)
@@ -161,7 +162,7 @@ class Chain:
 def read_chain(
     model: nn.Module, input_shape: tuple[int, ...], *, residual: bool = False, batch_norm: bool = False
 ) -> Chain:
-    """The stages of ``model``, or :class:`Unsupported` that names the layer which stands in the way.
+    """The stages of ``model``, or :class:`NotApplicable` that names the layer which stands in the way.
 
     ``residual`` allows stages that are a :class:`ResidualStage`; ``batch_norm`` says that BatchNorm layers use their
     running statistics, so that they are affine.
@@ -177,10 +178,10 @@ def read_chain(
         with torch.no_grad():
             expected = twin(sample)
             path = find_path(graph, sample, residual=residual)
-    except Unsupported:
+    except NotApplicable:
         raise
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(
+        raise UserError(
             f"the model does not run on inputs of shape {tuple(input_shape)}: {error}. Check input_shape, which is "
             "without the batch."
         ) from error
@@ -190,7 +191,7 @@ def read_chain(
     with torch.no_grad():
         outputs = chain.run(sample)
     if not (isinstance(expected, Tensor) and torch.allclose(outputs, expected.flatten(1), rtol=1e-9, atol=1e-12)):
-        raise Unsupported("the model computes something else than its layers in a row (hooks?)")
+        raise NotApplicable("the model computes something else than its layers in a row (hooks?)")
     return chain
 
 
@@ -215,7 +216,7 @@ class _Reader:
             elif piece is not None:
                 # Behind a sum, an activation belongs to the block.
                 if not (stages and isinstance(stages[-1], ResidualStage) and stages[-1].activation.name == "identity"):
-                    raise Unsupported(f"the activation {label(step, self.graph)} follows no linear layer")
+                    raise NotApplicable(f"the activation {label(step, self.graph)} follows no linear layer")
                 stages[-1] = dataclasses.replace(stages[-1], activation=piece)
         return [*stages, *_closed(pending)]
 
@@ -228,10 +229,12 @@ class _Reader:
         if _activations(shortcut):
             nodes = tuple(n for path in joined.paths for n in path if isinstance(self._piece(n), Activation))
             words = ", ".join(label(n, self.graph) for n in nodes)
-            raise Unsupported(f"both paths that {name} joins have activations ({words})")
+            raise NotApplicable(f"both paths that {name} joins have activations ({words})")
         if _activations(body) != 1 or len(body) != 2:
             words = ", ".join(label(n, self.graph) for n in nodes) or "nothing"
-            raise Unsupported(f"{name} joins a path that is not linear layers, one activation, linear layers ({words})")
+            raise NotApplicable(
+                f"{name} joins a path that is not linear layers, one activation, linear layers ({words})"
+            )
         (inner, outer), linear = body, shortcut[0] if shortcut else None
         operations = tuple(operation for stage in (*body, *shortcut) for operation in stage.operations)
         identity = Activation("identity")
@@ -242,16 +245,16 @@ class _Reader:
         module = _module_of(node, self.model)
         if passes(node, module):
             if math.prod(shape_before(node)) != math.prod(shape_of(node)):
-                raise Unsupported(f"{label(node, self.graph)} mixes the examples of a batch")
+                raise NotApplicable(f"{label(node, self.graph)} mixes the examples of a batch")
             return None
         if isinstance(module, BATCH_NORMS) and (not self.batch_norm or module.running_mean is None):
             words = "is no linear layer unless it uses running statistics (eval mode)"
-            raise Unsupported(f"layer {label(node, self.graph)} {words}")
+            raise NotApplicable(f"layer {label(node, self.graph)} {words}")
         if type(module) in _LINEAR or isinstance(module, BATCH_NORMS):
             return self._operation(node, module)
         activation = activation_of(node, module)
         if activation is None:
-            raise Unsupported(
+            raise NotApplicable(
                 f"layer {label(node, self.graph)} is neither a convolution, a linear layer or an "
                 f"average pooling nor an activation that can be inverted ({', '.join(INVERTIBLE)})"
             )
@@ -264,13 +267,13 @@ class _Reader:
         for part in () if isinstance(module, POOLINGS) else ("weight", "bias"):
             value = getattr(module, part)
             if value is not None and id(value) not in names:
-                raise Unsupported(f"the {part} of {shown} is computed from other parameters")
+                raise NotApplicable(f"the {part} of {shown} is computed from other parameters")
             if value is not None:
                 parameters[f"{part}_name"] = names[id(value)]
         if isinstance(module, nn.Linear) and len(before) != 1:
-            raise Unsupported(f"{shown} is applied to a map of shape {before}, not to a flat vector")
+            raise NotApplicable(f"{shown} is applied to a map of shape {before}, not to a flat vector")
         if isinstance(module, nn.AvgPool2d) and module.divisor_override is not None:
-            raise Unsupported(f"{shown} has a divisor of its own")
+            raise NotApplicable(f"{shown} has a divisor of its own")
         name = str(node.target if node.op == "call_module" else node.name)
         return Operation(name=name, module=module, input_shape=before, output_shape=shape_of(node), **parameters)
 
@@ -288,9 +291,9 @@ def _check_weights(stages: Iterable[Stage]) -> None:
     used = [o.weight_name for stage in stages for o in stage.operations if o.weight_name is not None]
     repeated = sorted({name for name in used if used.count(name) > 1})
     if repeated:
-        raise Unsupported(f"{', '.join(repeated)} is used twice: its gradient is a sum of two")
+        raise NotApplicable(f"{', '.join(repeated)} is used twice: its gradient is a sum of two")
     if not used:
-        raise Unsupported("the model has no layer with weights")
+        raise NotApplicable("the model has no layer with weights")
 
 
 def passes(node: fx.Node, module: nn.Module | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from leakscope.network.activations import Unsupported
+from leakscope.contracts.errors import NotApplicable
 from leakscope.network.chain import passes
 from leakscope.network.paths import label, trace
 
@@ -54,7 +54,7 @@ def dense_path(model: nn.Module, head: str) -> DensePath:
     try:
         graph = trace(twin)
         node = _only_call(graph, head)
-    except Unsupported as error:
+    except NotApplicable as error:
         return DensePath((), (False,), str(error))
     steps: list[DenseStep] = []
     reads: list[bool] = []
@@ -83,7 +83,7 @@ def _below(graph: fx.GraphModule, model: nn.Module, node: fx.Node) -> tuple[Dens
         if isinstance(module, nn.Linear):
             try:
                 _only_call(graph, str(node.target))
-            except Unsupported as error:
+            except NotApplicable as error:
                 return str(error)
             return DenseStep(str(node.target), module, _chained(between)), node
         if passes(node, module):
@@ -99,7 +99,7 @@ def _only_call(graph: fx.GraphModule, name: str) -> fx.Node:
     weight = graph.get_submodule(name).weight
     shared = sum(weight is parameter for module in graph.modules() for parameter in module.parameters(recurse=False))
     if len(calls) != 1 or shared != 1:
-        raise Unsupported(f"layer {name!r} does not run once with weights of its own")
+        raise NotApplicable(f"layer {name!r} does not run once with weights of its own")
     return calls[0]
 
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.network.weight_patterns import (
     LEAST_UNITS,
     WIDE,
@@ -102,7 +103,7 @@ def inspect_model(model: nn.Module) -> ModelInspection:
     'imprint'
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"inspect_model: expected a torch.nn.Module, got {type(model).__name__}")
+        raise UserError(f"inspect_model: expected a torch.nn.Module, got {type(model).__name__}")
     return _inspected(list(_layers_of(model)))
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.models.split import Share, VerticalModel
 from leakscope.network.recorder import Call, probe, probe_input
 
@@ -87,13 +88,13 @@ def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
     """
     entries = sum(p.numel() for p in model.parameters() if p.requires_grad)
     if entries == 0:
-        raise ValueError("the model has no trainable parameters, so an update of it is empty")
+        raise UserError("the model has no trainable parameters, so an update of it is empty")
     wide = copy.deepcopy(model).to(device="cpu", dtype=torch.float64)
     size = math.prod(input_shape)
     marked = (torch.arange(1, size + 1, dtype=torch.float64) / size).reshape(1, *input_shape)
     record = probe(wide, marked)
     if not record.calls:
-        raise ValueError("the model runs no layer with parameters")
+        raise UserError("the model runs no layer with parameters")
     layers = []
     for call in record.calls:
         trainable = all(parameter.requires_grad for parameter in call.module.parameters(recurse=False))
@@ -129,21 +130,21 @@ def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
     sizes = torch.logspace(0, 1.5, 16).reshape(-1, *[1] * len(input_shape))
     record = probe(model, (sizes * torch.randn((16, *input_shape), generator=draws)).to(like))
     if not record.calls:
-        raise ValueError("no head: the forward pass executes no layer with parameters, so no linear layer")
+        raise UserError("no head: the forward pass executes no layer with parameters, so no linear layer")
     name, last = record.calls[-1].name, record.calls[-1].module
     if not isinstance(last, nn.Linear):
-        raise ValueError(
+        raise UserError(
             f"no linear head: the last layer executed is {name!r} ({type(last).__name__}). Label recovery "
             "reads the linear layer that produces the logits; give the labels, or end the model in nn.Linear."
         )
     if last.out_features != num_classes:
-        raise ValueError(
+        raise UserError(
             f"no head for {num_classes} classes: the last layer executed, {name!r}, has {last.out_features} outputs"
         )
     names = {id(parameter): key for key, parameter in model.named_parameters()}
     weight_name = names.get(id(last.weight))
     if weight_name is None:
-        raise ValueError(
+        raise UserError(
             f"the weight of {name!r} is computed from other parameters (a parametrisation), so the update "
             "does not hold its gradient; remove the parametrisation or give the labels"
         )
@@ -180,13 +181,13 @@ def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
         with torch.random.fork_rng(devices=[]):
             record = probe(worker, like.new_zeros((2, *share.shape)), lambda _, module: isinstance(module, nn.Linear))
         if not record.calls:
-            raise ValueError(f"worker {share.name!r}: expected a dense layer (nn.Linear), it runs none")
+            raise UserError(f"worker {share.name!r}: expected a dense layer (nn.Linear), it runs none")
         first = record.calls[0]
         uses = len(record.of(first.name))
         if first.output.dim() != 2 or uses > 1:
             got = f"used {uses} times" if uses > 1 else f"with outputs {tuple(first.output.shape)}"
             words = "expected a first dense layer to read each sample once"
-            raise ValueError(f"worker {share.name!r}: {words}, got one {got}")
+            raise UserError(f"worker {share.name!r}: {words}, got one {got}")
         layer = first.module
         assert isinstance(layer, nn.Linear)
         path = f"workers.{number}.{first.name}".removesuffix(".")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from leakscope.network.activations import Unsupported
+from leakscope.contracts.errors import NotApplicable
 
 _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
@@ -31,7 +31,7 @@ def trace(model: nn.Module) -> fx.GraphModule:
     # The model's code can fail on stand-ins in any way that code can.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise Unsupported(f"the model's code cannot be traced: {reason}") from error
+        raise NotApplicable(f"the model's code cannot be traced: {reason}") from error
 
 
 class _ShapeNotes(fx.Interpreter):
@@ -58,33 +58,33 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
         if node.op == "output":
             (last,) = node.args
             if not isinstance(last, fx.Node) or not _is_tensor(last):
-                raise Unsupported("the model returns something else than its last layer")
+                raise NotApplicable("the model returns something else than its last layer")
             continue
         if not _is_tensor(node):
             continue  # a size, or arithmetic with sizes
         tensors = [n for n in node.all_input_nodes if _is_tensor(n)]
         if node.op == "placeholder":
             if previous:
-                raise Unsupported("the model has several inputs")
+                raise NotApplicable("the model has several inputs")
             previous[node] = None
         elif node.op == "get_attr":
-            raise Unsupported(f"the model uses the tensor {node.target!r} outside of a layer")
+            raise NotApplicable(f"the model uses the tensor {node.target!r} outside of a layer")
         elif node.target in _ADDITIONS and len(tensors) == 2:
             if not residual:
                 words = "joins two paths (a residual connection): only one of two summands can be solved for"
-                raise Unsupported(f"{label(node, graph)} {words}")
+                raise NotApplicable(f"{label(node, graph)} {words}")
             previous[node], sums[node] = _join(node, tensors, previous, sums, graph)
         elif len(tensors) == 1:
             previous[node] = tensors[0]
         else:
-            raise Unsupported(f"{label(node, graph)} does not read the layer before it alone")
+            raise NotApplicable(f"{label(node, graph)} does not read the layer before it alone")
     path = [sums.get(node, node) for node in _back_to(None, last, previous)]
     used: set[fx.Node] = set()
     for step in path:
         used.update((step.node, *step.paths[0], *step.paths[1]) if isinstance(step, Sum) else (step,))
     for node in previous:
         if node not in used:
-            raise Unsupported(f"{label(node, graph)} is not on the way to the output")
+            raise NotApplicable(f"{label(node, graph)} is not on the way to the output")
     return path[1:]
 
 
@@ -115,12 +115,12 @@ def _join(
     """The node at which the two paths part that ``node`` adds up, and the paths."""
     first, second = tensors
     if len(node.args) != 2 or node.kwargs or shape_of(first) != shape_of(second):
-        raise Unsupported(f"{label(node, graph)} is no plain sum of two tensors of one shape")
+        raise NotApplicable(f"{label(node, graph)} is no plain sum of two tensors of one shape")
     behind = set(_back_to(None, first, previous))
     start = next(n for n in reversed(_back_to(None, second, previous)) if n in behind)
     paths = (tuple(_back_to(start, first, previous)), tuple(_back_to(start, second, previous)))
     for inner in (n for path in paths for n in path if n in sums):
-        raise Unsupported(f"{label(node, graph)} joins more than two paths: {label(inner, graph)} is on one")
+        raise NotApplicable(f"{label(node, graph)} joins more than two paths: {label(inner, graph)} is on one")
     return start, Sum(node=node, paths=paths)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 from torch.nn import functional as F
 
-from leakscope.network.activations import Unsupported
+from leakscope.contracts.errors import NotApplicable
 from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, POOLINGS
 from leakscope.network.gates import GatedNetwork, Step, WeightedLayer
 from leakscope.network.paths import label, note_shapes, shape_of, trace
@@ -29,7 +29,7 @@ _ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> GatedNetwork:
     """The steps of ``model`` up to what the layer called ``cut`` receives, in float64.
 
-    :class:`Unsupported` names the layer that is neither affine nor a gate. BatchNorm layers use running statistics.
+    :class:`NotApplicable` names the layer that is neither affine nor a gate. BatchNorm layers use running statistics.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
     >>> [step.kind for step in read_gated(net, (1, 4, 4), "3").steps]
@@ -44,17 +44,17 @@ def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> Gate
         # The model's code can fail on float64 in any way that code can.
         except Exception as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise Unsupported(f"the model does not run in float64: {reason}") from error
+            raise NotApplicable(f"the model does not run in float64: {reason}") from error
         note_shapes(graph, sample)
     last = next((n for n in graph.graph.nodes if n.op == "call_module" and n.target == cut), None)
     if last is None:
-        raise Unsupported(f"the model does not call the layer {cut!r} by itself")
+        raise NotApplicable(f"the model does not call the layer {cut!r} by itself")
     network = _Reader(twin, graph).read(next(n for n in last.all_input_nodes))
     record = record_layers(twin, sample, lambda name, _: name == cut)
     ours = network.run(sample).features
     reference = [call.inputs.flatten(1) for call in record.calls]
     if len(reference) != 1 or not torch.allclose(ours.flatten(1), reference[0], rtol=1e-9, atol=1e-12):
-        raise Unsupported("the model computes something else than its layers say (hooks?)")
+        raise NotApplicable("the model computes something else than its layers say (hooks?)")
     return network
 
 
@@ -72,13 +72,13 @@ class _Reader:
                 numbers[node] = len(steps)
                 steps.append(self._step(node, numbers))
         if steps[0].kind != "input" or sum(step.kind == "input" for step in steps) != 1:
-            raise Unsupported("the model has several inputs")
+            raise NotApplicable("the model has several inputs")
         layers = tuple(self._layer(number, steps) for number, step in enumerate(steps) if step.kind == "weighted")
         if not layers:
-            raise Unsupported("no layer with weights is below the cut")
+            raise NotApplicable("no layer with weights is below the cut")
         names = [layer.weight_name for layer in layers]
         if len(set(names)) < len(names):
-            raise Unsupported("a weight is used twice: its gradient is a sum of two")
+            raise NotApplicable("a weight is used twice: its gradient is a sum of two")
         return GatedNetwork(tuple(steps), layers)
 
     def _step(self, node: fx.Node, numbers: Mapping[fx.Node, int]) -> Step:
@@ -90,7 +90,7 @@ class _Reader:
         if node.target in _ADDITIONS and len(sources) == 2:
             return Step(kind="add", **facts)
         if len(sources) != 1:
-            raise Unsupported(f"{label(node, self.graph)} does not read the layer before it alone")
+            raise NotApplicable(f"{label(node, self.graph)} does not read the layer before it alone")
         if node.op == "call_module":
             return self._module_step(node, facts)
         return self._function_step(node, facts)
@@ -134,16 +134,16 @@ class _Reader:
 
     def _checked(self, node: fx.Node, module: Any) -> nn.Module:
         if id(module.weight) not in self.names:
-            raise Unsupported(f"the weight of {label(node, self.graph)} is computed from other parameters")
+            raise NotApplicable(f"the weight of {label(node, self.graph)} is computed from other parameters")
         if isinstance(module, nn.Linear):
             if len(shape_of(node)) != 1:
-                raise Unsupported(f"{label(node, self.graph)} is applied to each place of a map")
+                raise NotApplicable(f"{label(node, self.graph)} is applied to each place of a map")
         elif module.groups != 1 or module.padding_mode != "zeros":
-            raise Unsupported(f"{label(node, self.graph)} has groups, or pads with something else than zeros")
+            raise NotApplicable(f"{label(node, self.graph)} has groups, or pads with something else than zeros")
         return module
 
-    def _refusal(self, node: fx.Node) -> Unsupported:
-        return Unsupported(
+    def _refusal(self, node: fx.Node) -> NotApplicable:
+        return NotApplicable(
             f"{label(node, self.graph)} is neither an affine layer nor a ReLU, a LeakyReLU or a max pooling"
         )
 
@@ -169,7 +169,7 @@ def _needed(last: fx.Node) -> set[fx.Node]:
         if node in needed:
             continue
         if node.op == "get_attr":
-            raise Unsupported(f"the model uses the tensor {node.target!r} outside of a layer")
+            raise NotApplicable(f"the model uses the tensor {node.target!r} outside of a layer")
         needed.add(node)
         waiting += [n for n in node.all_input_nodes if n.meta.get("shape") is not None]
     return needed
@@ -203,7 +203,7 @@ def _reads_input(number: int, steps: list[Step]) -> bool:
 def _pooling(module: Any) -> dict[str, Any]:
     """Of a max pooling: the places of its maxima in the flattened map, and the average over the same windows."""
     if module.dilation not in (1, (1, 1)):
-        raise Unsupported("a max pooling with dilation")
+        raise NotApplicable("a max pooling with dilation")
     module = copy.deepcopy(module)
     module.return_indices = True
     kind: Any = nn.AvgPool1d if isinstance(module, nn.MaxPool1d) else nn.AvgPool2d

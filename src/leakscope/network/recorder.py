@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import outputs_of
 
@@ -82,7 +83,7 @@ def probe(model: nn.Module, x: Tensor, choice: Choice = is_layer) -> Record:
     try:
         return record_layers(model, x, choice, evaluate=True)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise ValueError(
+        raise UserError(
             f"the model cannot read an input of shape {tuple(x.shape[1:])}: {error}. "
             "Pass the shape of one example without the batch."
         ) from error
@@ -149,7 +150,7 @@ def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
         return inputs
     finally:
         handle.remove()
-    raise ValueError("inputs_of: expected a layer that the model runs, got one that it does not")
+    raise UserError("inputs_of: expected a layer that the model runs, got one that it does not")
 
 
 @contextmanager
@@ -160,7 +161,7 @@ def cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor
     def cut(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         if output.dim() != 2 or layer in cuts:
             got = "used twice" if layer in cuts else f"with outputs {tuple(output.shape)}"
-            raise ValueError(f"model: expected first dense layers that read each sample once, got one {got}")
+            raise UserError(f"model: expected first dense layers that read each sample once, got one {got}")
         cuts[layer] = (inputs[0], output.detach().requires_grad_())
         return cuts[layer][1]
 

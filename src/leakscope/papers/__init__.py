@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Registry
 from leakscope.papers import (
     cafe,
@@ -57,9 +58,9 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     """
     table = PAPERS.find(name)
     if scale not in table.scales:
-        raise ValueError(f"{name}: unknown scale {scale!r}: expected one of {', '.join(table.scales)}")
+        raise UserError(f"{name}: unknown scale {scale!r}: expected one of {', '.join(table.scales)}")
     if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed: expected an integer of at least 0, got {seed!r}")
+        raise UserError(f"seed: expected an integer of at least 0, got {seed!r}")
     started = time.perf_counter()
     outcome = table.target(scale, seed, progress)
     findings = outcome if isinstance(outcome, Findings) else Findings(outcome)
@@ -72,7 +73,7 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
             f"{first}{f' and {len(others)} more' if others else ''}: {note}"
             for note, (first, *others) in settings.items()
         ]
-        raise ValueError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
+        raise UserError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
     seconds = time.perf_counter() - started
     identity = (table.name, table.title, table.source, scale, seed)
     return Reproduction(*identity, rows, seconds, findings.pictures, findings.curves)

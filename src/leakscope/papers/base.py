@@ -15,6 +15,7 @@ from scipy.stats import t as student
 from torch import Tensor
 
 from leakscope.audit.versions import versions
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Entry
 from leakscope.data import Examples, load_data
 
@@ -80,7 +81,7 @@ class PictureGrid:
 
     def __post_init__(self) -> None:
         if self.originals.shape != self.recovered.shape or len(self.captions) != len(self.originals):
-            raise ValueError(
+            raise UserError(
                 f"PictureGrid: expected as many originals, recovered pictures and captions, got "
                 f"{tuple(self.originals.shape)}, {tuple(self.recovered.shape)} and {len(self.captions)}"
             )

@@ -28,6 +28,7 @@ from leakscope.audit.memory import PeakMemory
 from leakscope.audit.plan import derived_seed
 from leakscope.audit.trajectory import describe_update
 from leakscope.contracts.attack import Attack
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -133,7 +134,7 @@ def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, A
     trajectory = describe_update(Subject(observation=observe(setting, client, model), **facts, **private))
     if trajectory.get("max_cosine") is None:
         reason = trajectory.get("reason", "the gradient vanishes along the segment")
-        raise ValueError(f"{setting}: no diagnosis: {reason}")
+        raise UserError(f"{setting}: no diagnosis: {reason}")
     return trajectory
 
 

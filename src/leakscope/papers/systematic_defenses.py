@@ -28,8 +28,9 @@ from torch import nn
 from leakscope.attacks import CocktailParty, RobbingTheFed
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.audit.utility import describe_utility, make_course
-from leakscope.contracts.attack import Attack, NotApplicable
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.task import Classification
 from leakscope.data import Examples

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leakscope.contracts.errors import UserError
 from leakscope.metrics import MEASURES, interval
 from leakscope.report import words
 from leakscope.report.template import FileName, fill, write_page
@@ -208,7 +209,7 @@ def _side(entry: _Entry) -> _Side:
 def compare(directories: Sequence[FileName]) -> str:
     """The HTML page that compares two audits."""
     if len(directories) != 2:
-        raise ValueError(f"expected two folders of audits to compare, got {len(directories)}")
+        raise UserError(f"expected two folders of audits to compare, got {len(directories)}")
     first, second = (_Audit.read(directory) for directory in directories)
     lines = _compared(first, second)
     context = {

@@ -12,6 +12,7 @@ from markupsafe import Markup
 from PIL import Image
 from torch import Tensor
 
+from leakscope.contracts.errors import UserError
 from leakscope.report import svg
 
 
@@ -49,7 +50,7 @@ def png(image: Tensor) -> bytes:
     b'\\x89PNG'
     """
     if image.dim() != 3 or 0 in image.shape:
-        raise ValueError(f"expected an image of shape (channels, height, width), got {tuple(image.shape)}")
+        raise UserError(f"expected an image of shape (channels, height, width), got {tuple(image.shape)}")
     clean = torch.nan_to_num(image.detach().float().cpu(), nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
     pixels = (clean * 255).round().to(torch.uint8)
     array = pixels.permute(1, 2, 0).contiguous().numpy() if image.shape[0] == 3 else pixels[0].numpy()

@@ -14,6 +14,7 @@ from typing import Any
 
 from leakscope.contracts.caps import BYTES
 from leakscope.contracts.disk import atomic_write, read_json, read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.results.export import VERSIONS, document, json_text
 from leakscope.results.names import name_settings
 from leakscope.results.records import mapping, number, plain
@@ -60,7 +61,7 @@ class SettingLeaks:
         examples, shares = facts.get("examples"), facts.get("shares")
         named = all(isinstance(facts.get(name), str) for name in ("protocol", "defense"))
         if not (named and isinstance(examples, dict) and isinstance(shares, dict)):
-            raise ValueError("expected settings with protocol, defense, examples and shares")
+            raise UserError("expected settings with protocol, defense, examples and shares")
         return cls(
             protocol=facts["protocol"],
             defense=facts["defense"],
@@ -89,7 +90,7 @@ class AcceptedLeaks:
     def read(cls, raw: Any) -> AcceptedLeaks:
         facts = mapping(raw)
         if not isinstance(facts.get("audited"), dict) or not isinstance(facts.get("settings"), list):
-            raise ValueError("expected audits with audited and settings")
+            raise UserError("expected audits with audited and settings")
         return cls(audited=facts["audited"], settings=tuple(map(SettingLeaks.read, facts["settings"])))
 
 
@@ -203,12 +204,12 @@ def read_accepted(path: Path) -> dict[str, AcceptedLeaks]:
         wanted = f"leakscope/baseline/{VERSIONS['baseline']}"
         if not isinstance(content, dict) or content.get("schema") != wanted:
             got = content.get("schema") if isinstance(content, dict) else type(content).__name__
-            raise ValueError(f"expected the schema {wanted}, got {got}")
+            raise UserError(f"expected the schema {wanted}, got {got}")
         if not isinstance(content.get("audits"), dict):
-            raise ValueError("expected audits by name")
+            raise UserError("expected audits by name")
         return {str(name): AcceptedLeaks.read(raw) for name, raw in content["audits"].items()}
     except ValueError as error:
-        raise ValueError(f"{path}: is no baseline that can be read: {error}. Restore it, or take a new one.") from error
+        raise UserError(f"{path}: is no baseline that can be read: {error}. Restore it, or take a new one.") from error
 
 
 def write_accepted(path: Path, audits: Mapping[str, AcceptedLeaks]) -> None:

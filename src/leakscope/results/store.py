@@ -23,6 +23,7 @@ from torch import Tensor
 
 from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 from leakscope.results.database import connect
 from leakscope.results.policy import Policy
@@ -62,7 +63,7 @@ _BROKEN = "broken"
 _Fate = tuple[str | None, float | None, str | None]
 
 
-class StoreError(ValueError):
+class StoreError(UserError):
     """The folder holds no store, or none that this version can read."""
 
 
@@ -269,7 +270,7 @@ class Store:
 
     def _path(self, key: str, suffix: str) -> Path:
         if not key.isalnum():
-            raise ValueError(f"key: expected letters and digits only, got {key!r}")
+            raise UserError(f"key: expected letters and digits only, got {key!r}")
         return self.directory / ARTIFACTS / f"{key}{suffix}"
 
 

@@ -13,6 +13,7 @@ from leakscope.audit.attempts import Advance, Outcome
 from leakscope.audit.budget import Budget
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
 
 #: Told of what happens to a job.
@@ -24,7 +25,7 @@ Record = Callable[[Job, Outcome], None]
 ADVANCE_SECONDS = 0.2
 
 
-class ExecutorError(RuntimeError):
+class ExecutorError(UserError):
     """This executor cannot do this audit; the message says what to do."""
 
 

@@ -21,6 +21,7 @@ from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, is_intact
 from leakscope.audit.versions import versions
+from leakscope.contracts.errors import UserError
 
 #: Seconds between two words of a worker on how far it is; hundreds of workers may talk to one board.
 POST_SECONDS = 1.0
@@ -46,7 +47,7 @@ class RayWorker:
             setup: Setup = pickle.loads(packed)
             torch.set_num_threads(setup.spec.threads)
             if not is_intact(setup):
-                raise ValueError("the model that arrived is not that which was sent; its code must be the same here")
+                raise UserError("the model that arrived is not that which was sent; its code must be the same here")
         except Exception as error:  # noqa: BLE001 - told to the audit's process, which stops with it
             return "broken", f"On {platform.node()}: {failure_text(error)}"
         self._setup, self._bench, self._board = setup, Bench(setup), board

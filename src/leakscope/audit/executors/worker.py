@@ -22,6 +22,7 @@ from leakscope.audit.executors.crew_size import Pace, measure_pace
 from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import build_setup
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import own_folders
 
 _FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))
@@ -54,7 +55,7 @@ def _work(pipe: Connection, packed: bytes) -> None:
             ("data", setup.data_fingerprint, data_print),
         ):
             if ours != theirs:
-                raise ValueError(
+                raise UserError(
                     f"the {what} rebuilt in a worker is not that of the parent; it must come out the same "
                     "each time. Draw random weights from the seed given, or use weights: a file."
                 )

@@ -1,0 +1,23 @@
+"""What can go wrong: mistakes of the caller, and refusals. Anything else that is raised is a defect."""
+
+from __future__ import annotations
+
+
+class LeakscopeError(Exception):
+    """Everything that leakscope raises on purpose."""
+
+
+class UserError(LeakscopeError, ValueError, TypeError):
+    """A mistake in what the caller gave: what was expected, what came, and how to fix it. Exit code 4."""
+
+
+class Refusal(LeakscopeError, ValueError):
+    """Something that cannot work here, and why; the caller made no mistake."""
+
+
+class NotApplicable(Refusal):
+    """A method cannot work on this model or update."""
+
+
+class MissingKnowledge(Refusal):
+    """The attack needs a fact that the threat model withholds."""
