@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.attacks import head_first_finish
-from leakscope.attacks.head_first_finish import MOST_MOVEMENT, SILENT_ERRORS, Finisher, inputs_movement
+from leakscope.attacks.head_first import finish as head_first_finish
+from leakscope.attacks.head_first.finish import MOST_MOVEMENT, SILENT_ERRORS, Finisher, inputs_movement
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.observation import Observation
 from leakscope.equations.embedding import recover_embedding

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import leakscope as ls
 from leakscope.attacks import HeadFirst
-from leakscope.attacks.head_first_noise import (
+from leakscope.attacks.head_first.noise import (
     MOST_PROBABLE,
     RATE,
     _differences,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import leakscope as ls
 from leakscope.attacks import HeadFirst, InvertingGradients
-from leakscope.attacks.head_first_rivals import rivals_for
+from leakscope.attacks.head_first.rivals import rivals_for
 from leakscope.contracts.observation import Observation
 
 

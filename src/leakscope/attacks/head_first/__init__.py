@@ -8,14 +8,14 @@ An attack of this project's own, in three steps; docs/strength.md explains and m
    search in every trained network, is out of the way. Among a few weightings that one is taken whose short trial
    explains the whole update best.
 3. *From near to exact.* In ReLU networks masks are decoded and what is then linear is solved
-   (:mod:`leakscope.attacks.head_first_finish`). A residual of rounding and no free direction are a certificate. Further
+   (:mod:`leakscope.attacks.head_first.finish`). A residual of rounding and no free direction are a certificate. Further
    rounds of matching and solving go on until one explains the update. Networks without kinks are finished by
    Gauss-Newton steps.
-   Under noise of a known level the most probable pictures are looked for (:mod:`leakscope.attacks.head_first_noise`).
+   Under noise of a known level the most probable pictures are looked for (:mod:`leakscope.attacks.head_first.noise`).
 
 Where the head tells nothing (pruned, too many examples, several local steps) the whole update is matched, as
 ``inverting-gradients`` does with its default settings, and on networks without kinks as ``idlg`` does
-(:mod:`leakscope.attacks.head_first_rivals`); a note says why.
+(:mod:`leakscope.attacks.head_first.rivals`); a note says why.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.head_first_finish import DECODED, Finish, Finisher
-from leakscope.attacks.head_first_noise import with_known_noise
-from leakscope.attacks.head_first_rivals import (
+from leakscope.attacks.head_first.finish import DECODED, Finish, Finisher
+from leakscope.attacks.head_first.noise import with_known_noise
+from leakscope.attacks.head_first.rivals import (
     MOST_WORK,
     best_match,
     forward_work,
