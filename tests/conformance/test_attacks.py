@@ -310,7 +310,7 @@ def test_refuses_what_it_does_not_know(name) -> None:
         ATTACKS[name].target(100)  # settings are keyword-only
     with pytest.raises(ValueError, match="preset"):
         make_attack(name, preset="nonsense")
-    with pytest.raises(TypeError, match="Observation"):
+    with pytest.raises(ValueError, match="Observation"):
         ATTACKS[name].target()("not an observation")
     cls = ATTACKS[name].target
     if cls.requires:

@@ -217,7 +217,7 @@ def test_where_it_does_not_apply_it_says_so() -> None:
         FedSGD().observe(flat, x, y, Soteria(layer="fc"))
     with pytest.raises(ValueError, match="linear"):
         FedSGD().observe(conv, x, y, Precode())
-    with pytest.raises(TypeError, match="a list of them"):
+    with pytest.raises(ValueError, match="a list of them"):
         FedSGD().observe(flat, x, y, "gradient-noise")
     with pytest.raises(ValueError, match="at most the 4 examples"):
         SecureAggregation(clients=5).observe(flat, x, y)

@@ -166,7 +166,7 @@ def test_all_problems_of_an_update_are_told_at_once() -> None:
         Observation.from_update(net, update, input_shape=(1, 4, 4), num_classes=3, num_examples=0)
     for word in (first, "stranger", last, "num_examples"):
         assert word in str(caught.value)
-    with pytest.raises(TypeError, match="mapping"):
+    with pytest.raises(ValueError, match="mapping"):
         Message(update=[torch.zeros(1)])
 
 

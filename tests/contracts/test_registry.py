@@ -87,7 +87,7 @@ def test_unknown_names_say_which_there_are_and_which_is_near() -> None:
     with pytest.raises(ValueError, match="unknown attack") as caught:
         registry().find("zzzz")
     assert "did you mean" not in str(caught.value)
-    with pytest.raises(TypeError, match="attack: expected a name, got int"):
+    with pytest.raises(ValueError, match="attack: expected a name, got int"):
         registry().find(3)  # type: ignore[arg-type]
 
 

@@ -180,7 +180,7 @@ def test_a_name_spelt_otherwise_is_told_how() -> None:
 
 def test_a_default_that_could_be_changed_is_refused() -> None:
     for default in ([1], {"a": 1}):
-        with pytest.raises(TypeError, match="immutable default"):
+        with pytest.raises(ValueError, match="immutable default"):
             setting(default, "Wrong.")
 
 

@@ -112,7 +112,7 @@ def test_from_tensors() -> None:
     wide = from_tensors(torch.tensor([[-2.0, 3.0]]), torch.tensor([0], dtype=torch.int32), num_classes=2)
     assert wide.value_range == ValueRange((-2.0,), (3.0,))
     assert from_tensors(torch.full((1, 2), 7.0), torch.tensor([0])).value_range == ValueRange((6.5,), (7.5,))
-    with pytest.raises(TypeError, match="two tensors"):
+    with pytest.raises(ValueError, match="two tensors"):
         from_tensors([[0.0]], [0])  # type: ignore[arg-type]
     numbers = from_tensors(torch.zeros(2, 2), torch.tensor([[0.5, -3.0], [1.0, 2.0]], dtype=torch.float64))
     assert (numbers.y.dtype, numbers.num_classes) == (torch.float32, 2)
@@ -187,7 +187,7 @@ def test_names_and_options_are_checked() -> None:
         load_data("tiles", split="test")
     with pytest.raises(ValueError, match="takes no path"):
         load_data("tiles", "somewhere")
-    with pytest.raises(TypeError, match="data: expected a name"):
+    with pytest.raises(ValueError, match="data: expected a name"):
         load_data(3)  # type: ignore[arg-type]
     for limit in (0, -1, True, 2.5, "3"):
         with pytest.raises(ValueError, match="limit"):

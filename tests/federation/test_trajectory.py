@@ -166,5 +166,5 @@ def test_bad_input_is_refused(scene) -> None:
 def test_a_protocol_must_say_what_its_clients_send() -> None:
     for facts in ({}, {"kind": "rumour"}):
         silent = type("Silent", (Protocol,), {"_exchange": lambda *_: ((), LocalTraining()), **facts})
-        with pytest.raises(TypeError, match="Silent: expected a class attribute kind"):
+        with pytest.raises(ValueError, match="Silent: expected a class attribute kind"):
             silent()

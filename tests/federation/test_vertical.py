@@ -326,7 +326,7 @@ def test_models_and_samples_that_do_not_fit_say_why(call) -> None:
         play(Vertical(batch_size=8), model, x, y)
     with pytest.raises(ValueError, match=r"samples of shape \(8,\) as in the model, got \(2, 4\)"):
         play(Vertical(batch_size=2), model, x.reshape(7, 2, 4), y)
-    with pytest.raises(TypeError, match="expected tensors, got list"):
+    with pytest.raises(ValueError, match="expected tensors, got list"):
         play(Vertical(batch_size=2), model, x.tolist(), y)
     with pytest.raises(ValueError, match="at least one example"):
         play(Vertical(batch_size=2), model, x[:0], y[:0])

@@ -447,7 +447,7 @@ def test_strategies_of_the_older_interface_are_wrapped_too(tmp_path: Path) -> No
     seen = found["b"].observation(small_net())
     for name, value in own.message.update.items():
         assert torch.allclose(seen.message.update[name], value, atol=1e-7)
-    with pytest.raises(TypeError, match=r"expected one of flwr\.server\.strategy"):
+    with pytest.raises(ValueError, match=r"expected one of flwr\.server\.strategy"):
         AuditedFitStrategy(FedAvg(), capture(tmp_path))
 
 
@@ -456,7 +456,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
         capture(tmp_path, every=0, sends="pigeons")
     with pytest.raises(ValueError, match="every_client"):
         flower.Inline(every_client=0)
-    with pytest.raises(TypeError, match=r"expected one of flwr.serverapp.strategy, got int"):
+    with pytest.raises(ValueError, match=r"expected one of flwr.serverapp.strategy, got int"):
         flower.AuditedStrategy(3, capture(tmp_path))
     with pytest.raises(ValueError, match="no recordings"):
         flower.audit_recordings(tmp_path, model=small_net())

@@ -314,7 +314,7 @@ def test_wrong_arguments_are_named(arguments: tuple[object, ...], words: str) ->
 
 
 def test_models_that_cannot_be_observed_are_refused() -> None:
-    with pytest.raises(TypeError, match="expected a torch"):
+    with pytest.raises(ValueError, match="expected a torch"):
         limits("convnet", (8,), 1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no trainable parameters"):
         limits(nn.Flatten(), (8,), 1)

@@ -234,7 +234,7 @@ def test_all_mistakes_are_told_at_once() -> None:
         vertical_limits(net(), 2, 1, inputs=torch.zeros(2, 16), labels=torch.tensor([0, 7]))
     with pytest.raises(ValueError, match="2 class numbers"):
         vertical_limits(net(), 2, 1, inputs=torch.zeros(2, 16), labels=torch.zeros(2))
-    with pytest.raises(TypeError, match="VerticalModel, got Linear"):
+    with pytest.raises(ValueError, match="VerticalModel, got Linear"):
         vertical_limits(nn.Linear(2, 2), 2, 1)  # type: ignore[arg-type]
 
 

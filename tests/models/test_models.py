@@ -266,7 +266,7 @@ def test_errors_say_what_was_expected(arguments: dict, words: list[str]) -> None
 
 
 def test_name_must_be_text() -> None:
-    with pytest.raises(TypeError, match="name of a model"):
+    with pytest.raises(ValueError, match="name of a model"):
         build_model(nn.Linear(1, 1))  # type: ignore[arg-type]
 
 

@@ -393,7 +393,7 @@ def test_the_model_is_left_as_it_was_and_is_not_run() -> None:
 
 
 def test_what_is_no_model_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"expected a torch\.nn\.Module, got dict"):
+    with pytest.raises(ValueError, match=r"expected a torch\.nn\.Module, got dict"):
         ls.inspect_model({})  # type: ignore[arg-type]
 
 

@@ -7,7 +7,7 @@ class LeakscopeError(Exception):
     """Everything that leakscope raises on purpose."""
 
 
-class UserError(LeakscopeError, ValueError, TypeError):
+class UserError(LeakscopeError, ValueError):
     """A mistake in what the caller gave: what was expected, what came, and how to fix it. Exit code 4."""
 
 
