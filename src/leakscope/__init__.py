@@ -52,7 +52,7 @@ _NAMES = {
 }
 _ROOMS = (
     *("contracts", "data", "models", "network", "federation", "defenses", "labels", "equations", "matching"),
-    *("attacks", "limits", "metrics", "results", "report", "audit", "papers"),
+    *("attacks", "limits", "metrics", "results", "report", "capture", "audit", "papers"),
 )
 
 __all__ = ["__version__", *_NAMES, *_ROOMS]

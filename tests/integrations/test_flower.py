@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import leakscope as ls
+from leakscope.capture.recordings import PLACES, Origin
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import LocalTraining
 from leakscope.integrations.flower_mod import _next_number
-from leakscope.integrations.recordings import PLACES, Origin
 
 pytest.importorskip("flwr", reason="flwr is not installed: pip install 'leakscope[flower]'")
 
@@ -323,7 +323,7 @@ def test_a_recipe_or_truth_that_is_not_the_clients_is_found_out(tmp_path: Path) 
     after = {name: before[name] - value.numpy() for name, value in own.message.update.items()}
 
     def notes(training: LocalTraining, truth: Any) -> str:
-        seen, _ = capture(tmp_path, training=training).observation(before, after, 4)
+        seen = capture(tmp_path, training=training).observation(before, after, 4)
         found = measure(seen, origin, "linear-layer", truth=truth, controls=False)
         return " ".join(note for note in found.notes if "span" not in note)
 
@@ -339,13 +339,13 @@ def test_noise_is_not_called_a_leak_and_divergence_is_told(tmp_path: Path) -> No
     draws = torch.Generator().manual_seed(0)
     after = {n: v + 0.01 * torch.randn(v.shape, generator=draws).numpy() for n, v in before.items()}
     origin = Origin(place="as_sent", client="1", number=1)
-    seen, _ = capture(tmp_path).observation(before, after, 1)
+    seen = capture(tmp_path).observation(before, after, 1)
     found = measure(seen, origin, "linear-layer", truth=(TILES.x[:1], TILES.y[:1]), others=TILES.x[9:])
     assert found.lift is not None
     assert found.lift[0] < 3
     assert found.unexplained is not None
     assert found.unexplained > 0.9
-    broken, _ = capture(tmp_path).observation(before, {n: v * np.nan for n, v in after.items()}, 1)
+    broken = capture(tmp_path).observation(before, {n: v * np.nan for n, v in after.items()}, 1)
     told = measure(broken, origin, "linear-layer")
     assert told.reconstruction is None
     assert "diverge" in told.notes[-1]
@@ -358,8 +358,9 @@ def test_the_wrong_sign_explains_nothing(tmp_path: Path) -> None:
     before = {name: value.numpy() for name, value in small_net().state_dict().items()}
     difference = {name: -value.numpy() for name, value in own.message.update.items()}
     origin = Origin(place="server", client="1", number=1)
-    right, _ = capture(tmp_path, sends="difference").observation(before, difference, 1)
-    wrong, _ = capture(tmp_path, sends="gradient").observation(before, difference, 1)
+    right = capture(tmp_path, sends="difference").observation(before, difference, 1)
+    wrong = capture(tmp_path, sends="gradient").observation(before, difference, 1)
+    assert [seen.made and seen.made.sign for seen in (right, wrong)] == ["right", "wrong"]
     good, bad = (measure(seen, origin, "linear-layer").unexplained for seen in (right, wrong))
     assert good is not None
     assert bad is not None
@@ -376,7 +377,7 @@ def test_arrays_are_aligned_by_name_or_order_and_misfits_are_told(tmp_path: Path
     numbered = [{str(n): value for n, value in enumerate(one.values())} for one in (state, moved)]
     only = [{name: one[name] for name, _ in net.named_parameters()} for one in (state, moved)]
     for before, after in [(state, moved), numbered, only, [dict(zip("012345", o.values(), strict=True)) for o in only]]:
-        seen, _ = observe(before, after, 4)
+        seen = observe(before, after, 4)
         assert set(seen.message.update) == {name for name, _ in net.named_parameters()}
         assert all(torch.allclose(value, -torch.ones(())) for value in seen.message.update.values())
     with pytest.raises(ValueError, match=r"(?s)missing: 0.bias.*extra: other"):
@@ -399,13 +400,13 @@ def test_buffers_of_one_step_tell_the_batch(tmp_path: Path) -> None:
             parameter -= 0.1 * parameter.grad
     after = {name: value.numpy().copy() for name, value in net.state_dict().items()}
     facts = {"model": net, "input_shape": (2,), "num_classes": 2, "value_range": None, "training": LocalTraining()}
-    seen, notes = capture(tmp_path, **facts).observation(before, after, 4)
+    seen = capture(tmp_path, **facts).observation(before, after, 4)
     assert seen.batchnorm == "train"
     statistics = seen.message.batchnorm_statistics
-    assert statistics is not None, notes
+    assert statistics is not None
     assert torch.allclose(statistics["1.mean"].float(), inputs.mean(0), atol=1e-5)
     assert torch.allclose(statistics["1.var"].float(), inputs.var(0, unbiased=False), atol=1e-5)
-    still, _ = capture(tmp_path, **facts).observation(
+    still = capture(tmp_path, **facts).observation(
         before, {**after, **{n: before[n] for n in before if "1.r" in n or "tracked" in n}}, 4
     )
     assert still.batchnorm == "eval"

@@ -36,7 +36,7 @@ def test_both_rounds_of_both_clients_are_audited_on_both_sides(tmp_path: Path) -
     assert not (home / ".flwr").exists()
     assert "altered between client and server: nothing" in result.stdout
 
-    from leakscope.integrations.recordings import recordings
+    from leakscope.capture.recordings import recordings
 
     taken = {side: [one.origin for one in recordings(out / side)] for side in ("clients", "server")}
     clients = {origin.client for origin in taken["server"]}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from leakscope.capture.recordings import Origin
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.observation import Observation
@@ -19,7 +20,6 @@ from leakscope.integrations.flower_mod import worst_of_clients
 from leakscope.integrations.flower_strategy import summary_of
 from leakscope.integrations.leakage import Leakage, measure
 from leakscope.integrations.opacus import DPReport
-from leakscope.integrations.recordings import Origin
 from leakscope.models import build_model
 
 SHAPE = (1, 4, 4)

@@ -25,8 +25,8 @@ from opacus.accountants import PRVAccountant
 from opacus.optimizers import DPOptimizer, DPPerLayerOptimizer
 from opacus.utils.batch_memory_manager import BatchMemoryManager
 
+from leakscope.capture.recordings import recordings
 from leakscope.integrations.opacus import EMPTY, OTHER_BATCH, UNCOUNTED, StepAudit, epsilon_of, why_not_private
-from leakscope.integrations.recordings import recordings
 
 TILES = ls.load_data("tiles", limit=99)
 DELTA = 1e-5

@@ -127,7 +127,7 @@ def attack_captured(
     thorough: bool = False,
     progress: Progress | None = None,
 ) -> CapturedResult:
-    """Attack the observation; with ``control`` also noise of the update's norm, with ``truth`` (unit space) measure.
+    """Attack the observation; with ``control`` also noise of the update's norm, with ``truth`` measure.
 
     ``truth`` are inputs and labels, None where only the inputs are known.
     """
@@ -150,6 +150,7 @@ def attack_captured(
     result = with_flag(result, observation, left)
     if truth is None:
         return CapturedResult(observation, attack, result, left, tuple(baselines))
+    truth = observation.inputs.to_unit(truth[0]).clamp(0, 1), truth[1]
     baselines = [
         dataclasses.replace(one, evaluation=_measured(observation, one.inputs, one.labels, truth)) for one in baselines
     ]

@@ -81,7 +81,7 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
     """The result of the attack so named; of a ``new`` observation it is told first how it was understood."""
     from leakscope.audit.captured import attack_captured
     from leakscope.audit.parts import attack_part
-    from leakscope.audit.truth import read_truth
+    from leakscope.capture.files import read_truth
     from leakscope.cli.console import make_console, say
     from leakscope.cli.importing import understood
     from leakscope.cli.progress import step_progress

@@ -123,8 +123,8 @@ class Captured:
     def observe(self, command: str) -> Observation:
         """The observation of what the files hold."""
         self.check()
-        from leakscope.audit.captured_files import read_captured
-        from leakscope.contracts.captured import observe_captured
+        from leakscope.capture import observe_captured
+        from leakscope.capture.files import read_captured
         from leakscope.models import MODELS, build_model
 
         assert self.model is not None
@@ -135,19 +135,18 @@ class Captured:
         if shape is None or classes is None:
             raise UserError(f"model {self.model!r}: expected --input and --classes with a model of your own")
         net = build_model(self.model, input_shape=shape, num_classes=classes)
-        before = None if self.before is None else read_captured(self.before)
+        received = None if self.before is None else read_captured(self.before)[0]
         source = self.after if self.after is not None else self.update
         assert source is not None
-        captured = read_captured(source)
-        examples = captured.num_samples if self.examples is None else self.examples
+        content, told = read_captured(source)
+        examples = told if self.examples is None else self.examples
         kind = "weights" if self.kind is None else self.kind.value
         facts = self._facts(shape, classes, examples) | {
             "model_name": self.model if self.model in MODELS else None,
             "made_by": f"leakscope {command}",
             "sources": tuple(path.name for path in self.sources),
         }
-        received = None if before is None else before.content
-        return observe_captured(captured.content, kind, received, net, facts)
+        return observe_captured(content, kind, received, net, facts)
 
     def _facts(self, shape: tuple[int, ...], classes: int, examples: int | None) -> dict[str, Any]:
         return {

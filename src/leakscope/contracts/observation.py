@@ -10,6 +10,7 @@ import copy
 import dataclasses
 import math
 import os
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -18,6 +19,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+import leakscope
 from leakscope.contracts.caps import BYTES, COUNT, FLOAT
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import expected, is_whole, refuse, whole
@@ -27,9 +29,8 @@ from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.randomness import Randomness
-from leakscope.contracts.spool import Spool, StoredTensors
+from leakscope.contracts.spool import Spool, StoredTensors, frozen_tensors, layout_of
 from leakscope.contracts.task import Classification, Reduction, Task
-from leakscope.contracts.update_tensors import frozen_tensors, update_problems
 
 UpdateKind = Literal["gradient", "weight_delta"]
 BatchNormMode = Literal["eval", "train"]
@@ -258,33 +259,14 @@ class Observation:
         )
 
     @classmethod
-    def from_state_dicts(
-        cls, before: Mapping[str, Any] | None, after: Mapping[str, Any], *, model: nn.Module, **facts: Any
-    ) -> Observation:
-        """The observation of a client that received ``before`` and returned ``after``, buffers included.
-
-        ``facts`` are the fields of :class:`leakscope.contracts.captured.CaptureFacts`: input_shape and num_classes, and
-        what else is known. Swapped arguments are noticed where the update shows it. ``before`` None: the model's own.
-        """
-        from leakscope.contracts.captured import CaptureFacts, observe_weights
-
-        facts = {"made_by": "leakscope.Observation.from_state_dicts", **facts}
-        return observe_weights(before, after, model, CaptureFacts(**facts))
+    def from_state_dicts(cls, before: Any, after: Any, **facts: Any) -> Observation:
+        """The older name of ``leakscope.capture.from_state_dicts``."""
+        return _moved("from_state_dicts")(before, after, **facts)
 
     @classmethod
-    def from_arrays(
-        cls, arrays: Any, *, model: nn.Module, before: Any = None, kind: str = "weights", **facts: Any
-    ) -> Observation:
-        """The observation of a list of arrays in the model's order, as Flower sends them, or of a mapping of names.
-
-        ``kind`` "weights": the client's weights after training; "gradient", or "weight_delta" = before minus after: an
-        update, whose sign is checked. ``before`` are the weights it received, None the model's own; ``facts`` as in
-        :meth:`from_state_dicts`.
-        """
-        from leakscope.contracts.captured import observe_captured
-
-        facts = {"made_by": "leakscope.Observation.from_arrays", **facts}
-        return observe_captured(arrays, kind, before, model, facts)
+    def from_arrays(cls, arrays: Any, **facts: Any) -> Observation:
+        """The older name of ``leakscope.capture.from_arrays``."""
+        return _moved("from_arrays")(arrays, **facts)
 
     @property
     def input_shape(self) -> tuple[int, ...]:
@@ -358,6 +340,34 @@ class Observation:
         from leakscope.contracts.files import load_observation
 
         return load_observation(path, model)
+
+
+def _moved(name: str) -> Any:
+    """What the room ``capture`` calls so: it comes after this one, and is reached by the package's front."""
+    warnings.warn(f"Observation.{name} is now leakscope.capture.{name}", DeprecationWarning, stacklevel=3)
+    return getattr(leakscope.capture, name)
+
+
+def update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor], partial: bool) -> list[str]:
+    """What of an update does not fit the parameters; a ``partial`` one may lack some."""
+    problems = []
+    # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
+    expected_names = [] if partial else [name for name, value in parameters.items() if value.requires_grad]
+    missing = [name for name in expected_names if name not in update]
+    if not update:
+        problems.append("update: expected at least one tensor, got none")
+    extra = [name for name in update if name not in parameters]
+    if missing:
+        problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
+    if extra:
+        problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
+    for name, value in layout_of(update).items():
+        expected = parameters.get(name)
+        if expected is not None and expected.dtype != value.dtype:
+            problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")
+        if expected is not None and expected.shape != value.shape:
+            problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
+    return problems
 
 
 def _finite(value: Any) -> bool:

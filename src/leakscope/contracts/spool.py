@@ -11,10 +11,13 @@ import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from leakscope.contracts.errors import UserError
 
 
 class Spool:
@@ -104,3 +107,18 @@ class StoredTensors(Mapping[str, Tensor]):
         return StoredTensors(
             self._spool, self._places, self._device if device is None else device, dtype or self._dtype
         )
+
+
+def layout_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Shapes and precision of tensors; what is on disk is not read for them."""
+    return tensors.layout() if isinstance(tensors, StoredTensors) else tensors
+
+
+def frozen_tensors(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """A copy that nobody can change; what is on disk stays there."""
+    if isinstance(tensors, StoredTensors):
+        return tensors
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{name}: expected a tensor, got {type(value).__name__}")
+    return MappingProxyType({name: value.detach().clone() for name, value in tensors.items()})

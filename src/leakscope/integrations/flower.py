@@ -8,11 +8,11 @@ them afterwards; or ``inline=Inline(...)`` attacks some at once, and the finding
 
 from __future__ import annotations
 
-from leakscope.integrations.flower_capture import Capture, channel_of_local_dp
+from leakscope.capture.flower import Capture, channel_of_local_dp
+from leakscope.capture.recordings import Recording, altered_on_the_way, recordings
 from leakscope.integrations.flower_mod import AuditMod, Inline, audited_mods, hold_truth
 from leakscope.integrations.flower_strategy import AuditedStrategy
 from leakscope.integrations.leakage import Leakage, audit_recordings, measure
-from leakscope.integrations.recordings import Recording, altered_on_the_way, recordings
 
 __all__ = [
     "AuditMod",

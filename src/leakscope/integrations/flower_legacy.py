@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from leakscope.capture.flower import Capture
 from leakscope.contracts.errors import UserError
-from leakscope.integrations.flower_capture import Capture
+from leakscope.integrations import load_library
 from leakscope.integrations.flower_mod import Inline
 from leakscope.integrations.flower_strategy import Reply, record_replies, summary_of
-from leakscope.integrations.recordings import load_library
 
 _strategies = load_library("flwr.server.strategy", "flower")
 _common = load_library("flwr.common", "flower")

@@ -19,13 +19,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leakscope.capture.flower import Capture, told_examples, told_round, weights_in
+from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.checks import refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.errors import UserError
-from leakscope.integrations.flower_capture import Capture, told_examples, told_round, weights_in
+from leakscope.integrations import load_library
 from leakscope.integrations.leakage import Leakage, measure
-from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
 
 Position = Literal["raw", "as_sent"]
 NOT_INNERMOST = (
@@ -155,10 +156,8 @@ class AuditMod:
         sent = weights_in(reply.content, self.capture.arrays, "sent")
         truth = exchange.truth if self.truth is None else self.truth(message, context)
         examples = told_examples(reply.content) or (None if truth is None else len(truth[0]))
-        observation, notes = self.capture.observation(received, sent, examples)
-        origin = Origin(
-            place=self.position, client=client, number=number, run=run, library=library(), notes=(*doubts, *notes)
-        )
+        observation = self.capture.observation(received, sent, examples)
+        origin = Origin(place=self.position, client=client, number=number, run=run, library=library(), notes=doubts)
         if self.capture.records(number):
             save_recording(folder, observation, origin, truth)
         if self.inline is None or not attacked:

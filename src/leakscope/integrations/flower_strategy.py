@@ -13,11 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leakscope.capture.flower import Capture, told_examples, weights_in
+from leakscope.capture.recordings import Origin, save_recording
 from leakscope.contracts.errors import UserError
-from leakscope.integrations.flower_capture import Capture, told_examples, weights_in
+from leakscope.integrations import load_library
 from leakscope.integrations.flower_mod import Inline, library, worst_of_clients
 from leakscope.integrations.leakage import Leakage, measure
-from leakscope.integrations.recordings import Origin, load_library, save_recording
 
 _flwr = load_library("flwr.app", "flower")
 _strategies = load_library("flwr.serverapp.strategy", "flower")
@@ -128,14 +129,14 @@ def record_replies(capture: Capture, inline: Inline | None, number: int, replies
     found = []
     # By client, so that which ones are attacked does not depend on who answered first.
     for place, reply in enumerate(sorted(replies, key=lambda reply: reply.client)):
-        observation, notes = capture.observation(reply.before, reply.after, reply.examples)
+        observation = capture.observation(reply.before, reply.after, reply.examples)
         origin = Origin(
             place="server",
             client=reply.client,
             number=number,
             run=reply.run,
             library=library(),
-            notes=(*notes, *reply.notes),
+            notes=reply.notes,
         )
         if capture.records(number):
             save_recording(Path(capture.folder), observation, origin)

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from leakscope.attacks import make_attack
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, replay_recipe, several_steps
 from leakscope.audit.controls import noise_of_equal_norm
+from leakscope.capture.recordings import Origin, Recording, Truth, recordings
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.integrations.recordings import Origin, Recording, Truth, recordings
 from leakscope.matching import SingleGradient, UnrolledSteps, Victim, steps_in_order
 from leakscope.matching.recipe import client_steps
 from leakscope.metrics import evaluate

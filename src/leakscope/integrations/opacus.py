@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.capture import CaptureFacts, observe_captured
+from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
@@ -36,8 +38,8 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import Classification, Task
+from leakscope.integrations import load_library
 from leakscope.integrations.leakage import Leakage, measure
-from leakscope.integrations.recordings import Origin, Truth, load_library, save_recording
 
 _opacus = load_library("opacus", "opacus")
 _optimizers = load_library("opacus.optimizers", "opacus")
@@ -255,9 +257,7 @@ class StepAudit:
         random = any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in modules)
         clip = float(optimizer.max_grad_norm)
         noise = float(optimizer.noise_multiplier) * clip / examples
-        return Observation.from_update(
-            model,
-            update,
+        facts = CaptureFacts(
             input_shape=self._shape,
             num_classes=self._classes,
             num_examples=examples,
@@ -266,7 +266,10 @@ class StepAudit:
             channel=Channel(clip=clip, clip_per="example", noise=noise, inexact=random),
             task=self._task,
             batchnorm="train" if any(_uses_batch(one) for one in self._inner.modules()) else "eval",
+            running=True,
+            made_by="leakscope.integrations.opacus",
         )
+        return observe_captured(update, "gradient", None, model, facts)
 
 
 def _uses_batch(module: nn.Module) -> bool:

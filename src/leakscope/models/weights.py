@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.caps import BYTES
-from leakscope.contracts.captured_state import WRAPPERS
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 
+#: What is put before every name of a state dictionary, and by what.
+WRAPPERS = {"module.": "DataParallel", "_module.": "Opacus", "_orig_mod.": "torch.compile"}
 #: Where training scripts put a state dictionary in a checkpoint.
 _ENTRIES = ("state_dict", "model_state_dict", "model", "net", "weights")
 

@@ -150,6 +150,8 @@ def check_sign(
     if num_examples is None:
         return _open("the number of examples is not known; with it the signs of the last layer can be counted")
     rows = head_rows(update, layer)
+    if not bool(torch.isfinite(rows[0]).all()):
+        return _open("the last layer has NaN or infinite entries")
     numbers = row_numbers(rows, layer)
     if numbers is None:
         return _open("the last layer has no bias and its features may have either sign")

@@ -6,6 +6,7 @@ that are not finite. Nothing is guessed: of a list of arrays the count and the s
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from leakscope.capture.sign import COUNTER
 from leakscope.contracts.checks import brief
-from leakscope.contracts.update_sign import COUNTER
+from leakscope.models.weights import WRAPPERS
 
-#: What is put before every name, and by what.
-WRAPPERS = {"module.": "DataParallel", "_module.": "Opacus", "_orig_mod.": "torch.compile"}
+_PLACE = re.compile(r"(?:arr_)?(\d+)")
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +40,8 @@ def read_state(
     """
     if isinstance(content, Mapping):
         named, notes = plain_names(content, model)
+        content = content if set(named) & set(model.state_dict()) else in_places(content)
+    if isinstance(content, Mapping):
         problems: list[str] = []
     elif isinstance(content, Sequence) and not isinstance(content, str | bytes):
         names, note, problems = order_of([_shape(value) for value in content], model)
@@ -52,6 +55,18 @@ def read_state(
     return CapturedState(state.parameters, state.buffers, tuple(f"{what}: {note}" for note in notes)), [
         f"{what}: {line}" for line in problems
     ]
+
+
+def in_places(named: Mapping[str, Any]) -> Mapping[str, Any] | list[Any]:
+    """Arrays called arr_0, arr_1 ... (or 0, 1 ...) as a list in that order; others by name.
+
+    >>> in_places({"arr_10": "c", "arr_0": "a", "arr_2": "b"}), in_places({"fc.weight": "a"})
+    (['a', 'b', 'c'], {'fc.weight': 'a'})
+    """
+    places = {name: int(match[1]) for name in named if (match := _PLACE.fullmatch(str(name)))}
+    if not named or len(places) < len(named):
+        return named
+    return [named[name] for name in sorted(places, key=places.__getitem__)]
 
 
 def plain_names(content: Mapping[Any, Any], model: nn.Module) -> tuple[dict[str, Any], tuple[str, ...]]:

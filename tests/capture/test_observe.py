@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.captured_state import order_of
+from leakscope import capture
+from leakscope.capture.state import order_of
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.observation import Observation
@@ -54,7 +55,7 @@ def trained(net: nn.Module, x: Tensor, y: Tensor, steps: int = 1, lr: float = 0.
 def test_weights_before_and_after_are_the_update_before_minus_after() -> None:
     net, (x, y) = relu_net(), examples(2)
     after = trained(net, x, y, lr=0.5)
-    seen = Observation.from_state_dicts(
+    seen = capture.from_state_dicts(
         net.state_dict(), after.state_dict(), model=relu_net(9), num_examples=2, learning_rate=0.5, **FACTS
     )
     gradient = torch.autograd.grad(nn.functional.cross_entropy(net(x), y), list(net.parameters()))
@@ -63,7 +64,7 @@ def test_weights_before_and_after_are_the_update_before_minus_after() -> None:
         assert torch.equal(dict(seen.model.named_parameters())[name], dict(net.named_parameters())[name])
     assert seen.message.kind == "weight_delta"
     assert seen.made is not None
-    assert (seen.made.sign, seen.made.by) == ("right", "leakscope.Observation.from_state_dicts")
+    assert (seen.made.sign, seen.made.by) == ("right", "leakscope.capture.from_state_dicts")
     assert seen.knowledge == Knowledge(learning_rate=True)
 
 
@@ -77,8 +78,8 @@ def test_all_problems_are_told_at_once() -> None:
     after["4.weight"][0, 0] = float("nan")
     after["4.bias"] = after["4.bias"].long()
     after["1.weight"] = "text"
-    with pytest.raises(ValueError, match="do not fit the model") as error:
-        Observation.from_state_dicts(before, after, model=net, num_examples=2, **FACTS)
+    with pytest.raises(ValueError, match="not fit the model") as error:
+        capture.from_state_dicts(before, after, model=net, num_examples=2, **FACTS)
     told = str(error.value)
     for words in (
         "before: missing: 0.bias (6,)",
@@ -95,7 +96,7 @@ def test_all_problems_are_told_at_once() -> None:
 def test_names_of_wrappers_are_understood_and_told(prefix: str) -> None:
     net, (x, y) = relu_net(), examples(1)
     after = {prefix + name: value for name, value in trained(net, x, y).state_dict().items()}
-    seen = Observation.from_state_dicts(net.state_dict(), after, model=net, num_examples=1, **FACTS)
+    seen = capture.from_state_dicts(net.state_dict(), after, model=net, num_examples=1, **FACTS)
     assert list(seen.message.update) == [name for name, _ in net.named_parameters()]
     assert seen.made is not None
     assert prefix[:6] in " ".join(seen.made.notes)
@@ -111,7 +112,7 @@ def test_arrays_in_every_order_that_systems_send(layout: str) -> None:
         return [named[name].detach().numpy().copy() for name in names]
 
     after = trained(net, x, y)
-    seen = Observation.from_arrays(arrays(after), before=arrays(net), model=net, num_examples=3, **FACTS)
+    seen = capture.from_arrays(arrays(after), before=arrays(net), model=net, num_examples=3, **FACTS)
     for name, value in after.named_parameters():
         expected = dict(net.named_parameters())[name] - value
         assert torch.allclose(seen.message.update[name], expected, atol=1e-7)
@@ -123,17 +124,17 @@ def test_arrays_that_fit_no_order_name_every_misfit() -> None:
     net = batchnorm_net()
     arrays = [value.numpy() for value in net.state_dict().values()]
     with pytest.raises(ValueError, match=r"expected .*9 \(the state dict in its order.* got 3 arrays"):
-        Observation.from_arrays(arrays[:3], model=net, **FACTS)
+        capture.from_arrays(arrays[:3], model=net, **FACTS)
     arrays[0], arrays[7] = arrays[0].T, arrays[7].T
     with pytest.raises(ValueError, match=r"array 0 \(0.weight\)[\s\S]*array 7 \(4.weight\)"):
-        Observation.from_arrays(arrays, model=net, **FACTS)
+        capture.from_arrays(arrays, model=net, **FACTS)
     assert order_of([(1,), (1,)], nn.BatchNorm1d(1))[1] == "2 arrays are the parameters in their order"
 
 
 def test_one_step_of_buffers_gives_the_statistics_of_the_private_batch() -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     after = trained(net, x, y)
-    seen = Observation.from_state_dicts(net.state_dict(), after.state_dict(), model=net, num_examples=3, **FACTS)
+    seen = capture.from_state_dicts(net.state_dict(), after.state_dict(), model=net, num_examples=3, **FACTS)
     truth = batchnorm_statistics(copy.deepcopy(net).train(), x)
     assert truth is not None
     assert seen.message.batchnorm_statistics is not None
@@ -146,7 +147,7 @@ def test_one_step_of_buffers_gives_the_statistics_of_the_private_batch() -> None
 def test_a_plain_average_of_batches_is_read_too() -> None:
     net, (x, y) = batchnorm_net(momentum=None), examples(3)
     net = trained(net, *examples(4, seed=5), steps=2)
-    seen = Observation.from_state_dicts(
+    seen = capture.from_state_dicts(
         net.state_dict(), trained(net, x, y).state_dict(), model=net, num_examples=3, **FACTS
     )
     truth = batchnorm_statistics(copy.deepcopy(net).train(), x)
@@ -158,7 +159,7 @@ def test_a_plain_average_of_batches_is_read_too() -> None:
 def test_several_steps_leave_a_blend_of_which_nothing_is_claimed() -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     states = net.state_dict(), trained(net, x, y, steps=3).state_dict()
-    seen = Observation.from_state_dicts(*states, model=net, num_examples=3, **FACTS)
+    seen = capture.from_state_dicts(*states, model=net, num_examples=3, **FACTS)
     assert seen.message.batchnorm_statistics is None
     assert not seen.knowledge.batchnorm_statistics
     assert seen.batchnorm == "train"
@@ -171,7 +172,7 @@ def test_several_steps_leave_a_blend_of_which_nothing_is_claimed() -> None:
 def test_counters_of_a_mean_of_clients_are_no_single_step(count: float) -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     after = trained(net, x, y).state_dict() | {"1.num_batches_tracked": np.array(count)}
-    seen = Observation.from_state_dicts(net.state_dict(), after, model=net, num_examples=3, **FACTS)
+    seen = capture.from_state_dicts(net.state_dict(), after, model=net, num_examples=3, **FACTS)
     assert seen.message.batchnorm_statistics is None
     assert (seen.batchnorm, seen.training.epochs) == ("train", None)
 
@@ -179,7 +180,7 @@ def test_counters_of_a_mean_of_clients_are_no_single_step(count: float) -> None:
 def test_buffers_that_did_not_move_mean_eval_mode() -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     states = net.state_dict(), trained(net, x, y, mode=False).state_dict()
-    seen = Observation.from_state_dicts(*states, model=net, num_examples=3, **FACTS)
+    seen = capture.from_state_dicts(*states, model=net, num_examples=3, **FACTS)
     assert seen.batchnorm == "eval"
     assert seen.message.batchnorm_statistics is None
 
@@ -188,28 +189,28 @@ def test_a_mistaken_momentum_is_noticed_where_a_variance_would_be_negative() -> 
     net, (x, y) = batchnorm_net(momentum=0.9), examples(3)
     after = trained(net, 0.01 * x, y).state_dict()
     net[1].momentum = 0.1
-    seen = Observation.from_state_dicts(net.state_dict(), after, model=net, num_examples=3, **FACTS)
+    seen = capture.from_state_dicts(net.state_dict(), after, model=net, num_examples=3, **FACTS)
     assert seen.message.batchnorm_statistics is None
 
 
 def test_an_empty_update_and_a_recipe_of_a_gradient_are_refused() -> None:
     net = relu_net()
     with pytest.raises(ValueError, match="captured twice"):
-        Observation.from_state_dicts(net.state_dict(), net.state_dict(), model=net, **FACTS)
+        capture.from_state_dicts(net.state_dict(), net.state_dict(), model=net, **FACTS)
     gradient = {name: torch.ones_like(value) for name, value in net.named_parameters()}
     with pytest.raises(ValueError, match="a gradient has no local training"):
-        Observation.from_arrays(gradient, kind="gradient", model=net, epochs=2, **FACTS)
+        capture.from_arrays(gradient, kind="gradient", model=net, epochs=2, **FACTS)
     with pytest.raises(ValueError, match="kind: expected one of weights"):
-        Observation.from_arrays(gradient, kind="delta", model=net, **FACTS)
+        capture.from_arrays(gradient, kind="delta", model=net, **FACTS)
     with pytest.raises(ValueError, match="sign: expected"):
-        Observation.from_arrays(gradient, kind="gradient", model=net, sign="maybe", **FACTS)
+        capture.from_arrays(gradient, kind="gradient", model=net, sign="maybe", **FACTS)
 
 
 def test_knowledge_that_is_given_withholds_what_the_buffers_would_tell() -> None:
     net, (x, y) = batchnorm_net(), examples(3)
     states = net.state_dict(), trained(net, x, y).state_dict()
     facts = {"knowledge": Knowledge.eavesdropper, "num_examples": 3, **FACTS}
-    seen = Observation.from_state_dicts(*states, model=net, **facts)
+    seen = capture.from_state_dicts(*states, model=net, **facts)
     assert seen.message.batchnorm_statistics is None
     assert seen.training.epochs is None
 
@@ -218,7 +219,7 @@ def test_a_file_says_how_it_was_made_and_older_files_are_read(tmp_path: Path) ->
     net, (x, y) = relu_net(), examples(1)
     states = net.state_dict(), trained(net, x, y).state_dict()
     sources = ("somebody/home/before.pt", "C:\\users\\after.pt")
-    seen = Observation.from_state_dicts(*states, model=net, num_examples=1, sources=sources, **FACTS)
+    seen = capture.from_state_dicts(*states, model=net, num_examples=1, sources=sources, **FACTS)
     seen.save(tmp_path / "a")
     facts = json.loads((tmp_path / "a.json").read_text())
     assert facts["format"] == 3
@@ -237,7 +238,7 @@ def test_a_file_says_how_it_was_made_and_older_files_are_read(tmp_path: Path) ->
 def test_hostile_facts_of_how_it_was_made_are_refused(made: object, tmp_path: Path) -> None:
     net, (x, y) = relu_net(), examples(1)
     states = net.state_dict(), trained(net, x, y).state_dict()
-    Observation.from_state_dicts(*states, model=net, num_examples=1, **FACTS).save(tmp_path / "a")
+    capture.from_state_dicts(*states, model=net, num_examples=1, **FACTS).save(tmp_path / "a")
     facts = json.loads((tmp_path / "a.json").read_text())
     (tmp_path / "a.json").write_text(json.dumps({**facts, "made": made}))
     with pytest.raises(ValueError, match="made"):

@@ -12,9 +12,7 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from safetensors.torch import save
@@ -35,22 +33,6 @@ PLACES: Mapping[str, str] = {
 }
 #: Inputs and targets of the examples behind an update.
 Truth = tuple[Tensor, Tensor]
-
-
-def load_library(module: str, extra: str) -> ModuleType:
-    """A module of an optional library, or one error that names the extra to install.
-
-    >>> load_library("no_such_library.part", "flower")
-    Traceback (most recent call last):
-    ImportError: no_such_library.part cannot be imported (No module named 'no_such_library'). Install what is needed \
-with: pip install 'leakscope[flower]'
-    """
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError(
-            f"{module} cannot be imported ({error}). Install what is needed with: pip install 'leakscope[{extra}]'"
-        ) from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.observation import Observation
-from leakscope.contracts.update_sign import check_sign, logit_layer
+from leakscope import capture
+from leakscope.capture.sign import check_sign, logit_layer
 
 SHAPE, CLASSES = (3, 8, 8), 10
 
@@ -135,14 +135,14 @@ def test_a_wrong_sign_is_refused_turned_or_kept(kind: str) -> None:
     turned = {name: -value for name, value in update.items()}
     facts = {"model": net, "input_shape": SHAPE, "num_classes": CLASSES, "num_examples": 1, "kind": kind}
     with pytest.raises(ValueError, match=r"points the wrong way.*sign='flip'"):
-        Observation.from_arrays(turned, **facts)
-    flipped = Observation.from_arrays(turned, sign="flip", **facts)
+        capture.from_arrays(turned, **facts)
+    flipped = capture.from_arrays(turned, sign="flip", **facts)
     assert all(torch.equal(flipped.message.update[name], value) for name, value in update.items())
-    kept = Observation.from_arrays(turned, sign="trust", **facts)
+    kept = capture.from_arrays(turned, sign="trust", **facts)
     assert kept.made is not None
     assert kept.made.sign == "wrong"
     with pytest.raises(ValueError, match="leave sign='flip'"):
-        Observation.from_arrays(update, sign="flip", **facts)
+        capture.from_arrays(update, sign="flip", **facts)
 
 
 def test_swapped_weights_are_noticed_and_swapped_on_request() -> None:
@@ -152,8 +152,8 @@ def test_swapped_weights_are_noticed_and_swapped_on_request() -> None:
     after = {name: value - update[name] for name, value in before.items()}
     facts = {"model": net, "input_shape": SHAPE, "num_classes": CLASSES, "num_examples": 2}
     with pytest.raises(ValueError, match="swap before and after"):
-        Observation.from_state_dicts(after, before, **facts)
-    seen = Observation.from_state_dicts(after, before, sign="flip", **facts)
+        capture.from_state_dicts(after, before, **facts)
+    seen = capture.from_state_dicts(after, before, sign="flip", **facts)
     for name, value in seen.model.named_parameters():
         assert torch.equal(value, before[name])
         assert torch.equal(seen.message.update[name], before[name] - after[name])

@@ -1,4 +1,4 @@
-"""From Flower's records to an observation: which array is which parameter, and what became of it.
+"""From Flower's records to an observation; nothing of Flower is imported here.
 
 ``Capture`` says once what is true of every update of a federation: the model's structure, the shape and range of its
 inputs, the clients' recipe, the defence. Client mod and strategy wrapper share it.
@@ -14,15 +14,13 @@ from typing import Any, Literal
 
 from torch import nn
 
-from leakscope.contracts.captured import batchnorm_mode, with_weights
-from leakscope.contracts.captured_state import CapturedState, plain_names, read_state
+from leakscope.capture.observe import CaptureFacts, observe_captured
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse, whole
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.inputs import Box, ValueRange
+from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
-from leakscope.contracts.running_statistics import RunningMovement, running_movement
+from leakscope.contracts.observation import BatchNormMode, LocalTraining, Observation
 from leakscope.contracts.task import Classification, Task
 
 Sends = Literal["weights", "difference", "gradient"]
@@ -78,64 +76,24 @@ class Capture:
 
     def observation(
         self, received: Mapping[str, Any], sent: Mapping[str, Any], num_examples: int | None
-    ) -> tuple[Observation, tuple[str, ...]]:
-        """The observation of one exchange, and what is to be noted about it."""
-        weights = self.sends == "weights"
-        # A client whose training diverged is recorded like any other; who attacks it is told.
-        first, second = (in_order_or_by_name(arrays, self.model) for arrays in (received, sent))
-        before, problems = read_state("received", first, self.model, finite=False)
-        after, more = read_state("sent", second, self.model, trained_only=not weights, finite=False)
-        refuse("the arrays do not fit the model that Capture was given", problems + more)
-        sign = -1 if self.sends == "difference" else 1
-        update = {
-            name: (before.parameters[name] - after.parameters[name] if weights else sign * after.parameters[name])
-            for name in self._trained
-        }
-        model = with_weights(self.model, before)
-        movement = self._movement(model, before, after, num_examples) if weights else RunningMovement(None)
-        # A defence alters buffers as it alters weights, and then they tell no batch.
-        granted = self.channel is None and (self.knowledge is None or self.knowledge.batchnorm_statistics)
-        statistics = movement.statistics if granted else None
-        known = replace(self.known, batchnorm_statistics=True) if statistics else self.known
-        kind: UpdateKind = "gradient" if self.sends == "gradient" else "weight_delta"
-        parameters = dict(model.named_parameters())
-        tensors = {name: value.to(parameters[name]) for name, value in update.items()}
-        observation = Observation(
-            model=model,
-            messages=(Message(update=tensors, kind=kind, batchnorm_statistics=statistics),),
-            inputs=Box(tuple(self.input_shape), self.value_range if known.normalisation else None),
+    ) -> Observation:
+        """The observation of one exchange; a client whose training diverged is recorded like any other."""
+        # BatchNorm buffers travel with the weights, so that whoever sees these knows what they tell.
+        known = self.knowledge or replace(self.known, batchnorm_statistics=True)
+        facts = CaptureFacts(
+            input_shape=tuple(self.input_shape),
             num_classes=self.num_classes,
-            num_examples=num_examples if known.num_examples else None,
-            knowledge=known,
-            training=self.training.granted(known),
-            channel=self.channel if known.defense else None,
+            num_examples=num_examples,
+            **vars(self.training),
+            value_range=self.value_range,
+            batchnorm=self.batchnorm,
             task=self.task,
-            batchnorm=self.batchnorm or batchnorm_mode(model, movement),
+            channel=self.channel,
+            knowledge=known,
+            running=True,
+            made_by="leakscope.capture.flower",
         )
-        return observation, (movement.note,) if movement.note and (granted or not movement.statistics) else ()
-
-    def _movement(
-        self, model: nn.Module, before: CapturedState, after: CapturedState, examples: int | None
-    ) -> RunningMovement:
-        """What the buffers of BatchNorm that travel with the weights tell of the client's batches."""
-        epochs, size = self.training.epochs, self.training.batch_size
-        batch = examples if examples is None or size is None else min(examples, size)
-        steps = None if examples is None or epochs is None or not size else epochs * math.ceil(examples / size)
-        return running_movement(model, before.buffers, after.buffers, tuple(self.input_shape), batch, steps)
-
-    @property
-    def _trained(self) -> list[str]:
-        return [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
-
-
-def in_order_or_by_name(arrays: Mapping[str, Any], model: nn.Module) -> Any:
-    """Arrays by name where some of the names are the model's; else they are numbered, and their order tells.
-
-    >>> in_order_or_by_name({"0": 1.0, "1": 2.0}, nn.Linear(2, 1)), in_order_or_by_name({"bias": 1.0}, nn.Linear(2, 1))
-    ([1.0, 2.0], {'bias': 1.0})
-    """
-    named, _ = plain_names(arrays, model)
-    return dict(arrays) if set(named) & set(model.state_dict()) else list(arrays.values())
+        return observe_captured(sent, self.sends, received, self.model, facts)
 
 
 def weights_in(content: Any, record: str | None, what: str) -> dict[str, Any]:

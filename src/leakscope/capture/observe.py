@@ -1,8 +1,8 @@
 """Observations of captured updates: weights before and after, or an update, as real systems hold them.
 
-The functions here stand behind :meth:`Observation.from_state_dicts` and :meth:`Observation.from_arrays`. They take what
-was captured apart, list all that is wrong with it at once, check which way it points, and read what the buffers tell.
-What is not said is not known: the knowledge grants just the facts that were given.
+One reader for state dicts, arrays, files, Flower's messages and Opacus' steps. It takes what was captured apart, lists
+all that is wrong with it at once, checks which way it points, and reads what the buffers tell. What is not said is not
+known: the knowledge grants just the facts that were given.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.captured_state import CapturedState, read_state
+from leakscope.capture.buffers import RunningMovement, counted_steps, running_movement
+from leakscope.capture.sign import SignCheck, check_sign, logit_layer
+from leakscope.capture.state import CapturedState, read_state
+from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, ValueRange
@@ -24,12 +27,11 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
 from leakscope.contracts.protocol import BATCHNORM
-from leakscope.contracts.running_statistics import RunningMovement, counted_steps, running_movement
 from leakscope.contracts.task import Classification, Reduction, Task
-from leakscope.contracts.update_sign import SignCheck, check_sign, logit_layer
 
 SignChoice = Literal["check", "flip", "trust"]
-CapturedKind = Literal["weights", "gradient", "weight_delta"]
+#: Weights after training; an update, "weight_delta" = before minus after; or "difference" = after minus before.
+CapturedKind = Literal["weights", "gradient", "weight_delta", "difference"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,8 @@ class CaptureFacts:
 
     ``sign``: "check" refuses an update that certainly points the wrong way, "flip" turns it (or swaps before and
     after), "trust" takes it as it is. ``batchnorm`` follows from the buffers where these were sent. ``knowledge`` is
-    what the facts given add up to unless it is given itself.
+    what the facts given add up to unless it is given itself; then what it denies is withheld. ``running``: the system
+    must not stop for it, so NaN, an empty update, frozen parameters that moved and a wrong sign are recorded.
     """
 
     input_shape: tuple[int, ...]
@@ -49,14 +52,17 @@ class CaptureFacts:
     learning_rate: float | None = None
     optimizer: str | None = None
     momentum: float | None = None
+    batch_order: tuple[tuple[int, ...], ...] | None = None
     value_range: ValueRange | None = None
     labels: Tensor | None = None
     batchnorm: BatchNormMode | None = None
     task: Task = Classification()
     reduction: Reduction = "mean"
+    channel: Channel | None = None
     model_name: str | None = None
     knowledge: Knowledge | None = None
     sign: SignChoice = "check"
+    running: bool = False
     made_by: str | None = None
     sources: tuple[str, ...] = ()
 
@@ -65,57 +71,67 @@ class CaptureFacts:
             raise UserError(f"sign: expected 'check', 'flip' or 'trust', got {self.sign!r}")
 
     @property
+    def training(self) -> LocalTraining:
+        """The recipe as far as it is known."""
+        return LocalTraining(**{name: getattr(self, name) for name in LocalTraining.GRANTED_BY})
+
+    @property
     def told_steps(self) -> int | None:
         """Local steps, where the recipe says."""
         if self.num_examples is None or self.epochs is None or not self.batch_size:
             return None
         return self.epochs * math.ceil(self.num_examples / self.batch_size)
 
+    @property
+    def step_examples(self) -> int | None:
+        """Examples in a step, as far as is known."""
+        if self.num_examples is None or self.batch_size is None:
+            return self.num_examples
+        return min(self.num_examples, self.batch_size)
 
-def observe_captured(content: Any, kind: str, before: Any, model: nn.Module, facts: Mapping[str, Any]) -> Observation:
-    """The observation of weights after training, or of an update, as ``kind`` says."""
-    if kind == "weights":
-        return observe_weights(before, content, model, CaptureFacts(**facts))
-    if kind not in get_args(UpdateKind):
+
+def observe_captured(
+    content: Any, kind: str, before: Any, model: nn.Module, facts: CaptureFacts | Mapping[str, Any]
+) -> Observation:
+    """The observation of weights after training, or of an update, as ``kind`` says.
+
+    ``before`` are the weights that the client received, None those of the model.
+    """
+    if kind not in get_args(CapturedKind):
         raise UserError(f"kind: expected one of {', '.join(get_args(CapturedKind))}, got {kind!r}")
-    return observe_update(content, cast(UpdateKind, kind), before, model, CaptureFacts(**facts))
-
-
-def observe_weights(before: Any, after: Any, model: nn.Module, facts: CaptureFacts) -> Observation:
-    """The observation of a client that received ``before`` (None: the model's own weights) and returned ``after``."""
-    if facts.sign == "flip":
+    known = facts if isinstance(facts, CaptureFacts) else CaptureFacts(**facts)
+    flip, weights = known.sign == "flip", kind == "weights"
+    if weights and flip:
         if before is None:
             raise UserError("sign='flip' swaps before and after: expected both, got no weights before")
-        before, after = after, before
-    first, problems = _own_state(model), list[str]()
-    if before is not None:
-        first, problems = read_state("before", before, model)
-    second, more = read_state("after", after, model)
-    problems += more
-    refuse("the captured weights do not fit the model", problems)
-    received = with_weights(model, first)
-    update = {name: first.parameters[name] - second.parameters[name] for name in _trained(model)}
-    frozen = [n for n in first.parameters if n not in update and not _equal(first.parameters[n], second.parameters[n])]
-    if frozen:
-        names = ", ".join(frozen)
-        raise UserError(f"{names}: the model has them frozen (requires_grad=False), but the client moved them")
+        before, content = content, before
+    first, problems = (_own_state(model), []) if before is None else _read("before", before, model, known)
+    second, more = _read("after" if weights else "update", content, model, known, trained_only=not weights)
+    refuse("what was captured does not fit the model", problems + more)
     notes = [*first.notes, *second.notes]
-    return _observe(received, update, "weight_delta", (first.buffers, second.buffers), facts, notes)
+    if weights:
+        update = {name: value - second.parameters[name] for name, value in first.parameters.items()}
+        after = second.buffers
+    else:
+        turn = -1.0 if flip != (kind == "difference") else 1.0
+        update = {name: turn * value for name, value in second.parameters.items()}
+        after = {name: first.buffers.get(name, value) - turn * value for name, value in second.buffers.items()}
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    moved = [name for name, value in update.items() if weights and name not in trained and bool(value.any())]
+    if moved:
+        words = f"{', '.join(moved)}: the model has them frozen (requires_grad=False), but the client moved them"
+        if not known.running:
+            raise UserError(words)
+        notes.append(words)
+    sent = {name: value for name, value in update.items() if name in trained or not weights}
+    message: UpdateKind = "gradient" if kind == "gradient" else "weight_delta"
+    return _observe(with_weights(model, first), sent, message, (first.buffers, after), known, notes)
 
 
-def observe_update(update: Any, kind: UpdateKind, before: Any, model: nn.Module, facts: CaptureFacts) -> Observation:
-    """The observation of an update itself; ``before`` are the weights the client received, None those of the model."""
-    first, problems = _own_state(model), list[str]()
-    if before is not None:
-        first, problems = read_state("before", before, model)
-    moved, more = read_state("update", update, model, trained_only=True)
-    refuse("the captured update does not fit the model", problems + more)
-    received = with_weights(model, first)
-    turn = -1.0 if facts.sign == "flip" else 1.0
-    parameters = {name: turn * value for name, value in moved.parameters.items()}
-    buffers = {name: first.buffers.get(name, value) - turn * value for name, value in moved.buffers.items()}
-    notes = [*first.notes, *moved.notes]
-    return _observe(received, parameters, kind, (first.buffers, buffers), facts, notes)
+def _read(
+    what: str, content: Any, model: nn.Module, facts: CaptureFacts, trained_only: bool = False
+) -> tuple[CapturedState, list[str]]:
+    return read_state(what, content, model, trained_only=trained_only, finite=not facts.running)
 
 
 def _observe(
@@ -126,19 +142,23 @@ def _observe(
     facts: CaptureFacts,
     notes: list[str],
 ) -> Observation:
-    if not any(bool(value.any()) for value in update.values()):
+    if not facts.running and not any(bool(value.any()) for value in update.values()):
         same = "before and after are equal in every trained parameter" if kind == "weight_delta" else "it is all zero"
         raise UserError(f"the update is empty: {same}. Was the same file captured twice?")
-    recipe = {"epochs": facts.epochs, "batch_size": facts.batch_size, "learning_rate": facts.learning_rate}
-    if kind == "gradient" and any(value is not None for value in recipe.values()):
-        told = ", ".join(name for name, value in recipe.items() if value is not None)
-        raise UserError(f"{told}: a gradient has no local training; expected kind 'weight_delta' with it")
+    if kind == "gradient":
+        told = [name for name in ("epochs", "batch_size", "learning_rate") if getattr(facts, name) is not None]
+        if told and not facts.running:
+            names = ", ".join(told)
+            raise UserError(f"{names}: a gradient has no local training; expected kind 'weight_delta' with it")
+        facts = replace(facts, **dict.fromkeys(LocalTraining.GRANTED_BY))  # type: ignore[arg-type]
     sign = _checked_sign(model, update, kind, counted_steps(*buffers), facts)
-    movement = running_movement(model, *buffers, facts.input_shape, _batch(facts), facts.told_steps)
+    movement = running_movement(model, *buffers, facts.input_shape, facts.step_examples, facts.told_steps)
+    if facts.channel is not None:  # a defence alters buffers as it alters weights, and then they tell no batch
+        movement = replace(movement, statistics=None, note="")
     notes += [movement.note] if movement.note else []
     if movement.steps is not None and facts.told_steps not in (None, movement.steps):
         notes.append(f"the BatchNorm layers counted {movement.steps} steps, the recipe says {facts.told_steps}")
-    by = facts.made_by or "leakscope.Observation"
+    by = facts.made_by or "leakscope.capture"
     made = Made(by=by, sources=facts.sources, sign=sign.answer, sign_reason=sign.reason, notes=tuple(notes))
     return _assembled(model, update, kind, movement, facts, made)
 
@@ -149,7 +169,7 @@ def _checked_sign(
     cross_entropy = isinstance(facts.task, Classification)
     layer = logit_layer(model, tuple(facts.input_shape), facts.num_classes) if cross_entropy else None
     sign = check_sign(update, layer, facts.num_examples, counters)
-    if sign.answer != "wrong" or facts.sign == "trust":
+    if sign.answer != "wrong" or facts.sign == "trust" or facts.running:
         return sign
     remedy = "swap before and after" if kind == "weight_delta" else "negate it"
     other = {"check": "sign='flip' (--sign flip) does it for you", "flip": "leave sign='flip' (--sign flip) out"}
@@ -160,13 +180,6 @@ def _checked_sign(
     )
 
 
-def _batch(facts: CaptureFacts) -> int | None:
-    """Examples in a step, as far as is known."""
-    if facts.num_examples is None or facts.batch_size is None:
-        return facts.num_examples
-    return min(facts.num_examples, facts.batch_size)
-
-
 def _assembled(
     model: nn.Module,
     update: Mapping[str, Tensor],
@@ -175,42 +188,35 @@ def _assembled(
     facts: CaptureFacts,
     made: Made,
 ) -> Observation:
-    epochs, batch_size = facts.epochs, facts.batch_size
-    if kind == "weight_delta" and movement.steps == 1 and epochs is None and batch_size is None:
-        epochs, batch_size = (1, facts.num_examples) if facts.num_examples else (None, None)  # as the layers counted
-    training = LocalTraining(
-        epochs=epochs,
-        batch_size=batch_size,
-        learning_rate=facts.learning_rate,
-        optimizer=facts.optimizer,
-        momentum=facts.momentum,
-    )
-    rate = (facts.learning_rate, facts.optimizer, facts.momentum)
+    training, examples = facts.training, facts.num_examples
+    if kind == "weight_delta" and movement.steps == 1 and examples and (facts.epochs, facts.batch_size) == (None, None):
+        training = replace(training, epochs=1, batch_size=examples)  # as the layers counted
+    told = {name for fact, name in LocalTraining.GRANTED_BY.items() if getattr(training, fact) is not None}
     knowledge = facts.knowledge or Knowledge(
         labels="no" if facts.labels is None else "yes",
-        num_examples=facts.num_examples is not None,
-        local_epochs=epochs is not None,
-        batch_size=batch_size is not None,
-        learning_rate=any(value is not None for value in rate),
-        batchnorm_statistics=movement.statistics is not None,
+        num_examples=examples is not None,
+        batchnorm_statistics=True,
         normalisation=facts.value_range is not None,
+        defense=facts.channel is not None,
+        **dict.fromkeys(told, True),
     )
     statistics = movement.statistics if knowledge.batchnorm_statistics else None
-    read = batchnorm_mode(model, movement)
+    knowledge = replace(knowledge, batchnorm_statistics=statistics is not None)
     parameters = dict(model.named_parameters())
     tensors = {name: value.to(parameters[name]) for name, value in update.items()}
     return Observation(
         model=model,
         messages=(Message(update=tensors, kind=kind, batchnorm_statistics=statistics),),
-        inputs=Box(tuple(facts.input_shape), facts.value_range),
+        inputs=Box(tuple(facts.input_shape), facts.value_range if knowledge.normalisation else None),
         num_classes=facts.num_classes,
         task=facts.task,
         knowledge=knowledge,
-        num_examples=facts.num_examples,
-        labels=facts.labels,
-        training=training if facts.knowledge is None else training.granted(knowledge),
+        num_examples=examples if knowledge.num_examples else None,
+        labels=facts.labels if knowledge.grants("labels") else None,
+        training=training.granted(knowledge),
+        channel=facts.channel if knowledge.defense else None,
         reduction=facts.reduction,
-        batchnorm=facts.batchnorm or read,
+        batchnorm=facts.batchnorm or batchnorm_mode(model, movement),
         model_name=facts.model_name,
         made=made,
     )
@@ -240,11 +246,3 @@ def with_weights(model: nn.Module, state: CapturedState) -> nn.Module:
             if captured is not None:
                 value.copy_(captured)
     return twin
-
-
-def _trained(model: nn.Module) -> list[str]:
-    return [name for name, value in model.named_parameters() if value.requires_grad]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return bool(torch.equal(a, b))

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from leakscope.capture.sign import COUNTER
 from leakscope.contracts.protocol import BATCHNORM
-from leakscope.contracts.update_sign import COUNTER
 
 BatchNormLayer = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 #: A recovered variance may be this much below zero, relative to the largest, by rounding alone.
