@@ -370,10 +370,10 @@ def test_somebody_who_does_not_know_the_defence_sees_the_rest(batch) -> None:
         ((torch.rand(3, 1, 4, 4), None), "expected a pair of tensors"),
         (
             (torch.rand(3, 1, 4, 5), torch.zeros(3).long()),
-            r"auxiliary: expected floats of shape \(examples, ",
+            r"auxiliary: expected inputs of shape",
         ),
-        ((torch.zeros(3, 1, 4, 4).long(), torch.zeros(3).long()), "expected floats"),
-        ((torch.rand(0, 1, 4, 4), torch.zeros(0).long()), "expected floats"),
+        ((torch.zeros(3, 1, 4, 4).long(), torch.zeros(3).long()), "floating point"),
+        ((torch.rand(0, 1, 4, 4), torch.zeros(0).long()), "expected inputs"),
         ((torch.full((3, 1, 4, 4), float("nan")), torch.zeros(3).long()), "NaN or infinite"),
         ((torch.rand(3, 1, 4, 4), torch.zeros(2).long()), "auxiliary: y: expected int64 class numbers"),
         ((torch.rand(3, 1, 4, 4), torch.full((3,), 9)), "auxiliary: y:"),

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from leakscope.metrics import Lpips, evaluate, load_lpips
-from leakscope.metrics.evaluate import DISTANCES
 from leakscope.metrics.perceptual import FILE_NAME
 
+DISTANCES = ("mse", "rmse", "rmse_maxnorm", "psnr", "ssim", "lpips")
 NAN, INF = float("nan"), float("inf")
 
 

@@ -164,7 +164,7 @@ class _HybridSolver(Solver):
 
     def _projection(self, number: int) -> Callable[[Tensor], Tensor]:
         """To the nearest valid inputs of the stage of this number, for rows of flat inputs."""
-        if not self.settings.clamp or (number == 0 and not self.inputs.bounded):
+        if not self.settings.clamp:
             return _anywhere
         if number > 0:
             before = self.chain.stages[number - 1].activation

@@ -252,7 +252,8 @@ class Bench:
         """The result beside the truth; a control may be about the first of the client's examples only."""
         setup, originals = self._setup, self._originals(job)
         x, y = setup.batch(job.batch)
-        guesses = setup.data.inputs.to_unit(reconstruction.inputs.detach().cpu().to(x.dtype)).float()
+        space = setup.data.inputs
+        guesses = space.to_unit(space.cast(reconstruction.inputs.detach().cpu(), x.dtype)).float()
         labels = None if reconstruction.labels is None else reconstruction.labels.detach().cpu()
         count = len(x) if job.control is None or examples is None else examples
         return self._measure(originals[:count], y[:count], guesses, labels)
@@ -285,12 +286,13 @@ class Bench:
     def _finding(self, job: Job) -> Outcome:
         setup = self._setup
         x, y = setup.batch(job.batch)
+        observation = self.observe(job)
         subject = Subject(
             protocol=setup.spec.protocols[job.protocol].instance,
             defense=_defense(setup, job).instance,
             task=setup.spec.task.instance,
-            observation=self.observe(job),
-            x=x,
+            observation=observation.relaxed(),
+            x=observation.relax(x),
             y=y,
             draws=lambda: client_draws(job),
         )

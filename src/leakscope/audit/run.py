@@ -199,6 +199,7 @@ def _told_data(setup: Setup) -> dict[str, Any]:
         "private": data.private,
         "credits": "" if hidden else data.credits,
         "shape": list(data.x.shape[1:]),
+        "inputs": data.public_inputs.facts(),
         "num_classes": data.num_classes,
         "task": setup.spec.task.identity(),
         "class_names": None if setup.class_names is None else list(setup.class_names),

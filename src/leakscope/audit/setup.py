@@ -114,7 +114,7 @@ class Setup:
         """These examples as the model reads them, and their labels."""
         examples = self.data.subset(rows)
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        return examples.x.to(dtype), examples.y
+        return self.data.inputs.cast(examples.x, dtype), examples.y
 
 
 def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "") -> Setup:
@@ -200,7 +200,7 @@ def _target_problems(spec: AuditSpec, model: nn.Module, course: Course) -> list[
     found = []
     for name, examples in (("train", course.train), ("test", course.test)):
         try:
-            check_batch(model, examples.x.to(dtype), examples.y, None, task)
+            check_batch(model, examples.inputs.cast(examples.x, dtype), examples.y, None, task, examples.inputs)
         except ValueError as error:
             found += [f"{name}: {line}" for line in lines(str(error))]
     return found
@@ -316,7 +316,9 @@ def is_intact(setup: Setup) -> bool:
 
 
 def _probe(data: Examples) -> Tensor:
-    return torch.rand((2, *data.x.shape[1:]), generator=torch.Generator().manual_seed(0))
+    # In double precision, so that the number of threads does not show in the digits that count.
+    drawn = data.inputs.start("uniform", 2, torch.Generator().manual_seed(0), torch.zeros(()))
+    return data.inputs.cast(drawn, torch.float64)
 
 
 def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
@@ -326,8 +328,7 @@ def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         try:
-            # In double precision, so that the number of threads does not show in the digits that count.
-            answer = outputs_of(copy.deepcopy(model).double().eval()(probe.double()))
+            answer = outputs_of(copy.deepcopy(model).double().eval()(probe))
         except (RuntimeError, ValueError, TypeError, IndexError):
             return b""  # the rehearsal tells what is wrong with it
     return tensor_bytes(answer.double().round(decimals=6))

@@ -110,7 +110,7 @@ def describe_utility(
     """
     spec = course.spec
     dtype = next((p.dtype for p in course.model.parameters() if p.is_floating_point()), torch.float32)
-    x, y = course.train.x.to(dtype), course.train.y
+    x, y = course.train.inputs.cast(course.train.x, dtype), course.train.y
     shares = split_iid(len(x), spec.clients, torch.Generator().manual_seed(_SPLIT_SEED))
     clients = [(x[rows], y[rows]) for rows in shares]
     rates = spec.rates(protocol.kind)

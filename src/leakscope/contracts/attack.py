@@ -125,7 +125,9 @@ class Attack(Described, ABC):
             observation = observation.to(device=device, dtype=dtype)
         generator = torch.Generator().manual_seed(seed)
         started = time.perf_counter()
-        result = self.run(observation, generator, progress)
+        result = self.run(observation.relaxed(), generator, progress)
+        if observation.inputs.discrete:
+            result = dataclasses.replace(result, inputs=observation.inputs.from_unit(result.inputs))
         info = {
             **result.info,
             "seconds": time.perf_counter() - started,

@@ -1,7 +1,9 @@
-"""Where examples live: the space that a search starts in, stays in, and in which results are measured.
+"""Where examples live: the space that a search starts in, stays in, and in which results are measured and shown.
 
 A box of floats is the only space today. A further one (tokens of a vocabulary, mixed columns of a table) is one class
-that inherits :class:`InputSpace` and one line in :data:`SPACES`; no attack, engine or measure asks which space it has.
+that inherits :class:`InputSpace`, and one line in :data:`SPACES` if observations are saved. No attack, engine or
+measure asks which space it has: a discrete space hands them a relaxed one, and all else is a question that each space
+answers.
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES
 from leakscope.contracts.checks import brief
-from leakscope.contracts.errors import UserError
+from leakscope.contracts.errors import NotApplicable, UserError
 
 Start = Literal["grey", "normal", "uniform"]
 
@@ -79,12 +81,19 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class InputSpace(ABC):
-    """``shape`` is that of one example as the model reads it."""
+    """``shape`` is that of one example as the model reads it.
+
+    Unit space is where examples are compared: numbers in [0, 1], of ``unit_shape``. A ``discrete`` space has no
+    gradients, so attacks search in its unit space with the model that :meth:`relaxed` gives, and
+    :meth:`from_unit` makes valid inputs of what they find.
+    """
 
     #: What files call it.
     kind: ClassVar[str]
     #: Names of the measures that mean something here; see ``leakscope.metrics.MEASURES``.
     measures: ClassVar[tuple[str, ...]]
+    #: Whether inputs are whole numbers, such as tokens.
+    discrete: ClassVar[bool] = False
 
     shape: tuple[int, ...]
 
@@ -100,9 +109,50 @@ class InputSpace(ABC):
         return math.prod(self.shape)
 
     @property
+    def unit_shape(self) -> tuple[int, ...]:
+        """The shape of one example in unit space."""
+        return self.shape
+
+    @property
     @abstractmethod
     def bounded(self) -> bool:
         """Whether the adversary knows the valid values, so that [0, 1] has a meaning."""
+
+    @property
+    def value_range(self) -> ValueRange | None:
+        """The bounds of a box of floats, where they are known."""
+        return None
+
+    @property
+    def smooth(self) -> bool:
+        """Whether neighbouring numbers tend to be alike, as pixels are, so that priors on differences make sense."""
+        return False
+
+    def unknown(self) -> InputSpace:
+        """The same space for an adversary who does not know the valid values."""
+        return Box(self.shape)
+
+    def problems(self, x: Tensor) -> list[str]:
+        """What is wrong with ``x`` as a batch of such inputs."""
+        if not x.is_floating_point():
+            return [f"x: expected floating point, got {x.dtype}; convert with x.float()"]
+        return [] if bool(torch.isfinite(x).all()) else ["x: has NaN or infinite values"]
+
+    def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """The inputs as a model of this precision reads them."""
+        return x.to(dtype)
+
+    def relaxed(self, model: nn.Module) -> nn.Module:
+        """Return ``model`` reading numbers of unit space, with the same parameters; asked of discrete spaces only."""
+        raise NotApplicable(f"a {self.kind} has no relaxation to search in: override InputSpace.relaxed")
+
+    def relaxed_space(self) -> InputSpace:
+        """The space that a search of a discrete one runs in."""
+        return Box(self.unit_shape, ValueRange())
+
+    def text(self, unit: Tensor) -> str | None:
+        """One example of unit space in words; None where it is better drawn, as an image or as a line."""
+        return None
 
     @abstractmethod
     def to_unit(self, x: Tensor) -> Tensor:
@@ -116,7 +166,8 @@ class InputSpace(ABC):
     def start(self, kind: Start, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
         """Where a search for ``count`` examples begins, drawn on the CPU so that every device starts alike.
 
-        "grey": the middle of the valid values with a little noise; "normal": N(0, 1); "uniform": [0, 1].
+        "grey": the middle of the valid values with a little noise; "normal": N(0, 1); "uniform": [0, 1]. A discrete
+        space gives random valid inputs.
         """
 
     @abstractmethod
@@ -155,6 +206,14 @@ class Box(InputSpace):
     @property
     def bounded(self) -> bool:
         return self.range is not None
+
+    @property
+    def value_range(self) -> ValueRange | None:
+        return self.range
+
+    @property
+    def smooth(self) -> bool:
+        return len(self.shape) > 1
 
     def to_unit(self, x: Tensor) -> Tensor:
         return x if self.range is None else self.range.to_unit(x)

@@ -209,10 +209,9 @@ class Observation:
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
             return [f"expected a pair of tensors (inputs, targets), got {type(pair).__name__}"]
         x, y = pair
-        if not x.is_floating_point() or tuple(x.shape[1:]) != self.inputs.shape or len(x) < 1:
-            return [f"expected floats of shape (examples, *{self.inputs.shape}), got {x.dtype} {tuple(x.shape)}"]
-        finite = [] if bool(torch.isfinite(x).all()) else ["the inputs have NaN or infinite values"]
-        return finite + self.task.problems_of(y, len(x), self.output_shape)
+        if tuple(x.shape[1:]) != self.inputs.shape or len(x) < 1:
+            return [f"expected inputs of shape (examples, *{self.inputs.shape}), got {tuple(x.shape)}"]
+        return self.inputs.problems(x) + self.task.problems_of(y, len(x), self.output_shape)
 
     def _denied_facts(self) -> list[str]:
         """Facts that are given and that the knowledge does not grant."""
@@ -222,7 +221,7 @@ class Observation:
             "label counts are given": ("label_counts", self.label_counts is not None),
             "batch indices are given": ("batch_indices", any(m.indices is not None for m in self.messages)),
             "num_examples is given": ("num_examples", self.num_examples is not None),
-            "the value range of inputs is given": ("normalisation", self.inputs.bounded),
+            "the value range of inputs is given": ("normalisation", self.inputs != self.inputs.unknown()),
             "BatchNorm statistics of the batch are given": ("batchnorm_statistics", statistics),
             "the defence's channel is given": ("defense", self.channel is not None),
             "the defence is given": ("defense", self.defense is not None),
@@ -276,7 +275,7 @@ class Observation:
     @property
     def value_range(self) -> ValueRange | None:
         """The bounds of a box of floats, where they are known."""
-        return self.inputs.range if isinstance(self.inputs, Box) else None
+        return self.inputs.value_range
 
     @property
     def has_rounds(self) -> bool:
@@ -284,6 +283,22 @@ class Observation:
         first = self.messages[0]
         batch = self.training.batch_size if first.kind == "gradient" else None
         return len(self.messages) > 1 or first.indices is not None or batch not in (None, self.num_examples)
+
+    def relaxed(self) -> Observation:
+        """The same observation with inputs that have gradients: itself, unless they live in a discrete space."""
+        if not self.inputs.discrete:
+            return self
+        space = self.inputs.relaxed_space()
+        return dataclasses.replace(
+            self,
+            model=self.inputs.relaxed(self.model),
+            inputs=space if self.knowledge.normalisation else space.unknown(),
+            auxiliary=None if self.auxiliary is None else (self.relax(self.auxiliary[0]), self.auxiliary[1]),
+        )
+
+    def relax(self, x: Tensor) -> Tensor:
+        """Inputs of the client's model as the model of :meth:`relaxed` reads them."""
+        return self.inputs.to_unit(x).to(self.dtype) if self.inputs.discrete else x
 
     def without_channel(self) -> Observation:
         """The same observation for somebody who does not know the defence."""
@@ -314,7 +329,7 @@ class Observation:
         auxiliary = None
         if self.auxiliary is not None:
             x, y = self.auxiliary
-            auxiliary = x.to(device=device, dtype=dtype), y.to(device=device)
+            auxiliary = self.inputs.cast(x, dtype or x.dtype).to(device), y.to(device=device)
         return dataclasses.replace(
             self,
             model=copy.deepcopy(self.model).to(device=device, dtype=dtype),

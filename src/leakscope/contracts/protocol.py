@@ -104,14 +104,14 @@ class Protocol(Described, ABC):
         the system's randomness without one, as a real client's are. The observation says which.
         """
         knowledge = self.default_knowledge if knowledge is None else knowledge
-        client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes)
+        client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes, inputs)
         x, y, task = client.x, client.y, client.task
         space = _input_space(x, value_range) if inputs is None else inputs
         messages, recipe = self._exchange(client, knowledge)
         return Observation(
             model=model if client.shared is None else client.shared,
             messages=messages,
-            inputs=space if knowledge.normalisation else Box(space.shape),
+            inputs=space if knowledge.normalisation else space.unknown(),
             num_classes=math.prod(outputs),
             output_shape=outputs,
             task=task,
@@ -138,11 +138,12 @@ class Protocol(Described, ABC):
         generator: torch.Generator | None = None,
         task: Task | None = None,
         num_classes: int | None = None,
+        inputs: InputSpace | None = None,
     ) -> tuple[ClientSide, tuple[int, ...]]:
         """A client of this protocol, its arguments checked, and the shape of an example's outputs."""
         self.check(model, x)
         task = Classification() if task is None else task
-        outputs = check_batch(model, x, y, num_classes, task)
+        outputs = check_batch(model, x, y, num_classes, task, inputs)
         draws = system_generator() if generator is None else generator
         shape = tuple(x.shape[1:])
         defense = as_defense(defense).for_model(model, shape, outputs)
@@ -214,26 +215,27 @@ def client_copy(model: nn.Module, batchnorm: BatchNormMode) -> nn.Module:
 
 
 def check_batch(
-    model: nn.Module, x: Tensor, y: Tensor, num_classes: int | None, task: Task | None = None
+    model: nn.Module,
+    x: Tensor,
+    y: Tensor,
+    num_classes: int | None,
+    task: Task | None = None,
+    inputs: InputSpace | None = None,
 ) -> tuple[int, ...]:
     """Raise one ValueError with everything that is wrong with the batch; return the shape of an example's outputs."""
     if not isinstance(model, nn.Module):
         raise UserError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise UserError(f"x and y: expected tensors, got {type(x).__name__} and {type(y).__name__}")
-    problems = []
+    problems = (Box((1,)) if inputs is None else inputs).problems(x)
     if x.dim() < 2 or x.shape[0] < 1:
         problems.append(f"x: expected (examples, ...) with at least one example, got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        problems.append(f"x: expected floating point, got {x.dtype}; convert with x.float()")
-    elif not bool(torch.isfinite(x).all()):
-        problems.append("x: has NaN or infinite values")
     if y.dim() < 1 or y.shape[0] != x.shape[0]:
         problems.append(f"y: expected one target for each of {x.shape[0]} examples, got {y.dtype} {tuple(y.shape)}")
     parameter = next((p for p in model.parameters() if p.requires_grad), None)
     if parameter is None:
         problems.append("model: has no trainable parameter, so there is no update")
-    elif x.is_floating_point() and parameter.dtype != x.dtype:
+    elif x.is_floating_point() and parameter.dtype != x.dtype:  # whole numbers fit any precision
         problems.append(f"x is {x.dtype} but the model is {parameter.dtype}; convert one of them")
     refuse("not a usable batch", problems)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):

@@ -22,7 +22,7 @@ class Examples:
 
     Targets are class numbers (N,) as int64, or whatever else the client's task reads: numbers (N, ...) as float32, or
     class numbers at each position. ``num_classes`` is the number of classes, or of numbers an example has.
-    ``space`` is where the inputs live, where that is not the box of ``value_range``.
+    ``space`` is where the inputs live, where that is not the box of ``value_range``; it then says what is valid.
 
     ``private`` data is never shown in a report unless asked for; published data sets are not private.
     ``group`` says to whom an example belongs, for instance the writer of a character. ``range_known`` is false
@@ -36,8 +36,8 @@ class Examples:
     x: Tensor = field(repr=False)
     y: Tensor = field(repr=False)
     num_classes: int
-    value_range: ValueRange
-    name: str
+    value_range: ValueRange = field(default_factory=ValueRange)
+    name: str = "examples"
     class_names: tuple[str, ...] | None = field(default=None, repr=False)
     credits: str = field(default="", repr=False)
     private: bool = True
@@ -64,7 +64,7 @@ class Examples:
     @property
     def public_inputs(self) -> InputSpace:
         """The same as far as an adversary may know it: bounds read off the examples themselves are not told."""
-        return self.inputs if self.range_known else Box(self.shape)
+        return self.inputs if self.range_known else self.inputs.unknown()
 
     def subset(self, indices: Sequence[int] | Tensor) -> Examples:
         """The examples with these numbers, in this order."""
@@ -184,8 +184,11 @@ def _ends(x: Tensor) -> tuple[float, float]:
 
 def _problems(examples: Examples) -> list[str]:
     x, y, problems = examples.x, examples.y, []
-    if x.dtype != torch.float32 or x.dim() < 2 or x.numel() == 0:
-        problems.append(f"x: expected float32 of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
+    wanted = "float32" if examples.space is None else "inputs"
+    if (examples.space is None and x.dtype != torch.float32) or x.dim() < 2 or x.numel() == 0:
+        problems.append(f"x: expected {wanted} of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
+    elif examples.space is not None:
+        problems += examples.space.problems(x)
     elif not all(map(math.isfinite, _ends(x))):
         problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
     if y.dtype not in (torch.int64, torch.float32) or y.shape[:1] != x.shape[:1]:
@@ -207,6 +210,8 @@ def _problems(examples: Examples) -> list[str]:
     if examples.group is not None and examples.group.shape != y.shape[:1]:
         problems.append(f"group: expected one number an example, got shape {tuple(examples.group.shape)}")
     channels = len(examples.value_range.low)
+    if examples.space is not None:
+        return problems  # its values are the space's to check
     if channels > 1 and x.dim() >= 2 and x.shape[1] != channels:
         problems.append(f"value_range: it has {channels} channels, the inputs have shape {tuple(x.shape)}")
     elif not problems:

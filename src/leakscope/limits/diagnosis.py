@@ -55,7 +55,8 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
         return own
     if proved is not None:
         return proved
-    inputs, labels, unknowns = result.inputs, result.labels, result.inputs.numel()
+    inputs, observation = observation.relax(result.inputs), observation.relaxed()
+    labels, unknowns = result.labels, inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
     reason = _obstacle(observation, result, entries)
     if reason is not None:

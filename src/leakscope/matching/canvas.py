@@ -69,12 +69,12 @@ class Pixels:
 
     def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
         """The nearest valid picture."""
-        if not inputs.bounded or not self.clamp:
+        if not self.clamp:
             return picture
         return inputs.project_unit(picture) if self.space == "unit" else inputs.project(picture)
 
     def project_rows(self, rows: Tensor, inputs: InputSpace) -> Tensor:
-        if not inputs.bounded or not self.clamp:
+        if not self.clamp:
             return rows
         return self.project(rows.reshape(-1, *inputs.shape), inputs).reshape(rows.shape)
 

@@ -15,25 +15,22 @@ from leakscope.contracts.task import Classification, Task
 from leakscope.metrics import image
 from leakscope.metrics.assignment import Cost, Method, assign
 from leakscope.metrics.identification import identified
-from leakscope.metrics.measures import MEASURES
+from leakscope.metrics.measures import MEASURES, Measure
 from leakscope.metrics.perceptual import NO_WEIGHTS, Lpips
 
-#: Measures of every pair that are computed here.
-DISTANCES = ("mse", "rmse", "rmse_maxnorm", "psnr", "ssim", "lpips")
 NON_FINITE = "non-finite reconstruction"
 NOTHING = "nothing reconstructed"
 NO_OTHERS = "no other candidates to tell the original from"
-PSNR_CAP = 200.0
 
 
 @dataclass(frozen=True, eq=False)
 class Evaluation:
     """One row an original, in the originals' order.
 
-    ``rows`` hold mse, rmse, rmse_maxnorm, psnr, ssim and lpips (NaN where not measured), identified (None
-    where it means nothing), label, label_guess and label_correct (None without a guess). ``reasons`` says for
-    each measure why it is NaN. ``order[i]`` is the reconstruction compared with original i, or -1;
-    ``matched`` holds them, clamped to [0, 1], NaN where there is none.
+    ``rows`` hold each measure of inputs (NaN where not measured), identified (None where it means nothing), label,
+    label_guess and label_correct (None without a guess). ``reasons`` says for each measure why it is NaN. ``order[i]``
+    is the reconstruction compared with original i, or -1; ``matched`` holds them, clamped to [0, 1], NaN where there
+    is none.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -84,23 +81,25 @@ def evaluate(
         for number, fine in zip(order.tolist(), usable.tolist(), strict=True)
     ]
     reasons: dict[str, str] = {}
+    measures = [measure for measure in MEASURES.values() if measure.of == "inputs"]
+    distances = [measure for measure in measures if measure.key != "identified"]
     if any(problems):
         words = "; ".join(sorted({problem for problem in problems if problem}))
-        reasons = {name: f"{words} ({sum(map(bool, problems))} of {len(problems)})" for name in DISTANCES}
-    values = {name: torch.full((len(originals),), torch.nan, dtype=torch.float64) for name in DISTANCES}
-    for name, value in _measures(originals[usable], matched[usable], lpips, reasons).items():
-        values[name][usable.cpu()] = value.cpu()
+        reasons = {one.key: f"{words} ({sum(map(bool, problems))} of {len(problems)})" for one in distances}
+    values = {one.key: torch.full((len(originals),), torch.nan, dtype=torch.float64) for one in distances}
     identities = _identified(originals, matched, candidates_unit)
     if identities is None:
         reasons["identified"] = NO_OTHERS
-    for measure in MEASURES.values():
-        if measure.of == "inputs" and not measure.applies(space, task):
-            values.get(measure.key, torch.empty(0)).fill_(torch.nan)
+    for measure in measures:
+        if not measure.applies(space, task):
             identities = None if measure.key == "identified" else identities
             reasons[measure.key] = f"{measure.label} does not apply to a {type(space).__name__.lower()}"
+        elif measure.key in values:
+            value = _value(measure, originals[usable], matched[usable], lpips, reasons)
+            values[measure.key][usable.cpu()] = value.to(values[measure.key])
     rows = []
     for i in range(len(originals)):
-        row: dict[str, Any] = {name: float(values[name][i]) for name in DISTANCES}
+        row: dict[str, Any] = {name: float(value[i]) for name, value in values.items()}
         row["identified"] = None if identities is None else bool(identities[i])
         guess = None if guessed_labels is None or order[i] < 0 else guessed_labels[order[i]]
         rows.append({**row, **compare_targets(labels[i], guess, task)})
@@ -147,22 +146,17 @@ def _clamped(guesses: Tensor) -> Tensor:
     return torch.where(torch.isfinite(guesses), guesses.clamp(0, 1), torch.nan)
 
 
-def _measures(a: Tensor, b: Tensor, lpips: Lpips | None, reasons: dict[str, str]) -> dict[str, Tensor]:
-    values = {
-        "mse": image.mse(a, b),
-        "rmse": image.rmse(a, b),
-        "rmse_maxnorm": image.rmse_maxnorm(a, b),
-        "psnr": image.psnr(a, b, cap=PSNR_CAP),
-        "ssim": image.ssim(a, b),
-    }
-    if a.dim() < 3:
+def _value(measure: Measure, a: Tensor, b: Tensor, lpips: Lpips | None, reasons: dict[str, str]) -> Tensor:
+    """The measure of each pair; NaN, with a reason, where it cannot be computed."""
+    if measure.key == "ssim" and a.dim() < 3:
         reasons["ssim"] = image.SSIM_NEEDS_SPACE
+    if measure.compute is not None:
+        return measure.compute(a, b)
     why_not = NO_WEIGHTS if lpips is None else lpips.reason(tuple(a.shape[1:]))
-    if why_not is not None:
-        reasons["lpips"] = why_not
-    elif lpips is not None:
-        values["lpips"] = lpips(a, b)
-    return values
+    if lpips is None or why_not is not None:
+        reasons[measure.key] = why_not or NO_WEIGHTS
+        return torch.full((len(a),), torch.nan)
+    return lpips(a, b)
 
 
 def _identified(originals: Tensor, matched: Tensor, pool: Tensor | None) -> Tensor | None:

@@ -70,18 +70,19 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
     reconstruction, unit = result.reconstruction, result.unit_inputs.clamp(0, 1)
     order = [] if result.evaluation is None else result.evaluation.order.tolist()
     blind = result.baselines[-1]
-    drawn = result.observation.inputs.to_unit(blind.inputs.cpu()).clamp(0, 1)
+    inputs = result.observation.inputs
+    drawn = inputs.to_unit(blind.inputs.cpu()).clamp(0, 1)
     examples = []
     for number, value in enumerate(unit[:MAX_SHOWN]):
         place = order.index(number) if number in order else None
         original: Picture | None = None
         if pictures and place is not None:
-            original = draw(result.truth[place], alt=f"original {place}", identity=f"o{number}")
+            original = draw(result.truth[place], alt=f"original {place}", identity=f"o{number}", inputs=inputs)
         labels = reconstruction.labels
         examples.append(
             {
-                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}"),
-                "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}"),
+                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}", inputs=inputs),
+                "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}", inputs=inputs),
                 "original": original,
                 "label": None if labels is None else labels[number].tolist(),
                 "score": float(reconstruction.scores.reshape(-1)[min(number, reconstruction.scores.numel() - 1)]),

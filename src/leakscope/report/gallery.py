@@ -9,6 +9,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
+from leakscope.contracts.inputs import SPACES, space_from_facts
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.results.records import Row, counted
@@ -33,6 +34,9 @@ class Gallery:
     def __init__(self, store: Store, rows: Sequence[Row], data: Mapping[str, Any], stored: bool, wanted: bool | None):
         self.places = {row.key: [example.index for example in row.examples] for row in rows}
         self.data = data
+        told = data.get("inputs") or {}
+        # A space of the user's own may not be known to whoever makes the page; its examples are drawn then.
+        self._inputs = space_from_facts(told) if told.get("kind") in SPACES else None
         private = bool(data.get("private", True))
         self.allowed = wanted if wanted is not None else (not private or stored)
         self.refusal = _HIDDEN if wanted is False and not private else _PRIVATE
@@ -64,9 +68,10 @@ class Gallery:
             return None, None
         original, guess, label = originals[place], guesses[place], self.label_of(example)
         try:
-            first = draw(original, alt=f"original of example {index}, label {label}", identity=f"{identity}-o")
+            alt = f"original of example {index}, label {label}"
+            first = draw(original, alt=alt, identity=f"{identity}-o", inputs=self._inputs)
             alt = f"example {index}, recovered" if example.leaks else f"attempt at example {index}"
-            return first, draw(guess, alt=alt, identity=f"{identity}-r", behind=original)
+            return first, draw(guess, alt=alt, identity=f"{identity}-r", behind=original, inputs=self._inputs)
         except ValueError:
             self.unreadable.add(key)
             return None, None
@@ -81,7 +86,8 @@ class Gallery:
                 strongest.setdefault(example.index, [None] * len(verdict.settings))[place] = example
         ordered = sorted(strongest, key=lambda index: (-max(e.exposure for e in strongest[index] if e), index))
         lines = [self._line(index, strongest[index]) for index in ordered[:MAX_EXAMPLES]]
-        notes = [note for note in (channel_note(self.data.get("shape") or ()),) if note]
+        drawn = self._inputs is None or not self._inputs.discrete
+        notes = [note for note in (channel_note(self.data.get("shape") or ()),) if note and drawn]
         if len(ordered) > MAX_EXAMPLES:
             notes.append(f"The {MAX_EXAMPLES} most exposed of {len(ordered)} examples are shown.")
         if self.unreadable:

@@ -28,7 +28,8 @@ def show(reconstruction: Reconstruction, observation: Observation, most: int = M
     unit = observation.inputs.to_unit(reconstruction.inputs.detach())
     parts = []
     for number, value in enumerate(unit[:most]):
-        picture = draw(value, alt=f"reconstruction {number}", identity=f"reconstruction-{number}")
+        name = f"reconstruction {number}"
+        picture = draw(value, alt=name, identity=f"reconstruction-{number}", inputs=observation.inputs)
         if picture.uri is None:
             parts.append(str(picture.drawing))
         else:

@@ -13,12 +13,13 @@ from PIL import Image
 from torch import Tensor
 
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.inputs import InputSpace
 from leakscope.report import svg
 
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One drawn example: either ``uri`` (an image) or ``drawing`` (an SVG)."""
+    """One drawn example: either ``uri`` (an image) or ``drawing`` (an SVG, or text)."""
 
     alt: str
     uri: str | None = None
@@ -59,8 +60,16 @@ def png(image: Tensor) -> bytes:
     return stream.getvalue()
 
 
-def draw(value: Tensor, *, alt: str, identity: str, behind: Tensor | None = None) -> Picture:
-    """The picture of one example of any shape; a signal is drawn over ``behind``, its original, if given."""
+def draw(
+    value: Tensor, *, alt: str, identity: str, behind: Tensor | None = None, inputs: InputSpace | None = None
+) -> Picture:
+    """One example of unit space as ``inputs`` shows it: as text, as an image, or as a line.
+
+    A line is drawn over ``behind``, its original, if given.
+    """
+    text = None if inputs is None else inputs.text(value)
+    if text is not None:
+        return Picture(alt=alt, drawing=Markup("<code>{}</code>").format(text))
     if value.dim() == 3:
         uri = "data:image/png;base64," + base64.b64encode(png(value)).decode("ascii")
         return Picture(alt=alt, uri=uri, pixelated=max(value.shape[1:]) <= 96)

@@ -90,7 +90,7 @@ class Finisher:
             embedding.features,
             embedding.adjoints,
             {name: value.cpu() for name, value in observation.message.update.items()},
-            project=inputs.project if inputs.bounded else (lambda x: x),
+            project=inputs.project,
             silence=self.silence(),
         )
         if problem.affordable_products() < LEAST_PRODUCTS:

@@ -64,7 +64,7 @@ def noise_channel(observation: Observation) -> Channel | None:
     channel = observation.channel
     if channel is None or observation.message.kind != "gradient" or observation.has_rounds:
         return None
-    pictures = len(observation.input_shape) > 1 and observation.inputs.bounded
+    pictures = observation.inputs.smooth and observation.inputs.bounded
     altered = channel.masked or channel.inexact or channel.unreliable
     if not pictures or altered or not (channel.rounding == "none" or channel.rounds_evenly):
         return None

@@ -85,7 +85,7 @@ def is_better(observation: Observation, inputs: Tensor, least: float, other: Ten
     unknowns = (observation.num_examples or 1) * math.prod(observation.input_shape)
     if least >= left * fair_ratio(equations, unknowns):
         return False
-    pictures = len(observation.input_shape) > 1
+    pictures = observation.inputs.smooth
     return least < FAR_LESS * left or not pictures or roughness(inputs) <= ROUGHER * roughness(other)
 
 
