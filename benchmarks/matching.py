@@ -28,8 +28,7 @@ from torch.func import grad_and_value
 
 from leakscope.federation import FedSGD
 from leakscope.matching import DirectionL1, Matcher, Problem, TotalVariation, UnrolledSteps, Victim, steps_in_order
-from leakscope.matching.memory import keep_freed_memory
-from leakscope.matching.search import Evaluate, Evaluation
+from leakscope.matching.search import Evaluate, Evaluation, keep_freed_memory
 from leakscope.models import build_model
 
 

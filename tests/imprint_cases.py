@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import leakscope as ls
 from leakscope.attacks import RobbingTheFed
-from leakscope.attacks.imprint_reading import read_bins
+from leakscope.attacks.robbing_the_fed.imprint import read_bins
 from leakscope.contracts.inputs import ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import ATTACKS, CAFE
+from leakscope.attacks.cafe.rounds import solve_inputs, solve_output_gradients
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.inputs import Box
 from leakscope.contracts.knowledge import Knowledge
@@ -19,7 +20,6 @@ from leakscope.contracts.observation import Message, Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.defenses import GradientNoise
 from leakscope.equations.index_matrix import identify, index_matrix
-from leakscope.equations.output_gradients import solve_inputs, solve_output_gradients
 from leakscope.federation import FedAvg, FedSGD, Vertical
 from leakscope.limits import layer_signals
 from leakscope.models import build_model

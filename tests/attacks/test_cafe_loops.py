@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks import CAFE
-from leakscope.attacks.cafe_rounds import RunningSteps
+from leakscope.attacks.cafe.rounds import RunningSteps, share_unexplained, solve_inputs, solve_output_gradients
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Message, Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.task import Regression
 from leakscope.equations.index_matrix import index_matrix
-from leakscope.equations.output_gradients import share_unexplained, solve_inputs, solve_output_gradients
 from leakscope.federation import Vertical
 from leakscope.models.split import Share
 from leakscope.network.layers import FirstDense

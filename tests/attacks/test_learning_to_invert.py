@@ -11,10 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks import learning_to_invert_regression
-from leakscope.attacks.learning_to_invert import LearningToInvert
-from leakscope.attacks.learning_to_invert_clients import PlayedClient
-from leakscope.attacks.learning_to_invert_regression import (
+from leakscope.attacks.learning_to_invert import LearningToInvert, PlayedClient, regression
+from leakscope.attacks.learning_to_invert.regression import (
     Featuriser,
     KernelRidge,
     Mean,
@@ -275,7 +273,7 @@ def test_a_gaussian_kernel_bends_where_a_line_cannot() -> None:
 
 
 def test_more_rows_are_used_where_they_help(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning_to_invert_regression, "PATH_ROWS", 40)
+    monkeypatch.setattr(regression, "PATH_ROWS", 40)
     data = pairs()
     few, error = chosen(data, 1.0)
     ridge, less = refit_ridge(few, error, data)

@@ -12,7 +12,7 @@ from torch import nn
 import leakscope as ls
 from imprint_cases import SERVER, SHAPE, certified, draws, errors, look, net, pictures, truly_alone
 from leakscope.attacks import RobbingTheFed
-from leakscope.attacks.imprint_reading import read_bins
+from leakscope.attacks.robbing_the_fed.imprint import read_bins
 from leakscope.contracts.inputs import ValueRange
 from leakscope.metrics import assign
 

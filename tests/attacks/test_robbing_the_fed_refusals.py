@@ -12,8 +12,14 @@ import torch
 import leakscope as ls
 from imprint_cases import SERVER, SHAPE, certified, draws, errors, look, net, pictures, truly_alone
 from leakscope.attacks import RobbingTheFed
-from leakscope.attacks.imprint import Imprinted, bin_edges, interpolated_quantile, laplace_quantile, normal_quantile
-from leakscope.attacks.imprint_reading import read_bins
+from leakscope.attacks.robbing_the_fed.imprint import (
+    Imprinted,
+    bin_edges,
+    interpolated_quantile,
+    laplace_quantile,
+    normal_quantile,
+    read_bins,
+)
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.inputs import Box
 from leakscope.metrics import assign, psnr

@@ -16,7 +16,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.matching import Cosine, DirectionL1, Drawing, FeatureMatching, Pixels, Reweighted
-from leakscope.matching.features import misdirection
+from leakscope.matching.priors import misdirection
 from leakscope.metrics import psnr
 from leakscope.models import build_model
 from leakscope.network.recorder import record_layers

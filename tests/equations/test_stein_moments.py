@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.equations.simultaneous import diagonalising_vectors
 from leakscope.equations.stein_moments import (
     activation_class,
+    diagonalising_vectors,
     head_loadings,
     moment_matrices,
     second_moment,

@@ -22,11 +22,9 @@ from leakscope.matching import (
     TotalVariation,
     Victim,
 )
-from leakscope.matching.assignment import assignment
-from leakscope.matching.consistency import GroupConsistency, group_mean
-from leakscope.matching.drawing import PLANS, UNet
-from leakscope.matching.features import misdirection, outside_span
-from leakscope.matching.priors import Scene
+from leakscope.matching.canvas import PLANS, UNet
+from leakscope.matching.loop import GroupConsistency, group_mean
+from leakscope.matching.priors import Scene, assignment, misdirection, outside_span
 from leakscope.matching.search import search
 from leakscope.models import build_model
 from matching_problems import problem

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from leakscope.matching.memory import keep_freed_memory
+from leakscope.matching.search import keep_freed_memory
 
 # Blocks of 4 to 12 MB, as the gradients of a large layer; a page is 4 KB. Processor time would tell less.
 FAULTS = """
 import resource, sys, torch
-from leakscope.matching.memory import keep_freed_memory
+from leakscope.matching.search import keep_freed_memory
 kept = keep_freed_memory()
 def step():
     return [torch.ones(size * 2**18) for size in (4, 8, 12)]

@@ -39,7 +39,7 @@ from leakscope.matching import (
     steps_in_order,
 )
 from leakscope.matching.priors import Scene
-from leakscope.matching.replay import LocalOptimiser, compiled_step, without_idle_convolutions
+from leakscope.matching.simulations import LocalOptimiser, compiled_step, without_idle_convolutions
 from leakscope.models import build_model
 
 SCENE = Scene(torch.tensor(0.0), {}, {})

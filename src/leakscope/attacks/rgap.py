@@ -15,9 +15,9 @@ scale and solved by sparse normal equations with corrections, in float64 whateve
 in closed form instead of 30 000 steps of descent, and if two margins or labels explain the update, both are followed
 and the better residual wins. In a LeakyReLU net without any bias both are exact, for it is homogeneous: there the
 larger picture that fits the value range is taken, and a note says so. Biases, linear layers anywhere, average pooling,
-several classes, BatchNorm that uses running statistics and residual blocks (equations/residual.py; they have two rows
-in ``info["layers"]``, of which "(inner)" is the input of the body's second layer) are allowed. A weight difference of
-several local steps is taken for one gradient; several examples give one mixture.
+several classes, BatchNorm that uses running statistics and residual blocks (equations/constraints.py; they have two
+rows in ``info["layers"]``, of which "(inner)" is the input of the body's second layer) are allowed. A weight difference
+of several local steps is taken for one gradient; several examples give one mixture.
 
 Where a layer has fewer independent equations than unknowns, its solution of least length is passed on and everything
 before it is an approximation; ``info["layers"]`` has rows, rank and unknowns of each.
@@ -43,10 +43,9 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.equations.constraints import operation_offset, signal_at_input, stage_system
+from leakscope.equations.constraints import ResidualSystem, operation_offset, signal_at_input, stage_system
 from leakscope.equations.last_layer import LastSignal, logistic_signals, softmax_signals
 from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem, Solution
-from leakscope.equations.residual import ResidualSystem
 from leakscope.labels import mean_gradient_scale
 from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage, read_chain
 

@@ -61,8 +61,8 @@ from leakscope.matching import (
     Reweighted,
     TotalVariation,
 )
-from leakscope.matching.features import FeatureForm
 from leakscope.matching.optimisers import Schedule
+from leakscope.matching.priors import FeatureForm
 
 FeatureSource = Literal["auto", "head", "recovered", "none"]
 FeatureChoice = Literal["auto", "direction", "span"]

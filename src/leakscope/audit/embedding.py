@@ -12,7 +12,8 @@ from leakscope.audit.findings import Subject
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.protocol import client_copy
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.features import features_of, read_dense_gradient
+from leakscope.equations.feature_separation import read_dense_gradient
+from leakscope.equations.features import features_of
 from leakscope.metrics.assignment import assign
 from leakscope.metrics.features import feature_error, random_span_error
 from leakscope.network.recorder import inputs_of

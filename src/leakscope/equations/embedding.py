@@ -24,7 +24,7 @@ from leakscope.equations.head_mixtures import solve_mixed_head
 from leakscope.equations.head_search import HeadProblem
 from leakscope.equations.head_solution import HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
-from leakscope.labels.dummies import dummy_inputs
+from leakscope.labels.counts import dummy_inputs
 from leakscope.network.dense_path import DensePath, dense_path
 from leakscope.network.layers import Head, find_head
 from leakscope.network.recorder import probe

@@ -1,7 +1,14 @@
-"""Single features inside the span of a dense layer's gradient: by moments, by patterns, or as independent components.
+"""Single features inside the span of a dense layer's gradient; float64.
 
-Each estimate is settled by the slopes of the units where those are known (equations/feature_gates.py), and the one that
-explains more of the gradient is kept.
+They are estimated by moments (equations/stein_moments.py), by activation patterns (:func:`frequent_differences`) or as
+independent components (equations/unmixing.py). Where the slopes of the units are known they settle each estimate
+(:func:`fit_gates`), and the one that explains most of the gradient is kept.
+
+With coordinates y_i of the features in the span and u_j those of the weights, the gradient rows are
+H_j = sum_i sum_q a_qj r_iq s'(<u_j, y_i> + b_j) y_i, where a are the known weights behind the units. From directions
+that are roughly right the slopes s' follow for most units, then the products r_iq y_i by least squares, then better
+directions: exact where every slope is. A ReLU's slope differs for y and -y, so it also tells the sign; a bias gradient
+db_j = sum_i (signal of i) tells sign and length of every feature for any activation.
 """
 
 from __future__ import annotations
@@ -9,17 +16,272 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.feature_gates import SpanGradient, fit_gates, signed_lengths
-from leakscope.equations.feature_patterns import frequent_differences
-from leakscope.equations.simultaneous import diagonalising_vectors
-from leakscope.equations.stein_moments import activation_class, head_loadings, moment_matrices
+from leakscope.contracts.errors import NotApplicable, UserError
+from leakscope.contracts.observation import Observation
+from leakscope.equations.dense import slope
+from leakscope.equations.stein_moments import (
+    activation_class,
+    diagonalising_vectors,
+    head_loadings,
+    least_squares,
+    moment_matrices,
+)
 from leakscope.equations.unmixing import unmix
+from leakscope.network.dense_path import dense_path
+from leakscope.network.layers import find_head
+
+
+def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
+    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
+    if observation.has_rounds:
+        raise NotApplicable("the update is that of several rounds, or of batches of the examples")
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError as error:
+        if layer is None:
+            raise NotApplicable(str(error)) from error
+        head = None
+    path = None if head is None else dense_path(observation.model, head.module_name)
+    steps = () if path is None else path.steps
+    if layer is None:
+        if not steps:
+            assert path is not None
+            raise NotApplicable(
+                f"no dense layer with an activation lies below the head: {path.reason}. Name a layer, or use "
+                "recover_embedding, which reads the features in front of the head itself"
+            )
+        layer = max(steps, key=lambda step: step.module.out_features).name
+    module = dict(observation.model.named_modules()).get(layer)
+    if not isinstance(module, nn.Linear):
+        raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
+    step = next((step for step in steps if step.name == layer), None)
+    below_head = step is not None and step is steps[0] and head is not None
+    head_weight = head_gradient = None
+    if below_head and head is not None:
+        head_weight = dict(observation.model.named_parameters())[head.weight_name]
+        head_gradient = observation.message.update.get(head.weight_name)
+    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
+    update = observation.message.update
+    gradient = update.get(names.get(id(module.weight), ""))
+    if gradient is None:
+        raise NotApplicable(f"{layer!r} is frozen: the update says nothing of it")
+    sums = None if module.bias is None else update.get(names.get(id(module.bias), ""))
+    return DenseGradient(
+        name=layer,
+        gradient=_wide(gradient),
+        bias_gradient=None if sums is None else _wide(sums),
+        weight=_wide(module.weight),
+        bias=None if module.bias is None else _wide(module.bias),
+        activation=None if step is None else step.activation,
+        head=None if head_weight is None else _wide(head_weight),
+        head_gradient=None if head_gradient is None else _wide(head_gradient),
+    )
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(device="cpu", dtype=torch.float64)
+
+
+#: Distinct rows that are compared with each other, and how near, relative to the largest, rows count as the same.
+MOST_ROWS, SAME = 600, 1e-4
+#: A difference counts as a feature where it occurs at least so often.
+LEAST_OCCURRENCES = 3
+
+
+def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | None:
+    """The n most frequent differences (n, n) between distinct ``rows`` (m, n), as unit rows that are independent.
+
+    Behind a ReLU and a head of one constant for each unit, a row of the gradient, divided by that constant, is the sum
+    of c_i y_i over the examples that make the unit active. Two patterns that differ in one example differ by c_i y_i
+    exactly, and no other difference occurs as often. Noise or missing entries leave nothing to count.
+
+    None where there are no n that occur often enough.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> features = torch.tensor([[1.0, 0.9], [0.9, 1.0]]).double()
+    >>> gates = torch.tensor([[0, 0], [0, 1], [1, 0], [1, 1]]).double()
+    >>> frequent_differences((gates @ features).repeat(3, 1), draws) is None  # two differences for each
+    True
+    >>> three = torch.tensor([[1.0, 0.9, 0.0], [0.9, 1.0, 0.1], [0.8, 0.9, 0.3]]).double()
+    >>> gates = torch.cartesian_prod(*[torch.tensor([0.0, 1.0]).double()] * 3)
+    >>> found = frequent_differences(gates @ three, draws)
+    >>> bool(((torch.nn.functional.normalize(three, dim=1) @ found.T).abs().amax(1) > 1 - 1e-12).all())
+    True
+    """
+    count = rows.shape[1]
+    distinct = _distinct(rows, generator)
+    if len(distinct) > MOST_ROWS:
+        distinct = distinct[torch.randperm(len(distinct), generator=generator)[:MOST_ROWS]]
+    first, second = torch.triu_indices(len(distinct), len(distinct), offset=1)
+    differences = distinct[first] - distinct[second]
+    probe = torch.randn(count, generator=generator, dtype=torch.float64)
+    differences = differences * torch.where(differences @ probe < 0, -1.0, 1.0)[:, None]
+    keys = _keys(differences, float(rows.abs().max()), generator)
+    _, group, occurrences = keys.unique(return_inverse=True, return_counts=True)
+    chosen: list[Tensor] = []
+    for place in torch.argsort(occurrences, descending=True, stable=True):
+        if int(occurrences[place]) < LEAST_OCCURRENCES or len(chosen) == count:
+            break
+        # The mean of all of them has less rounding than any one.
+        vector = torch.nn.functional.normalize(differences[group == place].mean(0), dim=0)
+        basis = torch.linalg.qr(torch.stack(chosen).T)[0] if chosen else vector[:, None] * 0
+        if float((vector - basis @ (basis.T @ vector)).norm()) > SAME:
+            chosen.append(vector)
+    return torch.stack(chosen) if len(chosen) == count else None
+
+
+def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
+    """One row of each kind."""
+    keys = _keys(rows, float(rows.abs().max()), generator)
+    _, group = keys.unique(return_inverse=True)
+    places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
+    return rows[places]
+
+
+def _keys(rows: Tensor, size: float, generator: torch.Generator) -> Tensor:
+    """Whole numbers that are the same for rows that are the same, but for those at a rounding's edge."""
+    probe = torch.randn((rows.shape[1], 1), generator=generator, dtype=torch.float64)
+    return (rows @ probe / (SAME * max(size, 1e-300))).round().flatten().long()
+
+
+PASSES = 25
+#: Passes towards least absolute errors, so that units with a wrong slope lose their say.
+ROBUST_PASSES = 4
+#: A residual that is rounding.
+EXACT = 1e-10
+
+
+@dataclass(frozen=True, eq=False)
+class SpanGradient:
+    """A dense layer in the coordinates of the span: gradient rows and weights (m, n), the weights behind it (q, m).
+
+    ``bias`` and ``bias_gradient`` (m,) where the layer has them; ``activation`` acts on a tensor entry by entry.
+    """
+
+    rows: Tensor
+    weights: Tensor
+    loadings: Tensor
+    activation: Callable[[Tensor], Tensor]
+    bias: Tensor | None = None
+    bias_gradient: Tensor | None = None
+
+    @cached_property
+    def homogeneous(self) -> bool:
+        """Whether slopes do not depend on the features' lengths: s(2 t) = 2 s(t), and no bias."""
+        t = torch.linspace(-3, 3, 13, dtype=torch.float64)[None]
+        same = torch.allclose(self.activation(2 * t), 2 * self.activation(t.clone()), atol=1e-12)
+        return same and (self.bias is None or not bool(self.bias.any()))
+
+
+@dataclass(frozen=True, eq=False)
+class GateFit:
+    """Unit rows ``directions`` (n, n) in the span, the relative ``residual`` of the gradient's rows, and ``lengths``
+    where they are told."""
+
+    directions: Tensor
+    residual: float
+    lengths: Tensor | None = None
+
+
+def signed_lengths(rows: Tensor, directions: Tensor, bias_gradient: Tensor) -> Tensor:
+    """What each unit direction has to be multiplied with to be the feature, sign included.
+
+    The bias gradient is the sum of the signals, the weight gradient their sum with the features.
+
+    >>> features = torch.tensor([[3.0, 0.0], [0.0, -2.0]]).double()
+    >>> signals = torch.tensor([[1.0, 2.0], [0.5, -1.0], [0.0, 3.0]]).double()
+    >>> signed_lengths(signals @ features, torch.eye(2).double(), signals.sum(1)).round(decimals=6).tolist()
+    [3.0, -2.0]
+    """
+    signals = rows @ torch.linalg.pinv(directions)
+    inverse = least_squares(signals, bias_gradient[:, None]).flatten()
+    return 1 / torch.where(inverse.abs() > 1e-300, inverse, 1e-300)
+
+
+def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
+    """The directions that explain the gradient's rows best, starting from ``directions``.
+
+    The slopes of a ReLU at y and -y add up to a constant, so with a free constant beside them the fit does not depend
+    on signs; the constant then tells which were wrong. Other activations need lengths, which a bias gradient tells.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> x = torch.nn.functional.normalize(torch.randn((3, 3), generator=draws).double(), dim=1)
+    >>> weights = torch.randn((400, 3), generator=draws).double()
+    >>> rows = ((weights @ x.T > 0) * torch.tensor([1.0, -2.0, 1.5])).double() @ x
+    >>> layer = SpanGradient(rows, weights, torch.ones((1, 400)).double(), torch.relu)
+    >>> rough = torch.nn.functional.normalize(-x + 0.1 * torch.randn((3, 3), generator=draws), dim=1)
+    >>> found = fit_gates(layer, rough)
+    >>> found.residual < 1e-12, bool((found.directions - x).norm() < 1e-12)
+    (True, True)
+    """
+    if not layer.homogeneous and layer.bias_gradient is None:
+        raise UserError("fit_gates: expected a bias gradient, or an activation whose slopes do not depend on lengths")
+    best = _fitted(layer, directions)
+    for _ in range(PASSES):
+        vectors = torch.linalg.svd(_products(layer, best)[0])[2]
+        found = _fitted(layer, vectors[:, 0])
+        improved = found.residual < best.residual * (1 - 1e-9)
+        # Once every slope is right, so are the products, and the directions that they have.
+        best = found if found.residual <= best.residual + EXACT else best
+        if not improved:
+            break
+    return _signed(layer, best) if layer.homogeneous else best
+
+
+def _fitted(layer: SpanGradient, directions: Tensor) -> GateFit:
+    """The fit at these directions."""
+    fit = GateFit(directions, torch.inf)
+    if not layer.homogeneous:
+        assert layer.bias_gradient is not None
+        lengths = signed_lengths(layer.rows, directions, layer.bias_gradient)
+        fit = GateFit(directions * lengths.sign()[:, None], torch.inf, lengths.abs())
+    return dataclasses.replace(fit, residual=_residual(layer, _design(layer, fit)))
+
+
+def _signed(layer: SpanGradient, fit: GateFit) -> GateFit:
+    """The fit with signs from its constant part, and lengths where a bias gradient tells them."""
+    products, constant = _products(layer, fit)
+    both = slope(layer.activation, torch.tensor([[1.0, -1.0]], dtype=torch.float64)).sum()
+    wrong = least_squares(products.flatten(1).T, -constant.flatten()[:, None] / both).flatten() > 0.5
+    fit = dataclasses.replace(fit, directions=torch.where(wrong[:, None], -fit.directions, fit.directions))
+    design = _design(layer, fit)[:, : -len(layer.loadings)]
+    fit = dataclasses.replace(fit, residual=_residual(layer, design))
+    if layer.bias_gradient is None:
+        return fit
+    return dataclasses.replace(fit, lengths=signed_lengths(layer.rows, fit.directions, layer.bias_gradient).abs())
+
+
+def _design(layer: SpanGradient, fit: GateFit) -> Tensor:
+    """(m, n q): what the products r_iq y_i are multiplied with; and q constants where signs are free."""
+    features = fit.directions if fit.lengths is None else fit.directions * fit.lengths[:, None]
+    inner = layer.weights @ features.T
+    slopes = slope(layer.activation, inner if layer.bias is None else inner + layer.bias[:, None])
+    design = (slopes[:, :, None] * layer.loadings.T[:, None, :]).flatten(1)
+    return torch.cat((design, layer.loadings.T), dim=1) if layer.homogeneous else design
+
+
+def _products(layer: SpanGradient, fit: GateFit) -> tuple[Tensor, Tensor]:
+    """The products r_iq y_i (n, q, n), and the constants (q, n), zero where there are none."""
+    design, rows = _design(layer, fit), layer.rows
+    weights = torch.ones_like(rows[:, :1])
+    floor = 1e-9 * rows.norm(dim=1).mean()
+    for _ in range(ROBUST_PASSES):
+        solved = least_squares(design * weights.sqrt(), rows * weights.sqrt())
+        weights = 1 / ((rows - design @ solved).norm(dim=1, keepdim=True) + floor)
+    count, loadings = len(fit.directions), len(layer.loadings)
+    return solved[: count * loadings].reshape(count, loadings, -1), solved[count * loadings :]
+
+
+def _residual(layer: SpanGradient, design: Tensor) -> float:
+    gap = layer.rows - design @ least_squares(design, layer.rows)
+    return float(gap.norm() / layer.rows.norm().clamp_min(1e-300))
+
 
 Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.

@@ -1,12 +1,11 @@
 """The features in front of a dense layer, from the gradient of that layer: their span, and single ones up to scale.
 
-What the adversary can compute, in the order of what it needs: the span by singular vectors, which is exact for an
-untouched gradient; the same of the gradient completed where entries were set to zero; Stein moments, which need random
-weights (equations/stein_moments.py). Whichever predicts entries of the gradient that it was not fitted to is kept, and
-the notes say why. Inside the span single features follow from higher moments or as independent components, and slopes
-of the units then settle them, sign and length included where the layer tells (equations/feature_gates.py). An altered
-gradient leaves the span itself in doubt; then the features are refined on the gradient of the head behind the layer as
-well (equations/feature_refinement.py), and the completion is tried where that does not explain both gradients.
+The span comes from singular vectors, which is exact for an untouched gradient; from the gradient completed where
+entries were set to zero; or from Stein moments, which need random weights (equations/stein_moments.py). Whichever
+predicts entries of the gradient that it was not fitted to is kept, and the notes say why. Single features then follow
+inside the span (equations/feature_separation.py). An altered gradient leaves the span itself in doubt: then features
+are refined on the gradient of the head too (equations/feature_span.py), and the completion is tried where that does not
+explain both gradients.
 """
 
 from __future__ import annotations
@@ -21,21 +20,24 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
-from leakscope.equations.feature_layer import read_dense_gradient
-from leakscope.equations.feature_refinement import (
-    TwoGradients,
-    fitted_output_gradients,
-    refine_features,
-    with_best_signs,
+from leakscope.equations.feature_separation import (
+    DenseGradient,
+    Method,
+    no_moments,
+    read_dense_gradient,
+    separated_features,
 )
-from leakscope.equations.feature_separation import DenseGradient, Method, no_moments, separated_features
 from leakscope.equations.feature_span import (
+    TwoGradients,
     completed_span,
+    fitted_output_gradients,
     leading_span,
     rank_of,
+    refine_features,
     row_coefficients,
     span_residual,
     visible_zeros,
+    with_best_signs,
 )
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 

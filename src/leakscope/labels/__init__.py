@@ -1,7 +1,5 @@
 """Recover labels and label counts from an update: pure functions, one rule a file."""
 
-from leakscope.labels.bias_sign import bias_label, bias_present
-from leakscope.labels.candidates import label_candidates
 from leakscope.labels.counts import (
     certain_counts_from_bias,
     counts_to_labels,
@@ -10,7 +8,19 @@ from leakscope.labels.counts import (
     round_to_total,
     scale_from_absent_classes,
 )
-from leakscope.labels.gradinversion import gradinversion_labels
-from leakscope.labels.idlg import idlg_label
-from leakscope.labels.llg import llg_bias_labels, llg_labels
-from leakscope.labels.recover import METHODS, RecoveredLabels, local_steps, mean_gradient_scale, recover_labels
+from leakscope.labels.recover import (
+    METHODS,
+    RecoveredLabels,
+    label_candidates,
+    local_steps,
+    mean_gradient_scale,
+    recover_labels,
+)
+from leakscope.labels.rules import (
+    bias_label,
+    bias_present,
+    gradinversion_labels,
+    idlg_label,
+    llg_bias_labels,
+    llg_labels,
+)

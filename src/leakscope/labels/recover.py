@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -24,17 +24,23 @@ from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import Observation
-from leakscope.labels.bias_sign import bias_label, bias_present
 from leakscope.labels.counts import (
+    DummyStatistics,
     counts_to_labels,
+    dummy_inputs,
+    dummy_statistics,
     label_counts_from_bias,
     label_counts_from_weight,
     scale_from_absent_classes,
 )
-from leakscope.labels.dummies import DummyStatistics, dummy_inputs, dummy_statistics
-from leakscope.labels.gradinversion import gradinversion_labels
-from leakscope.labels.idlg import idlg_label
-from leakscope.labels.llg import llg_bias_labels, llg_labels
+from leakscope.labels.rules import (
+    bias_label,
+    bias_present,
+    gradinversion_labels,
+    idlg_label,
+    llg_bias_labels,
+    llg_labels,
+)
 from leakscope.network.layers import Head, find_head
 
 Moment = Literal["average", "start", "end"]
@@ -299,3 +305,54 @@ def _statistics(
         feature_sum=(1 - share) * start.feature_sum + share * end.feature_sum,
         feature_sum_deviation=max(start.feature_sum_deviation, end.feature_sum_deviation),
     )
+
+
+#: So many readings are tried at most.
+MOST_CANDIDATES = 3
+
+
+def label_candidates(observation: Observation, generator: torch.Generator | None = None) -> list[RecoveredLabels]:
+    """Readings of the labels, that of the best rule first; a single one where labels are known or proved.
+
+    Two readings are the same if they have the same counts. ValueError where nothing can be read, as in
+    :func:`recover_labels`.
+    """
+    first = recover_labels(observation, generator=generator)
+    if first.exact or observation.num_classes == 1:
+        return [first]
+    readings = {_counts(first.labels): first}
+    for reading in _others(observation, first, generator):
+        readings.setdefault(_counts(reading.labels), reading)
+        if len(readings) == MOST_CANDIDATES:
+            break
+    return list(readings.values())
+
+
+def _others(
+    observation: Observation, first: RecoveredLabels, generator: torch.Generator | None
+) -> Iterator[RecoveredLabels]:
+    for method in RULES:
+        try:
+            yield recover_labels(observation, method, generator)
+        except ValueError:
+            continue  # a rule that does not fit this update
+    evidence = evidence_of(observation)
+    # The more negative an entry, the more it speaks for its class.
+    entries = evidence.weight.sum(1) if evidence.bias is None else evidence.bias
+    yield from _exchanges(first, entries)
+
+
+def _exchanges(first: RecoveredLabels, entries: Tensor) -> Iterator[RecoveredLabels]:
+    """The reading with its least likely label exchanged for the likeliest that it lacks, then for the next one."""
+    present = first.labels.unique()
+    absent = [int(label) for label in entries.argsort() if not bool((present == label).any())]
+    doubtful = int(present[entries[present].argmax()])
+    place = int(torch.nonzero(first.labels == doubtful)[0])
+    for label in absent[:MOST_CANDIDATES]:
+        labels = first.labels.clone()
+        labels[place] = label
+        yield RecoveredLabels(labels.sort().values, f"{first.method}, one exchanged", False, first.notes)
+
+
+def _counts(labels: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple(sorted(int(label) for label in labels))

@@ -1,6 +1,6 @@
 """The gradient-matching engine that optimisation attacks share: distances, priors, canvas, optimisers, one loop."""
 
-from leakscope.matching.canvas import Canvas, Pixels
+from leakscope.matching.canvas import Canvas, Drawing, Pixels
 from leakscope.matching.distances import (
     DISTANCES,
     L1,
@@ -13,8 +13,6 @@ from leakscope.matching.distances import (
     SquaredL2,
     as_distance,
 )
-from leakscope.matching.drawing import Drawing
-from leakscope.matching.features import FeatureMatching
 from leakscope.matching.gradient_map import GradientMap, Linearisation
 from leakscope.matching.least_squares import Fit, LevenbergMarquardt, Preconditioner, Roughness
 from leakscope.matching.loop import Match, Matcher, Progress, Ramp
@@ -23,6 +21,7 @@ from leakscope.matching.orders import steps_in_order
 from leakscope.matching.priors import (
     BatchNormStatistics,
     EpochAgreement,
+    FeatureMatching,
     L2Norm,
     Orthogonality,
     Prior,

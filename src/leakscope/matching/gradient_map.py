@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from leakscope.contracts.inputs import InputSpace
 from leakscope.contracts.observation import Observation
-from leakscope.matching.derivatives import pull_back
 from leakscope.matching.simulations import UnrolledSteps
-from leakscope.matching.victim import Tensors, Victim, VictimTensors
+from leakscope.matching.victim import Tensors, Victim, VictimTensors, pull_back
 
 #: Directions differentiated together: more do not fit the cache, fewer leave it idle.
 CHUNK = 64

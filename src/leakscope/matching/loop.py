@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,15 +16,18 @@ from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Canvas, Pixels
 from leakscope.matching.compilation import CannotCompile
-from leakscope.matching.consistency import GroupConsistency
 from leakscope.matching.distances import Distance
 from leakscope.matching.optimisers import Adam, Optimiser
-from leakscope.matching.priors import Prior
+from leakscope.matching.priors import Prior, assignment
 from leakscope.matching.problem import Evaluator, Problem
-from leakscope.matching.search import SearchResult, search
+from leakscope.matching.search import Evaluate, Evaluation, SearchResult, search
 from leakscope.matching.simulations import Simulation, SingleGradient
 from leakscope.matching.victim import Tensors, Victim
 from leakscope.matching.victim import forward_flops as forward_flops
+
+if TYPE_CHECKING:
+    from leakscope.matching.problem import Problem
+
 
 Progress = Callable[[int, int, float], None]
 CURVE_POINTS = 200
@@ -218,3 +221,56 @@ def _thin(curves: list[Tensor]) -> list[list[float]]:
     keep = sorted({round(i * (count - 1) / (CURVE_POINTS - 1)) for i in range(CURVE_POINTS)}) if count > 1 else [0]
     table = torch.stack([curves[i] for i in keep], dim=1).cpu().double()
     return [[value if math.isfinite(value) else math.nan for value in row] for row in table.tolist()]
+
+
+@dataclass(frozen=True, eq=False)
+class GroupConsistency:
+    """The evaluation of a problem in which the rows, its restarts, are pulled towards their mean.
+
+    Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021: searches from different starts
+    agree where the update tells something. Each is pulled by weight * mean over pixels of (x_g - E_g[x_g])^2.
+
+    Differences. Yin et al. take the length instead of the mean square, and register pictures before the mean is taken;
+    here the examples of a batch are put in one order, for equal labels leave it open, and nothing is shifted. The mean
+    is held while each is pulled, and best iterates are judged without the pull: by the update alone.
+    """
+
+    problem: Problem
+    evaluate: Evaluate
+    weight: float
+
+    def __call__(self, rows: Tensor, iteration: int) -> Evaluation:
+        objectives, judged, gradients = self.evaluate(rows, iteration)
+        with torch.enable_grad():
+            points = rows.detach().requires_grad_()
+            pictures = torch.stack([self.problem.unpack(row)[0] for row in points])
+            mean = group_mean(pictures.detach(), self.problem.targets)
+            penalty = self.weight * (pictures - mean).square().flatten(1).mean(1)
+            (pull,) = torch.autograd.grad(penalty.sum(), points)
+        return objectives + penalty.detach(), judged, gradients + pull
+
+
+def group_mean(pictures: Tensor, targets: Tensor | None) -> Tensor:
+    """The mean of (restarts, examples, ...) in the order of each restart; restarts that are not finite do not count.
+
+    Only examples of equal targets may change places, all where targets are None or no classes.
+
+    >>> one = torch.tensor([[0.0], [1.0]])
+    >>> group_mean(torch.stack([one, one.flip(0) + 0.2]), torch.tensor([3, 3])).flatten(1).tolist()
+    [[0.10000000149011612, 1.100000023841858], [1.100000023841858, 0.10000000149011612]]
+    """
+    finite = torch.isfinite(pictures).flatten(1).all(1)
+    if not bool(finite.any()):
+        return pictures
+    reference = pictures[finite][0].flatten(1)
+    total, orders = torch.zeros_like(pictures[0]), []
+    for picture, counts in zip(pictures, finite.tolist(), strict=True):
+        costs = torch.cdist(reference, picture.flatten(1)).square().nan_to_num()
+        if targets is not None and targets.dim() == 1 and not targets.is_floating_point():
+            costs = costs + (targets[:, None] != targets[None]) * (1 + costs.max()) * len(targets)
+        order = assignment(costs)
+        orders.append(order)
+        if counts:
+            total += picture[order]
+    mean = total / finite.sum()
+    return torch.stack([mean[torch.argsort(order)] for order in orders])

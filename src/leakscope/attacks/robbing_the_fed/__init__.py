@@ -2,7 +2,7 @@
 
 Liam Fowl, Jonas Geiping, Wojtek Czaja, Micah Goldblum, Tom Goldstein, "Robbing the Fed: Directly Obtaining Private Data
 in Federated Learning with Modified Models", ICLR 2022. Before the model comes an imprint block
-(:mod:`leakscope.attacks.imprint`): units that are active for inputs whose measurement h x exceeds thresholds
+(``imprint.py``): units that are active for inputs whose measurement h x exceeds thresholds
 c_0 < c_1 < ... With g_n the output gradient of example n, which is the same at every unit that it activates,
 
     dW_i - dW_(i+1) = sum g_n x_n,   db_i - db_(i+1) = sum g_n   over the examples with c_i < h x_n < c_(i+1),
@@ -35,9 +35,10 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks.imprint import (
+from leakscope.attacks.robbing_the_fed.imprint import (
     NATURAL_BRIGHTNESS,
     PATTERN,
+    BinReading,
     Connection,
     Imprint,
     Imprinted,
@@ -45,11 +46,12 @@ from leakscope.attacks.imprint import (
     Placement,
     bin_edges,
     interpolated_quantile,
+    is_one_step,
     laplace_quantile,
     measurement_row,
     normal_quantile,
+    read_bins,
 )
-from leakscope.attacks.imprint_reading import BinReading, is_one_step, read_bins
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.caps import PARAMETERS
 from leakscope.contracts.errors import NotApplicable, UserError

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.equations.constraints import (
+    ResidualSystem,
     generic_rank,
     operation_matrix,
     operation_offset,
     signal_at_input,
     stage_system,
 )
-from leakscope.equations.residual import ResidualSystem
 from leakscope.network.chain import ResidualStage, Stage, read_chain
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from leakscope.attacks.cafe.rounds import solve_inputs, solve_output_gradients
 from leakscope.contracts.observation import Message
 from leakscope.equations.index_matrix import identify, index_matrix
-from leakscope.equations.output_gradients import solve_inputs, solve_output_gradients
 from vertical_rounds import Batches, batches_of, biases, rows, sent
 
 

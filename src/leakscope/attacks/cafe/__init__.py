@@ -2,7 +2,7 @@
 
 The server of vertical learning knows which samples are in each batch. Step I recovers for each sample n and worker the
 output gradient v_n of the worker's first dense layer from bias gradients, step II the layer's inputs h_n from weight
-gradients (both in equations/output_gradients.py), step III the data:
+gradients (both in attacks/cafe/rounds.py), step III the data:
 
     min_x  a ||grad L(x_s) - g_s||^2 + b TV(x) 1[TV(x) >= xi] + c ||h_s - h(x_s)||^2
 
@@ -24,15 +24,18 @@ Recorded rounds are visited over and over, in their order, each with the weights
 
 from __future__ import annotations
 
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from leakscope.attacks.cafe_methods import METHODS, Evidence
-from leakscope.attacks.cafe_rounds import Rounds, Steps
+from leakscope.attacks.cafe.data import Data, RoundSearch, invert
+from leakscope.attacks.cafe.rounds import Rounds, RunningSteps, Steps, settle, solve, unexplained_by
 from leakscope.attacks.gradient_matching import require_searchable
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import UserError
@@ -235,3 +238,95 @@ def _opinion(rounds: Rounds, evidence: Evidence) -> _Opinion:
 def _thinned(curve: list[float]) -> list[float]:
     every = -(-len(curve) // 200)
     return curve[::every]
+
+
+@dataclass(frozen=True, eq=False)
+class Evidence:
+    """What steps I and II say of their own result.
+
+    ``determined`` (workers, samples): whose representation follows from the rounds. ``unexplained`` is the share of
+    the gradients that the result does not explain, ``least_unexplained`` that of the best solution there is;
+    ``expected_error`` that of the representations, relative to them, where it is known.
+    """
+
+    determined: Tensor
+    unexplained: float
+    least_unexplained: float
+    expected_error: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Method(ABC):
+    """One way from rounds to data. ``targets`` are the labels, None where they are not known."""
+
+    #: Whether it simulates gradients, for which it needs labels and the weights of every round.
+    simulates: ClassVar[bool] = True
+
+    settings: CAFE
+    rounds: Rounds
+    targets: Tensor | None
+
+    @abstractmethod
+    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence | None]:
+        """The data, and evidence where there were steps I and II."""
+
+    def _search(self, generator: torch.Generator) -> RoundSearch:
+        return RoundSearch(self.settings, self.rounds, self.targets, generator)
+
+    def _tables(self, generator: torch.Generator) -> list[RunningSteps]:
+        rounds = self.rounds
+        return [RunningSteps.start(self.settings, rounds.samples, layer, generator) for layer in rounds.layers]
+
+    def _evidence(self, tables: list[RunningSteps]) -> Evidence:
+        # What can be determined is a matter of the rounds, not of how far the loop came.
+        best = solve(self.rounds)
+        return Evidence(best.determined, unexplained_by(self.rounds, tables), best.unexplained)
+
+
+class Direct(Method):
+    """Steps I and II by linear least squares, then each sample by itself from its representations."""
+
+    simulates = False
+
+    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
+        tables = solve(self.rounds)
+        settings = self._trusting(tables.error)
+        data = invert(settings, self.rounds, tables.inputs, tables.determined, generator, progress)
+        return data, Evidence(tables.determined, tables.unexplained, tables.unexplained, tables.error)
+
+    def _trusting(self, error: float) -> CAFE:
+        """Settings for representations with this relative error: the larger it is, the more the prior counts."""
+        error = min(error, 1.0)
+        representation = self.settings.representation * (1 - error**2)
+        return dataclasses.replace(self.settings, representation=representation, fade=max(self.settings.fade, error))
+
+
+class Nested(Method):
+    """Algorithm 3: step I over many rounds, then step II, then step III."""
+
+    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
+        tables = self._tables(generator)
+        settle(self.rounds, tables, self.settings.first_iterations)
+        data = self._search(generator).run(tables, progress)
+        return data, self._evidence(tables)
+
+
+class SingleLoop(Method):
+    """Algorithm 4: each round moves all three, so that the model may train meanwhile."""
+
+    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
+        tables = self._tables(generator)
+        data = self._search(generator).run(tables, progress, move_tables=True)
+        return data, self._evidence(tables)
+
+
+class Gradients(Method):
+    """Plain gradient matching on the same rounds, without steps I and II: the comparison in the paper."""
+
+    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, None]:
+        return self._search(generator).run((), progress), None
+
+
+METHODS: Mapping[str, type[Method]] = MappingProxyType(
+    {"direct": Direct, "nested": Nested, "single-loop": SingleLoop, "gradients": Gradients}
+)

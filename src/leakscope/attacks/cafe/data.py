@@ -1,6 +1,6 @@
-"""Step III of CAFE: the data, from what the workers' first dense layers read and from the gradients (see cafe.py).
+"""Step III of CAFE: search the data from the workers' representations and from the gradients.
 
-Two searches share its terms: :func:`invert` takes each sample by itself, :class:`RoundSearch` goes round by round.
+:func:`invert` searches each sample by itself, :class:`RoundSearch` goes round by round; both share :class:`Terms`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.func import grad_and_value
 
-from leakscope.attacks.cafe_rounds import Rounds, RunningSteps
+from leakscope.attacks.cafe.rounds import Rounds, RunningSteps
 from leakscope.contracts.attack import Progress
 from leakscope.contracts.observation import Message
 from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Pixels, Victim, total_variation
@@ -28,6 +28,7 @@ from leakscope.network.recorder import inputs_of
 
 if TYPE_CHECKING:
     from leakscope.attacks.cafe import CAFE
+
 
 #: Samples searched at a time: they do not influence each other, and so many fit into a processor's cache.
 CHUNK = 32
