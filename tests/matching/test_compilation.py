@@ -25,8 +25,8 @@ from leakscope.matching import (
     UnrolledSteps,
     Victim,
     compilation,
-    steps,
 )
+from leakscope.matching import problem as problem_module
 from leakscope.matching.compilation import DIRECTORY, DROPPED, FIRST, OTHER_INPUTS, CannotCompile, CompiledFunctions
 from leakscope.models import build_model
 from matching_problems import SITUATIONS, problem, rows_of
@@ -42,7 +42,7 @@ def compiles(monkeypatch) -> list[str]:
         return graph
 
     monkeypatch.setattr(compilation, "_compile", pretend)
-    monkeypatch.setattr(steps, "FUNCTIONS", CompiledFunctions())
+    monkeypatch.setattr(problem_module, "FUNCTIONS", CompiledFunctions())
     return made
 
 
@@ -246,7 +246,7 @@ def test_the_compilers_directory(monkeypatch, tmp_path) -> None:
 @pytest.mark.slow
 def test_the_compiler_itself(monkeypatch) -> None:
     """Label logits, BatchNorm statistics and a prior that changes with the iteration are in the compiled graph."""
-    monkeypatch.setattr(steps, "FUNCTIONS", CompiledFunctions())
+    monkeypatch.setattr(problem_module, "FUNCTIONS", CompiledFunctions())
     # Beside the compiler's own directory for temporary files, so that the next tests need not compile.
     monkeypatch.setenv(DIRECTORY, str(Path(default_cache_dir()) / "leakscope-tests"))
     settings = {**SITUATIONS["BatchNorm in train mode"], "labels": False, "distance": DirectionL1()}
