@@ -114,7 +114,7 @@ def test_labels_are_read_once_and_by_whoever_knows_more_anew(monkeypatch: pytest
         return original(observation, generator)
 
     monkeypatch.setattr(shared_work, "label_candidates", counted)
-    noise = look().with_update({name: torch.randn_like(value) for name, value in look().message.update.items()})
+    noise = look().with_update({name: torch.rand_like(value) for name, value in look().message.update.items()})
     counting = dataclasses.replace(
         noise,
         knowledge=dataclasses.replace(Knowledge.honest_server, labels="counts"),

@@ -25,11 +25,9 @@ Recorded rounds are visited over and over, in their order, each with the weights
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -121,27 +119,14 @@ class CAFE(Attack):
     ) -> Reconstruction:
         rounds = Rounds.of(observation)
         labels = self._labels(rounds)
-        method = METHODS[self.method](self, rounds, labels.targets)
-        if method.simulates and labels.targets is None:
+        simulates = self.method != "direct"  # gradients, for which labels and the weights of every round are needed
+        if simulates and labels.targets is None:
             require_searchable(observation)
-        data, evidence = method.run(generator, progress)
-        opinion = _Opinion() if evidence is None else _opinion(rounds, evidence)
-        flags = labels.flags
-        if method.simulates and observation.training.learning_rate is None:
-            flags = (*flags, "steps not simulated")
+        data, evidence = self._recover(rounds, labels.targets, generator, progress)
+        flags, notes, diagnosis = ((), (), None) if evidence is None else _opinion(rounds, evidence)
+        unsimulated = simulates and observation.training.learning_rate is None
+        flags = (*labels.flags, *(("steps not simulated",) if unsimulated else ()), *flags)
         searched = None if data.label_logits is None else observation.task.decode(data.label_logits)
-        return Reconstruction(
-            inputs=data.inputs,
-            labels=labels.targets if searched is None else searched,
-            scores=data.scores,
-            history={"objective": [_thinned(data.curve)]} if data.curve else {},
-            flags=tuple(dict.fromkeys((*flags, *opinion.flags))),
-            notes=(*labels.notes, *opinion.notes),
-            info=self._info(rounds, labels, evidence),
-            diagnosis=opinion.diagnosis,
-        )
-
-    def _info(self, rounds: Rounds, labels: _Labels, evidence: Evidence | None) -> dict[str, Any]:
         info: dict[str, Any] = {
             "labels": labels.how,
             "rounds": len(rounds.batches),
@@ -150,11 +135,42 @@ class CAFE(Attack):
             "restarts": 1,
             "compiled": False,
         }
-        if evidence is not None and evidence.expected_error is not None:
-            info["expected_error"] = evidence.expected_error
         if evidence is not None:
+            info |= {} if evidence.expected_error is None else {"expected_error": evidence.expected_error}
             info["unexplained"] = evidence.unexplained
-        return info
+        return Reconstruction(
+            inputs=data.inputs,
+            labels=labels.targets if searched is None else searched,
+            scores=data.scores,
+            history={"objective": [_thinned(data.curve)]} if data.curve else {},
+            flags=tuple(dict.fromkeys(flags)),
+            notes=(*labels.notes, *notes),
+            info=info,
+            diagnosis=diagnosis,
+        )
+
+    def _recover(
+        self, rounds: Rounds, targets: Tensor | None, generator: torch.Generator, progress: Progress | None
+    ) -> tuple[Data, _Evidence | None]:
+        """Turn rounds into data by the chosen method; evidence where there were steps I and II."""
+        if self.method == "direct":
+            solved = solve(rounds)
+            # The larger the error of the representations, the more the prior counts.
+            error = min(solved.error, 1.0)
+            weight, fade = self.representation * (1 - error**2), max(self.fade, error)
+            settings = dataclasses.replace(self, representation=weight, fade=fade)
+            data = invert(settings, rounds, solved.inputs, solved.determined, generator, progress)
+            return data, _Evidence(solved.determined, solved.unexplained, solved.unexplained, solved.error)
+        if self.method == "gradients":
+            return RoundSearch(self, rounds, targets, generator).run((), progress), None
+        tables = [RunningSteps.start(self, rounds.samples, layer, generator) for layer in rounds.layers]
+        if self.method == "nested":
+            settle(rounds, tables, self.first_iterations)
+        search = RoundSearch(self, rounds, targets, generator)
+        data = search.run(tables, progress, move_tables=self.method == "single-loop")
+        # What can be determined is a matter of the rounds, not of how far the loop came.
+        best = solve(rounds)
+        return data, _Evidence(best.determined, unexplained_by(rounds, tables), best.unexplained)
 
     def _labels(self, rounds: Rounds) -> _Labels:
         observation = rounds.observation
@@ -165,7 +181,7 @@ class CAFE(Attack):
         try:
             bias = _head_bias(rounds)
         except ValueError as error:
-            how = "searched along" if METHODS[self.method].simulates else "not recovered"
+            how = "not recovered" if self.method == "direct" else "searched along"
             note = f"labels {how}, for they cannot be read: {error}"
             return _Labels(None, how, ("labels uncertain",), (note,))
         (rows,), _, _ = rounds.solve_output_gradients([bias])
@@ -180,7 +196,7 @@ class CAFE(Attack):
 
 @dataclass(frozen=True, eq=False)
 class _Labels:
-    """The labels, None where they are searched or cannot be read, and how they were come by."""
+    """The labels, None where they are searched or cannot be read, and how they were found."""
 
     targets: Tensor | None
     how: str
@@ -188,8 +204,23 @@ class _Labels:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, eq=False)
+class _Evidence:
+    """What steps I and II say of their own result.
+
+    ``determined`` (workers, samples): whose representation follows from the rounds. ``unexplained`` is the share of
+    the gradients that the result does not explain, ``least_unexplained`` that of the best solution there is;
+    ``expected_error`` that of the representations, relative to them, where it is known.
+    """
+
+    determined: Tensor
+    unexplained: float
+    least_unexplained: float
+    expected_error: float | None = None
+
+
 def _head_bias(rounds: Rounds) -> str:
-    """The name of the last layer's bias, whose gradient shows the labels; ValueError where it does not."""
+    """Return the name of the last layer's bias, whose gradient shows the labels; ValueError where it does not."""
     observation = rounds.observation
     if not observation.task.has_classes:
         raise UserError(f"{observation.task!r} has no classes")
@@ -201,16 +232,8 @@ def _head_bias(rounds: Rounds) -> str:
     return head.bias_name
 
 
-@dataclass(frozen=True)
-class _Opinion:
+def _opinion(rounds: Rounds, evidence: _Evidence) -> tuple[tuple[str, ...], tuple[str, ...], Diagnosis]:
     """Flags, notes and a diagnosis from what the equations themselves tell."""
-
-    flags: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
-    diagnosis: Diagnosis | None = None
-
-
-def _opinion(rounds: Rounds, evidence: Evidence) -> _Opinion:
     identifiability, hidden = rounds.identifiability, ~evidence.determined
     flags: list[str] = []
     notes: list[str] = []
@@ -232,101 +255,9 @@ def _opinion(rounds: Rounds, evidence: Evidence) -> _Opinion:
         outcome, reason = "undecided", notes[-1]
     unknowns = rounds.samples * rounds.observation.inputs.size
     diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=evidence.unexplained)
-    return _Opinion(tuple(flags), tuple(notes), diagnosis)
+    return tuple(flags), tuple(notes), diagnosis
 
 
 def _thinned(curve: list[float]) -> list[float]:
     every = -(-len(curve) // 200)
     return curve[::every]
-
-
-@dataclass(frozen=True, eq=False)
-class Evidence:
-    """What steps I and II say of their own result.
-
-    ``determined`` (workers, samples): whose representation follows from the rounds. ``unexplained`` is the share of
-    the gradients that the result does not explain, ``least_unexplained`` that of the best solution there is;
-    ``expected_error`` that of the representations, relative to them, where it is known.
-    """
-
-    determined: Tensor
-    unexplained: float
-    least_unexplained: float
-    expected_error: float | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Method(ABC):
-    """One way from rounds to data. ``targets`` are the labels, None where they are not known."""
-
-    #: Whether it simulates gradients, for which it needs labels and the weights of every round.
-    simulates: ClassVar[bool] = True
-
-    settings: CAFE
-    rounds: Rounds
-    targets: Tensor | None
-
-    @abstractmethod
-    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence | None]:
-        """The data, and evidence where there were steps I and II."""
-
-    def _search(self, generator: torch.Generator) -> RoundSearch:
-        return RoundSearch(self.settings, self.rounds, self.targets, generator)
-
-    def _tables(self, generator: torch.Generator) -> list[RunningSteps]:
-        rounds = self.rounds
-        return [RunningSteps.start(self.settings, rounds.samples, layer, generator) for layer in rounds.layers]
-
-    def _evidence(self, tables: list[RunningSteps]) -> Evidence:
-        # What can be determined is a matter of the rounds, not of how far the loop came.
-        best = solve(self.rounds)
-        return Evidence(best.determined, unexplained_by(self.rounds, tables), best.unexplained)
-
-
-class Direct(Method):
-    """Steps I and II by linear least squares, then each sample by itself from its representations."""
-
-    simulates = False
-
-    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
-        tables = solve(self.rounds)
-        settings = self._trusting(tables.error)
-        data = invert(settings, self.rounds, tables.inputs, tables.determined, generator, progress)
-        return data, Evidence(tables.determined, tables.unexplained, tables.unexplained, tables.error)
-
-    def _trusting(self, error: float) -> CAFE:
-        """Settings for representations with this relative error: the larger it is, the more the prior counts."""
-        error = min(error, 1.0)
-        representation = self.settings.representation * (1 - error**2)
-        return dataclasses.replace(self.settings, representation=representation, fade=max(self.settings.fade, error))
-
-
-class Nested(Method):
-    """Algorithm 3: step I over many rounds, then step II, then step III."""
-
-    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
-        tables = self._tables(generator)
-        settle(self.rounds, tables, self.settings.first_iterations)
-        data = self._search(generator).run(tables, progress)
-        return data, self._evidence(tables)
-
-
-class SingleLoop(Method):
-    """Algorithm 4: each round moves all three, so that the model may train meanwhile."""
-
-    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, Evidence]:
-        tables = self._tables(generator)
-        data = self._search(generator).run(tables, progress, move_tables=True)
-        return data, self._evidence(tables)
-
-
-class Gradients(Method):
-    """Plain gradient matching on the same rounds, without steps I and II: the comparison in the paper."""
-
-    def run(self, generator: torch.Generator, progress: Progress | None) -> tuple[Data, None]:
-        return self._search(generator).run((), progress), None
-
-
-METHODS: Mapping[str, type[Method]] = MappingProxyType(
-    {"direct": Direct, "nested": Nested, "single-loop": SingleLoop, "gradients": Gradients}
-)
