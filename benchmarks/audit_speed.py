@@ -144,7 +144,7 @@ def equal_jobs(jobs: int, workers: int) -> tuple[float, float, float]:
 def start_seconds() -> float:
     """Processor seconds of a worker's start, which is little but loading libraries."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    subprocess.run([sys.executable, "-c", "import leakscope.audit.executors.worker"], check=True)
+    subprocess.run([sys.executable, "-c", "import leakscope.audit.executors.processes"], check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

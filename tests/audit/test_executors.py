@@ -12,9 +12,10 @@ import audit_doubles as doubles
 import pytest
 from audit_doubles import run, timeless
 
-from leakscope.audit import ExecutorError
+from leakscope.audit import AuditSpec, ExecutorError, SpecError
 from leakscope.audit.executors import crew as module
-from leakscope.audit.executors.processes import default_workers
+from leakscope.audit.executors import processes as processes_module
+from leakscope.audit.executors.processes import default_workers, usable_processors
 from leakscope.results import Store
 from process_groups import group_is_gone
 
@@ -84,9 +85,45 @@ def test_workers_that_cannot_start_are_not_hired_forever(tmp_path: Path, monkeyp
         processes(tmp_path, model="audit_doubles:dying_factory", workers=1)
 
 
-def test_default_number_of_workers() -> None:
-    assert default_workers(10**6) == 1
-    assert default_workers(1) >= 1
+def test_workers_are_processors_by_threads_and_told_where_nobody_said_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes_module, "usable_processors", lambda: 5)
+    assert [default_workers(threads) for threads in (1, 2, 3, 10**6)] == [5, 2, 1, 1]
+    monkeypatch.setattr(processes_module, "usable_processors", lambda: 2)
+    events: list[dict[str, Any]] = []
+    one = {"attacks": [doubles.Guess()], "findings": False, "controls": False}
+    done = processes(tmp_path / "auto", workers="auto", progress=events.append, **one)
+    processes(tmp_path / "fixed", workers=2, progress=events.append, **one)
+    assert [event["workers"] for event in events if event["event"] == "workers"] == [2]
+    assert timeless(done.rows) == timeless(run(**one).rows)
+
+
+def test_processors_are_those_of_the_control_group_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes_module.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    assert usable_processors(tmp_path) == 16
+    for text, expected in (("max 100000", 16), ("400000 100000", 4), ("50000 100000", 1), ("3200000 100000", 16)):
+        (tmp_path / "cpu.max").write_text(text)
+        assert usable_processors(tmp_path) == expected
+    (tmp_path / "cpu.max").write_text("nonsense")
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    for quota, expected in (("-1", 16), ("250000", 3), ("200000", 2)):
+        (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
+        assert usable_processors(tmp_path) == expected
+
+
+@pytest.mark.parametrize("value, expected", [("AUTO", None), (3, 3), (None, None)])
+def test_auto_is_the_default(value: Any, expected: int | None) -> None:
+    base = {**doubles.BASE, "model": doubles.net(), "data": doubles.examples()}
+    assert AuditSpec.parse({**base, "workers": value}).workers == expected
+
+
+@pytest.mark.parametrize("value", ["many", 0, 5000])
+def test_other_numbers_of_workers_are_refused(value: Any) -> None:
+    base = {**doubles.BASE, "model": doubles.net(), "data": doubles.examples()}
+    with pytest.raises(SpecError, match="workers: expected"):
+        AuditSpec.parse({**base, "workers": value})
 
 
 SLOW = 0.25

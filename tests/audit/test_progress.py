@@ -30,7 +30,7 @@ def test_a_bar_where_somebody_looks(
     monkeypatch.setattr(sys, "stderr", stream)
     run(tmp_path, **QUICK, progress=progress)
     assert bool(stream.getvalue()) == shown
-    assert ("Estimated time: at most 1 min for 3 jobs." in stream.getvalue()) == shown
+    assert ("for 3 jobs" in stream.getvalue()) == shown, "the estimate"
     if shown and terminal:
         assert "3/3" in stream.getvalue()
 

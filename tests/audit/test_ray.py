@@ -17,9 +17,8 @@ from test_executors import SLOW, start, wait_for_rows
 
 from leakscope.audit import EXECUTORS, AuditSpec, ExecutorError, SpecError
 from leakscope.audit.executors import ray as module
-from leakscope.audit.executors.ray import resource_problem
-from leakscope.audit.executors.ray_connection import OURS
-from leakscope.audit.executors.ray_worker import Board, RayWorker
+from leakscope.audit.executors.ray import Board, RayWorker
+from leakscope.audit.executors.ray_cluster import OURS, resource_problem
 from leakscope.results import Store
 from process_groups import group_is_gone
 
@@ -189,7 +188,7 @@ def test_interrupt_ends_the_cluster_keeps_rows_and_the_next_run_goes_on(tmp_path
 def test_what_cannot_be_is_told_before_anything_is_written(
     options: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_gpus_here", lambda: 0.0)
+    monkeypatch.setattr(module, "gpus_here", lambda: 0.0)
     with pytest.raises(ExecutorError, match=words):
         run(tmp_path / "out", executor={"ray": options})
     assert not (tmp_path / "out").exists()

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from leakscope.cli import progress as module
-from leakscope.cli.progress import Tally, audit_progress, job_line, job_name
+from leakscope.audit import progress as module
+from leakscope.audit.progress import Tally, job_line, job_name
+from leakscope.cli import progress as command_line
+from leakscope.cli.progress import audit_progress
 
 
 def job(attack: str = "dlg", defense: str = "none", **changes: Any) -> dict[str, Any]:
@@ -28,7 +30,7 @@ def finished(number: int, total: int, status: str = "done", error: str = "ValueE
 def log(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What a pipe gets."""
     stream = io.StringIO()
-    monkeypatch.setattr(module, "make_console", lambda stderr: Console(file=stream, width=80, highlight=False))
+    monkeypatch.setattr(command_line, "make_console", lambda stderr: Console(file=stream, width=80, highlight=False))
     return stream
 
 
@@ -58,8 +60,8 @@ def test_three_hundred_jobs_in_a_pipe_are_few_lines(log: io.StringIO) -> None:
 
 def test_how_many_workers_there_are_is_one_line(log: io.StringIO) -> None:
     with audit_progress() as tell:
-        tell({"event": "workers", "workers": 2, "reason": "2 together do 1.9 times the work of one"})
-    assert log.getvalue().splitlines()[0] == "Workers: 2, for 2 together do 1.9 times the work of one."
+        tell({"event": "workers", "workers": 2, "reason": "there are 2 processors"})
+    assert log.getvalue().splitlines()[0] == "Using 2 workers: there are 2 processors."
 
 
 def test_verbose_tells_every_job_and_the_estimate_of_each_attack(log: io.StringIO) -> None:
@@ -82,14 +84,14 @@ def test_without_progress_only_remarks_remain_and_quiet_says_nothing(log: io.Str
 def test_a_silent_job_is_told_of_now_and_then(log: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PAUSE", 0.01)
     spoken = threading.Event()
-    heard = module.say
+    heard = module._say
 
-    def say(console: Any, text: str, *rest: Any, **more: Any) -> None:
-        heard(console, text, *rest, **more)
+    def say(console: Any, text: str) -> None:
+        heard(console, text)
         if text.startswith("[0/2]"):
             spoken.set()
 
-    monkeypatch.setattr(module, "say", say)
+    monkeypatch.setattr(module, "_say", say)
     with audit_progress() as tell:
         tell({"event": "planned", "total": 2, "finished": 0})
         tell({"event": "started", "key": "a", "job": job(finding="floor", attack="floor")})

@@ -99,10 +99,6 @@ class Bench:
             return self._guess(job, control.guess)
         return self._attempt(job, progress)
 
-    def make_brief_update(self, job: Job) -> Observation:
-        """What the job's client sends, or the first of its rounds, made anew: for the time that it takes."""
-        return self._make_update(job, protocol=self._setup.spec.protocols[job.protocol].instance.rehearsal())
-
     def observe(self, job: Job) -> Observation:
         """What the client of this job sends, made once for all jobs on it."""
         return self._updates.get(client_of(self._setup, job), lambda: self._make_update(job))

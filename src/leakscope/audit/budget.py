@@ -1,23 +1,75 @@
-"""How long the attacks of an audit may go on: once that is used up no further job is begun, and the verdict says so."""
+"""A time budget: how long jobs may be begun, and which of them are not worth the time.
+
+Not worth it are attempts on examples that another attack has recovered exactly: nobody can do better, so the time goes
+to those of which less is known. Only what was measured counts, never an attack's own word. The verdict says what was
+left and what was spared; without a budget everything is run.
+"""
 
 from __future__ import annotations
 
-import math
-import re
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from leakscope.contracts.checks import brief
-from leakscope.contracts.errors import UserError
+from leakscope.audit.controls import CONTROLS
+from leakscope.audit.plan import Job, describe
+from leakscope.audit.setup import Setup
+from leakscope.results.records import POSITIVE, AttemptRecord, Row
 
-LONGEST = 10**7
-_SPAN = re.compile(r"(?:(?P<h>[\d.]+)h)?(?:(?P<m>[\d.]+)m)?(?:(?P<s>[\d.]+)s?)?")
-_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
+#: Errors this small vanish when grey values are rounded to one of 256 (dB).
+EXACT_PSNR = 60.0
+
+
+class Spared:
+    """Which of ``jobs`` need not be run any more, by what was recovered so far."""
+
+    def __init__(self, setup: Setup, jobs: Iterable[Job]) -> None:
+        self._setup = setup
+        # Nothing is spared of a policy that tells good reconstructions from better ones.
+        self._enough = max(EXACT_PSNR, setup.spec.policy.max_psnr)
+        self._recovered: set[tuple[Any, ...]] = set()
+        self._attempts = [job for job in jobs if _is_attempt(job)]
+
+    def learn(self, job: Job, result: AttemptRecord | None) -> None:
+        """Take note of what became of a job."""
+        if result is None or not _is_attempt(job):
+            return
+        if result.examples and all(example.value("psnr") >= self._enough for example in result.examples):
+            self._recovered.add(_client(job))
+
+    def learn_rows(self, jobs: Iterable[Job], rows: Iterable[Row]) -> None:
+        """Take note of what earlier runs recovered."""
+        results = {row.key: row.result for row in rows if row.status == "done"}
+        for job in jobs:
+            self.learn(job, results.get(job.key))
+
+    def spares(self, job: Job) -> bool:
+        """Tell whether it is an attempt on recovered examples, or a control of nothing but such attempts."""
+        if _is_attempt(job):
+            return _client(job) in self._recovered
+        if job.control is None or job.attack is None:
+            return False
+        same = [one for one in self._attempts if (one.protocol, one.attack) == (job.protocol, job.attack)]
+        # A positive control speaks of the attack on all examples, others of what they were taken of.
+        everywhere = CONTROLS[job.control].kind == POSITIVE
+        return all(self.spares(one) for one in same if everywhere or one.batch == job.batch)
+
+    def meta(self, jobs: Iterable[Job]) -> dict[str, Any]:
+        """Return what the store keeps of spared ``jobs``: how many attempts of each setting, and controls."""
+        settings: Counter[tuple[str, str]] = Counter()
+        controls = 0
+        for job in jobs:
+            if _is_attempt(job):
+                settings[describe(self._setup, job).setting] += 1
+            else:
+                controls += 1
+        attempts = [{"protocol": p, "defense": d, "jobs": count} for (p, d), count in settings.items()]
+        return {"attempts": attempts, "controls": controls}
 
 
 class Budget:
-    """Seconds that jobs may be begun in, counted from the first; None is no limit.
+    """Seconds that jobs may be begun in, counted from the first; None is no limit, and then nothing is spared.
 
     The first job is always begun, so that a budget however small gets on with every run.
 
@@ -27,58 +79,32 @@ class Budget:
     (True, True, False)
     """
 
-    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self.seconds, self._clock = seconds, clock
+    def __init__(
+        self,
+        seconds: float | None = None,
+        spared: Spared | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.seconds, self._spared, self._clock = seconds, spared, clock
         self._since: float | None = None
-        #: Which jobs are not worth the time; they are passed over (``audit/spared.py``).
-        self.spares: Callable[[Any], bool] = lambda job: False
 
     def allows(self) -> bool:
-        """Whether one more job may be begun."""
+        """Tell whether one more job may be begun."""
         if self.seconds is None:
             return True
         now = self._clock()
         self._since = now if self._since is None else self._since
         return now - self._since < self.seconds
 
-    def trial_seconds(self, most: float) -> float:
-        """What timing some steps beforehand may take, beside the budget.
-
-        >>> Budget().trial_seconds(60.0), Budget(10.0).trial_seconds(60.0)
-        (60.0, 10.0)
-        """
-        return most if self.seconds is None else min(most, self.seconds)
+    def spares(self, job: Job) -> bool:
+        """Tell whether a job is not worth the time; it is passed over."""
+        return self.seconds is not None and self._spared is not None and self._spared.spares(job)
 
 
-def seconds_of(value: Any) -> float | None:
-    """A time as people write it, in seconds.
-
-    >>> [seconds_of(text) for text in ("90s", "10m", "1h30m", "1.5 h", "45", 600)]
-    [90.0, 600.0, 5400.0, 5400.0, 45.0, 600.0]
-    """
-    if value is None:
-        return None
-    seconds = math.nan
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        seconds = float(value) if abs(value) <= LONGEST else math.nan
-    elif isinstance(value, str) and (match := _SPAN.fullmatch(value.replace(" ", "").lower())):
-        try:
-            seconds = sum(_SECONDS[unit] * float(number) for unit, number in match.groupdict().items() if number)
-        except ValueError:  # two points in a number
-            seconds = math.nan
-    if not 0 < seconds <= LONGEST:
-        most = f"{LONGEST:,} s"
-        raise UserError(f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {most}, got {brief(value)}")
-    return seconds
+def _is_attempt(job: Job) -> bool:
+    return job.control is None and job.finding is None
 
 
-def span(seconds: float) -> str:
-    """A time in words, as it may be written again.
-
-    >>> span(600), span(5400), span(90), span(0.5), span(3725.5)
-    ('10 m', '1 h 30 m', '1 m 30 s', '0.5 s', '1 h 2 m 5.5 s')
-    """
-    hours, rest = divmod(seconds, 3600)
-    minutes, left = divmod(rest, 60)
-    words = [f"{number:g} {unit}" for number, unit in ((hours, "h"), (minutes, "m"), (left, "s")) if number]
-    return " ".join(words)
+def _client(job: Job) -> tuple[Any, ...]:
+    """A setting and the examples of one client of it; whatever the seed, the examples are the same."""
+    return job.protocol, job.defense, job.batch

@@ -1,109 +1,304 @@
-"""What ``leakscope.audit(...)`` shows while it runs, on standard error: a bar where somebody looks, else few lines."""
+"""What is shown while an audit runs, by command or script: bars on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Column
+from rich.text import Text
+
+from leakscope.audit.estimate import remaining_seconds
 from leakscope.audit.output import Unfailing
-from leakscope.results.records import counted
+from leakscope.report.words import duration
+from leakscope.results.names import short_names
+from leakscope.results.records import counted, finding_words, first_line
+
+#: Seconds between two lines where there is no terminal; a log that is silent for longer looks dead.
+PAUSE = 15.0
+#: Characters of an error in a line.
+SHORT = 200
+#: Running jobs with a bar of their own.
+MAX_BARS = 4
 
 Event = dict[str, Any]
-Progress = Callable[[Event], None]
-#: Seconds between two lines where nobody looks; what is over sooner says nothing.
-PAUSE = 15.0
+Tell = Callable[[Event], None]
+#: "lines" announce the jobs and sum them up; "rare" lines only tell that something is still running.
+Display = Literal["bars", "lines", "rare", "remarks"]
 
 
 @dataclass(frozen=True)
 class Listener:
     """Who is told of events, if anybody, and whether an estimate of the time, which costs some, is wanted."""
 
-    tell: Progress | None = None
+    tell: Tell | None = None
     estimates: bool = False
 
 
-@contextlib.contextmanager
-def listener(progress: Progress | bool | None) -> Iterator[Listener]:
-    """The caller's own function, a bar (True), nobody (False); None is a bar on terminals, a line now and then else."""
+@contextmanager
+def listener(progress: Tell | bool | None) -> Iterator[Listener]:
+    """The caller's own function, bars (True), nobody (False); None is bars on terminals, a line now and then else."""
     if callable(progress):
         yield Listener(progress, True)
-    elif progress or (progress is None and _somebody_looks()):
-        with _bar() as tell:
-            yield Listener(tell, True)
-    elif progress is None and sys.stderr is not None:
-        yield Listener(Lines().take)
-    else:
+        return
+    looks = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+    if progress is False or (sys.stderr is None and not looks):
         yield Listener()
+        return
+    stream: Any = None if sys.stderr is None else Unfailing(sys.stderr)
+    bars = bool(progress) or looks
+    with shown(Console(file=stream, stderr=True, highlight=False, markup=False), "bars" if bars else "rare") as tell:
+        yield Listener(tell, bars)
 
 
-def _somebody_looks() -> bool:
-    """Whether standard error is a terminal, or this is a notebook."""
-    return "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
+@contextmanager
+def shown(console: Console, display: Display, *, verbose: bool = False) -> Iterator[Tell]:
+    """Yield a callback for the audit's events, which shows them on ``console``."""
+    tally, told = Tally(), set[str]()
+
+    def remark(event: Event) -> None:
+        """Say what is said at once, on a terminal or not."""
+        if event["event"] == "planned" and event["finished"]:
+            _say(console, f"resuming: {event['finished']} of {event['total']} jobs are done")
+        elif event["event"] == "workers":
+            _say(console, f"Using {counted(event['workers'], 'worker')}: {event['reason']}.")
+        elif event["event"] == "estimated":
+            _tell_estimate(console, event, verbose)
+        elif event["event"] == "finished" and verbose:
+            _say(console, f"[{event['completed']}/{event['total']}] {job_line(event)}")
+        elif event["event"] == "finished" and event["status"] == "failed":
+            text = f"failed: {job_name(event['job'])}: {shortened(first_line(event['error']))}"
+            if text not in told:  # a hundred equal failures are one line
+                told.add(text)
+                _say(console, text)
+
+    if display == "bars":
+        with _Bars(console, tally) as bars:
+            yield _in_turn(tally.take, bars.take, remark)
+    elif display == "remarks":
+        yield _in_turn(tally.take, remark)
+    else:
+        with _Lines(console, tally, first=display == "lines", last=display == "lines" and not verbose) as lines:
+            yield _in_turn(tally.take, lines.take, *([remark] if display == "lines" else []))
 
 
-class Lines:
-    """A line every quarter of a minute, for logs of scripts; without a thread, as jobs tell of their steps."""
+class Tally:
+    """What the events of an audit say so far: jobs done, steps of those under way, time left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._began = self._spoke = clock()
-        self._total = self._completed = 0
+        self.total = self.completed = self.at_start = 0
+        self.fates: Counter[str] = Counter()
+        self.best: float | None = None
+        self.running: dict[str, Event] = {}
+        self.estimate: float | None = None
+        self.budget: float | None = None
+        self.since = clock()
 
     def take(self, event: Event) -> None:
         kind = event["event"]
         if kind == "planned":
-            self._total, self._completed = event["total"], event["finished"]
+            self.total, self.completed = event["total"], event["finished"]
+            self.at_start, self.since = self.completed, self._clock()
+        elif kind == "estimated":
+            self.estimate, self.since = event["seconds"], self._clock()
+            self.budget = event.get("budget")
+        elif kind == "started" or kind == "advanced":
+            self.running[event["key"]] = event
         elif kind == "finished":
-            self._completed = event["completed"]
-        now = self._clock()
-        if now - self._spoke >= PAUSE:
-            self._spoke = now
-            print(self._words(event, now - self._began), file=Unfailing(sys.stderr), flush=True)
+            self.running.pop(event["key"], None)
+            self.completed = event["completed"]
+            self.fates[event["status"]] += 1
+            if event["psnr"] is not None and not event["job"]["control"]:
+                self.best = event["psnr"] if self.best is None else max(self.best, event["psnr"])
 
-    def _words(self, event: Event, seconds: float) -> str:
+    @property
+    def elapsed(self) -> float:
+        return self._clock() - self.since
+
+    @property
+    def share(self) -> float:
+        """How much of what was left at the start is done; steps of running jobs count as parts of a job."""
+        left = self.total - self.at_start
+        steps = sum(event["done"] / event["total"] for event in self.running.values() if event.get("total"))
+        return min(1.0, (self.completed - self.at_start + steps) / left) if left > 0 else 1.0
+
+    @property
+    def remaining(self) -> float | None:
+        return remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
+
+    def left(self) -> str:
+        remaining = self.remaining
+        return "" if remaining is None else f"about {rough(remaining)} left"
+
+    def line(self) -> str:
+        """All of it in one line."""
+        fates = ", ".join(f"{count} {fate}" for fate, count in sorted(self.fates.items()))
+        running = next(iter(self.running.values()), None)
+        under_way = ""
+        if running is not None:
+            steps = f", step {running['done']} of {running['total']}" if running.get("total") else ""
+            under_way = f"now {job_kind(running['job'])}{steps}"
+        best = "" if self.best is None else f"best {_decibels(self.best)}"
+        parts = (fates, best, under_way, self.left() or f"after {duration(self.elapsed)}")
+        return f"[{self.completed}/{self.total}] {'; '.join(part for part in parts if part)}"
+
+
+def rough(seconds: float) -> str:
+    """A time that is only guessed.
+
+    >>> rough(9), rough(100), rough(400), rough(9000), rough(200000)
+    ('10 s', '2 min', '7 min', '2.5 h', '2.3 days')
+    """
+    if seconds < 55:
+        return f"{max(5, round(seconds / 5) * 5)} s"
+    if seconds < 5400:
+        return f"{max(1, round(seconds / 60))} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 36 * 3600 else f"{seconds / 86400:.1f} days"
+
+
+def job_kind(job: Event) -> str:
+    """The attack of a job, its part of the theory, or a training."""
+    return finding_words(job["finding"]) if job["finding"] else str(job["attack_name"])
+
+
+def job_name(job: Event) -> str:
+    """A job in few words: its kind, and the defence."""
+    place = f"control ({job['control']})" if job["control"] else short_names([job["defense"]])[job["defense"]]
+    return f"{job_kind(job)}, {place}"
+
+
+def job_line(event: Event) -> str:
+    """A finished job: what it was, on whom, and what came out."""
+    job = event["job"]
+    took = f"{event['seconds']:.1f} s"
+    result = took if job["finding"] else f"{_decibels(event['psnr'])}, {took}"
+    if event["error"]:
+        result = f"{event['status']}: {shortened(first_line(event['error']))}"
+    return f"{job_name(job)}, batch {job['batch']}, seed {job['seed']}: {result}"
+
+
+def shortened(text: str) -> str:
+    """A text of any length within a line or two."""
+    return text if len(text) <= SHORT else f"{text[: SHORT - 3]}..."
+
+
+def _decibels(value: float | None) -> str:
+    return "- dB" if value is None or value != value else f"{value:.1f} dB"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(Text(text))
+
+
+def _in_turn(*listeners: Tell) -> Tell:
+    def tell(event: Event) -> None:
+        for listener in listeners:
+            listener(event)
+
+    return tell
+
+
+def _tell_estimate(console: Console, event: Event, verbose: bool) -> None:
+    _say(console, f"Estimated time: at most {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
+    if verbose:
+        for attack, seconds in (event.get("by_attack") or {}).items():
+            _say(console, f"  {attack}: {rough(seconds)}")
+    if event.get("advice"):
+        _say(console, f"Hint: {event['advice']}")
+
+
+class _Count(MofNCompleteColumn):
+    """Steps done and in all; nothing where nobody knows how many there are."""
+
+    def render(self, task: Task) -> Text:
+        return Text("") if task.total is None else super().render(task)
+
+
+class _Bars:
+    """A bar for the audit, and one for each of the first running jobs."""
+
+    def __init__(self, console: Console, tally: Tally) -> None:
+        self._tally = tally
+        self._view = Progress(
+            TextColumn("{task.description}", table_column=Column(ratio=3, no_wrap=True, overflow="ellipsis")),
+            BarColumn(bar_width=12),
+            _Count(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[note]}", table_column=Column(ratio=2, no_wrap=True, overflow="ellipsis")),
+            console=console,
+            expand=True,
+        )
+        self._jobs: dict[str, TaskID] = {}
+
+    def __enter__(self) -> _Bars:
+        self._view.start()
+        self._audit = self._view.add_task("preparing", total=None, note="")
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        for task in self._jobs.values():
+            self._view.remove_task(task)
+        self._view.stop()
+
+    def take(self, event: Event) -> None:
+        kind, view = event["event"], self._view
+        if kind == "trained":
+            note = f"loss {event['loss']:.3g}"
+            view.update(self._audit, total=event["total"], completed=event["done"], description="training", note=note)
+            return
+        if kind == "started" and len(self._jobs) < MAX_BARS:
+            self._jobs[event["key"]] = view.add_task(job_name(event["job"]), total=None, note="")
+        elif kind == "advanced" and event["key"] in self._jobs:
+            note = "" if event["value"] is None else f"objective {event['value']:.3g}"
+            view.update(self._jobs[event["key"]], completed=event["done"], total=event["total"], note=note)
+        elif kind == "finished" and event["key"] in self._jobs:
+            view.remove_task(self._jobs.pop(event["key"]))
+        tally = self._tally
+        view.update(self._audit, total=tally.total, completed=tally.completed, description="jobs", note=tally.left())
+
+
+class _Lines:
+    """A line every quarter of a minute, by a thread of its own, for a job may be silent for longer.
+
+    ``first``: how much there is to do is said too; ``last``: and what became of it.
+    """
+
+    def __init__(self, console: Console, tally: Tally, *, first: bool, last: bool) -> None:
+        self._console, self._tally, self._first, self._last = console, tally, first, last
+        self._over = threading.Event()
+        self._training: str | None = None
+
+    def __enter__(self) -> _Lines:
+        threading.Thread(target=self._speak, daemon=True).start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._over.set()
+        if failure[0] is None and self._tally.completed > self._tally.at_start and self._last:
+            _say(self._console, self._tally.line())
+
+    def take(self, event: Event) -> None:
         if event["event"] == "trained":
-            what = f"training, round {event['done']} of {event['total']}, loss {event['loss']:.3g}"
-        else:
-            what = f"{self._completed} of {counted(self._total, 'job')} done"
-            name = (event.get("job") or {}).get("attack_name")
-            what += f", now {name}" if name and event["event"] != "finished" else ""
-        return f"leakscope: {what}, {seconds:.0f} s"
+            self._training = f"[round {event['done']}/{event['total']}] training, loss {event['loss']:.3g}"
+            if event["done"] == event["total"]:
+                if self._first:
+                    _say(self._console, self._training)
+                self._training = None
+        elif event["event"] == "planned" and event["finished"] < event["total"] and self._first:
+            _say(self._console, f"{counted(event['total'] - event['finished'], 'job')} to run")
 
-
-@contextlib.contextmanager
-def _bar() -> Iterator[Progress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
-
-    stream: Any = None if sys.stderr is None else Unfailing(sys.stderr)
-    console = Console(file=stream, stderr=True)
-    times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), MofNCompleteColumn(), *times)
-    with Bar(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("audit", total=None)
-        steps: dict[str, float] = {}  # jobs under way, as parts of a job
-
-        def tell(event: Event) -> None:
-            kind, key = event["event"], event.get("key", "")
-            if kind == "trained":
-                bar.update(task, total=event["total"], completed=event["done"], description="training")
-            elif kind == "planned":
-                bar.reset(task, total=event["total"], completed=event["finished"], description="audit")
-            elif kind == "estimated":
-                minutes = f"at most {max(1, round(event['seconds'] / 60))} min for {event['jobs']} jobs"
-                bar.console.print(f"Estimated time: {minutes}. {event['advice'] or ''}", markup=False, highlight=False)
-            elif kind == "advanced" and event["total"]:
-                share = min(event["done"] / event["total"], 1.0)
-                bar.advance(task, share - steps.get(key, 0.0))
-                steps[key] = share
-            elif kind == "finished":
-                steps.pop(key, None)
-                done = event["completed"] + sum(steps.values())
-                bar.update(task, completed=done, description=event["job"]["attack_name"])
-
-        yield tell
+    def _speak(self) -> None:
+        while not self._over.wait(PAUSE):
+            if self._training is not None:
+                _say(self._console, self._training)
+            elif self._tally.completed < self._tally.total:
+                _say(self._console, self._tally.line())

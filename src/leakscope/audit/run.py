@@ -13,15 +13,15 @@ from typing import Any
 
 from leakscope.audit.attempts import Outcome
 from leakscope.audit.audited import describe_audited
-from leakscope.audit.budget import Budget, span
+from leakscope.audit.budget import Budget, Spared
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.growth import Plan, grown_identity, grown_spec, grown_statements
 from leakscope.audit.origin import source_of
 from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
-from leakscope.audit.progress import Progress, listener
+from leakscope.audit.progress import Tell, listener
 from leakscope.audit.result import Audit
+from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse
-from leakscope.audit.spared import Spared
 from leakscope.audit.spec import AuditSpec, load_spec
 from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
@@ -43,7 +43,7 @@ def audit(
     value_range: ValueRange | None = None,
     num_classes: int | None = None,
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | bool | None = None,
+    progress: Tell | bool | None = None,
     **settings: Any,
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
@@ -75,7 +75,7 @@ def audit(
 def run_spec(
     spec: AuditSpec | Mapping[str, Any] | str | os.PathLike[str],
     out: str | os.PathLike[str] | None = None,
-    progress: Progress | bool | None = None,
+    progress: Tell | bool | None = None,
     *,
     allow_code: bool = False,
 ) -> Audit:
@@ -87,7 +87,7 @@ def run_spec(
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
-    - where nobody said how many workers, {"event": "workers", "workers", "reason"} once that is measured;
+    - where nobody said how many workers, {"event": "workers", "workers", "reason"};
     - after a trial of a few steps of each attack {"event": "estimated", "seconds", "jobs", "by_attack", "advice",
       "budget"}; the advice is None unless it will take long;
     - for each job {"event": "started"}, {"event": "advanced", "done", "total", "value"} and {"event": "finished",
@@ -99,7 +99,7 @@ def run_spec(
         return _audit(checked, out, told.tell, told.estimates)
 
 
-def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progress | None, estimates: bool) -> Audit:
+def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Tell | None, estimates: bool) -> Audit:
     def trained(done: int, total: int, loss: float) -> None:
         if progress is not None:
             progress({"event": "trained", "done": done, "total": total, "loss": loss})
@@ -109,7 +109,8 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
     setup = build_setup(spec, trained, secrets.token_hex(16) if salt is None else salt)
     rehearse(setup)
     jobs = make_plan(setup)
-    limits = spec.workers, spec.timeout, estimates, Budget(spec.budget)
+    spared = Spared(setup, jobs)
+    limits = spec.workers, spec.timeout, estimates, Budget(spec.budget, spared)
     executor: Executor = EXECUTORS.target(spec.executor.name)(*limits, **spec.executor.options)
     executor.check(setup)
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
@@ -117,7 +118,7 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Progre
     try:
         store, plan = _open_store(setup, Plan.of(setup, jobs), directory)
         with store:
-            _run(setup, plan.numbered(jobs), store, executor, progress)
+            _run(setup, plan.numbered(jobs), store, executor, spared, progress)
         return Audit(directory, temporary)
     except BaseException:
         if temporary is not None:
@@ -234,17 +235,16 @@ def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str
     return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
-def _run(setup: Setup, jobs: list[Job], store: Store, executor: Executor, progress: Progress | None) -> None:
+def _run(
+    setup: Setup, jobs: list[Job], store: Store, executor: Executor, spared: Spared, progress: Tell | None
+) -> None:
     status = store.finished()
     # What failed may have failed for a passing reason, such as memory, and is tried again.
     todo = [job for job in jobs if status.get(job.key) not in ("done", "refused")]
     completed = len(jobs) - len(todo)
     budget = setup.spec.budget
-    spared = Spared(setup, jobs)
     if budget is not None:
         spared.learn_rows(jobs, store.rows())
-        executor.budget.spares = spared.spares
-
     recorded: set[str] = set()
 
     def emit(event: dict[str, Any]) -> None:

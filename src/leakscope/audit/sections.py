@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +24,11 @@ from leakscope.contracts.caps import COUNT, JOBS
 from leakscope.contracts.checks import brief
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
+
+#: Seconds that a budget or a timeout may have.
+LONGEST = 10**7
+_SPAN = re.compile(r"(?:(?P<h>[\d.]+)h)?(?:(?P<m>[\d.]+)m)?(?:(?P<s>[\d.]+)s?)?")
+_SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 class Strict(BaseModel):
@@ -229,3 +236,37 @@ def whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
     if problems:
         raise UserError("\n".join(problems))
     return training
+
+
+def seconds_of(value: Any) -> float | None:
+    """A time as people write it, in seconds.
+
+    >>> [seconds_of(text) for text in ("90s", "10m", "1h30m", "1.5 h", "45", 600)]
+    [90.0, 600.0, 5400.0, 5400.0, 45.0, 600.0]
+    """
+    if value is None:
+        return None
+    seconds = math.nan
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        seconds = float(value) if abs(value) <= LONGEST else math.nan
+    elif isinstance(value, str) and (match := _SPAN.fullmatch(value.replace(" ", "").lower())):
+        try:
+            seconds = sum(_SECONDS[unit] * float(number) for unit, number in match.groupdict().items() if number)
+        except ValueError:  # two points in a number
+            seconds = math.nan
+    if not 0 < seconds <= LONGEST:
+        most = f"{LONGEST:,} s"
+        raise UserError(f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {most}, got {brief(value)}")
+    return seconds
+
+
+def span(seconds: float) -> str:
+    """A time in words, as it may be written again.
+
+    >>> span(600), span(5400), span(90), span(0.5), span(3725.5)
+    ('10 m', '1 h 30 m', '1 m 30 s', '0.5 s', '1 h 2 m 5.5 s')
+    """
+    hours, rest = divmod(seconds, 3600)
+    minutes, left = divmod(rest, 60)
+    words = [f"{number:g} {unit}" for number, unit in ((hours, "h"), (minutes, "m"), (left, "s")) if number]
+    return " ".join(words)

@@ -226,7 +226,7 @@ def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress:
         task=setup.spec.task.instance,
     )
     problems: list[str] = []
-    with _threads(setup.spec.threads):
+    with torch_threads(setup.spec.threads):
         run = _attempt(
             "training",
             problems,
@@ -250,8 +250,8 @@ def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress:
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    """As many threads as in a worker process, so that parent and worker train the same model to the last bit."""
+def torch_threads(count: int) -> Iterator[None]:
+    """Let torch use so many threads, in parent and worker alike: results are then the same to the last bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:

@@ -15,7 +15,6 @@ from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationErr
 from pydantic_core import ErrorDetails
 
 from leakscope.audit import parts
-from leakscope.audit.budget import seconds_of
 from leakscope.audit.parts import Part
 from leakscope.audit.sections import (
     ONCE,
@@ -27,6 +26,7 @@ from leakscope.audit.sections import (
     TrainingSpec,
     UtilitySpec,
     key,
+    seconds_of,
     seed_list,
     whole_training,
 )
@@ -212,8 +212,7 @@ class AuditSpec(Strict):
         validate_default=True,
     )
     workers: Annotated[int | None, BeforeValidator(_workers)] = key(
-        "parallel jobs, or `auto`: as many as the processors and the memory allow and as measurably help; default: "
-        "`auto`",
+        "parallel jobs, or `auto`: the processors that may be used, divided by `threads`; default: `auto`",
         None,
         ge=1,
         le=1024,

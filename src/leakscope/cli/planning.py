@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,7 +12,7 @@ from leakscope.cli.output import AsCsv, AsJson, Output
 from leakscope.cli.parsing import ALLOW_CODE
 
 if TYPE_CHECKING:
-    from leakscope.audit.sizing import Sizing
+    from leakscope.audit.estimate import Sizing
 
 
 def plan(
@@ -33,7 +34,7 @@ def plan(
     """
     output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.audit.default import DEFAULT_SPEC
-    from leakscope.audit.sizing import size_audit
+    from leakscope.audit.estimate import size_audit
     from leakscope.audit.spec import load_spec
 
     checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
@@ -41,7 +42,7 @@ def plan(
     if output.for_machines:
         from leakscope.results.export import document
 
-        content = document("plan", sizing.document())
+        content = document("plan", {**sizing.document(), "confidence": _confidence(sizing)})
         output.write(lambda: content, lambda: content["cells"])
     else:
         _print(sizing)
@@ -64,12 +65,30 @@ def _print(sizing: Sizing) -> None:
     print_table(None, heads, rows)
     console = make_console()
     say(console, f"Jobs: {sizing.jobs:,} on {counted(sizing.clients, 'client')}.")
-    say(console, f"Core-hours: {sizing.core_hours:.3g} on processors like this one. {sizing.confidence}")
+    say(console, f"Core-hours: {sizing.core_hours:.3g} on processors like this one. {_confidence(sizing)}")
     say(console, f"Memory of a worker: at least {sizing.memory_mb:,.0f} MB. Disk: about {sizing.disk_mb:,.1f} MB.")
     for count in _counts(sizing):
         say(console, f"With {counted(count, 'worker')}: about {_span(sizing.hours(count))}.")
     for note in sizing.notes:
         say(console, f"Note: {note}")
+
+
+def _confidence(sizing: Sizing) -> str:
+    """Say how sure the core-hours are."""
+    by: defaultdict[str, float] = defaultdict(float)
+    for cell in sizing.cells:
+        by[cell.timed if cell.timed in ("whole", "steps", "at least", "not timed") else "alike"] += cell.core_hours
+    total = sum(by.values())
+    if not total:
+        return "Nothing could be timed."
+    words = {
+        "whole": "from whole jobs",
+        "steps": "from some steps of a job, without what follows the last one and without compilation",
+        "alike": "taken over from a job of the same attack in another setting",
+        "at least": "a lower bound, as no step ended in time",
+    }
+    told = [f"{by[name] / total:.0%} {text}" for name, text in words.items() if by[name] >= 0.005 * total]
+    return f"Of the core-hours {', '.join(told)}."
 
 
 def _counts(sizing: Sizing) -> list[int]:

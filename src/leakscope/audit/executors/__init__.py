@@ -1,9 +1,8 @@
 """Where jobs run, as a table: a further executor is one file and one line here."""
 
-from leakscope.audit.executors.base import Executor, ExecutorError
+from leakscope.audit.executors.base import Executor, ExecutorError, Serial
 from leakscope.audit.executors.processes import Processes
 from leakscope.audit.executors.ray import RayCluster
-from leakscope.audit.executors.serial import Serial
 from leakscope.contracts.registry import Entry, Registry
 
 EXECUTORS: Registry[Entry] = Registry(

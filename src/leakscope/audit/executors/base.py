@@ -1,4 +1,4 @@
-"""The contract of an executor: where jobs run."""
+"""The contract of an executor, which says where jobs run, and the executor of one process."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from leakscope.audit.attempts import Advance, Outcome
+from leakscope.audit.attempts import Advance, Bench, Outcome
 from leakscope.audit.budget import Budget
+from leakscope.audit.estimate import Estimator, try_out
 from leakscope.audit.plan import Job
-from leakscope.audit.setup import Setup
+from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
 
@@ -45,29 +46,48 @@ class Executor(ABC):
 
     @classmethod
     def own_settings(cls) -> tuple[Setting, ...]:
-        """What a spec may say of this executor beside the keys that all have: fields made with ``setting``."""
+        """Return what a spec may say of this executor beside the keys that all have: fields made with ``setting``."""
         common = {field.name for field in dataclasses.fields(Executor)}
         return tuple(one for one in settings_of(cls) if one.name not in common)
 
     def check(self, setup: Setup) -> None:
-        """ExecutorError, before anything is written, where this audit cannot run here."""
+        """Raise ExecutorError, before anything is written, where this audit cannot run here."""
         return
 
     @abstractmethod
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
         """Do all jobs within the budget, and begin them in this order where there is one.
 
-        Those of a group are on one client, so they are best done one after another in one place.
-
-        Side by side only in processes: torch's random numbers and its forward mode are shared by all threads of one.
+        Those of a group are on one client, so they are best done one after another in one place. Side by side only in
+        processes: torch's random numbers and its forward mode are shared by all threads of one.
 
         ``emit`` is told of each job that starts and advances, and of an estimate; ``record`` is called in the audit's
         own process, once for each job that was begun, whatever became of it.
         """
 
 
+class Serial(Executor):
+    """Run every job in this process, one after another; none can be stopped, so there is no timeout."""
+
+    def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
+        bench, jobs = Bench(setup), [job for group in groups for job in group]
+        with torch_threads(setup.spec.threads):
+            if self.estimates:
+                estimator = Estimator(setup, jobs)
+                while (job := estimator.next()) is not None:
+                    estimator.note(job, try_out(setup, job))
+                estimator.tell(emit, workers=1)
+            for job in jobs:
+                if self.budget.spares(job):
+                    continue
+                if not self.budget.allows():
+                    break
+                emit({"event": "started", "job": job})
+                record(job, bench.run(job, throttled(job, emit)))
+
+
 def throttled(job: Job, emit: Emit, seconds: float = ADVANCE_SECONDS) -> Advance:
-    """An attack's progress as events, no more than one in so many seconds."""
+    """Turn an attack's progress into events, no more than one in so many seconds."""
     last = time.monotonic()
 
     def advance(done: int, total: int, value: float) -> None:

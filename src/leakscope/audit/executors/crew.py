@@ -5,7 +5,6 @@ How a worker is started, spoken to and stopped is for those to say who inherit :
 
 from __future__ import annotations
 
-import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,9 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from leakscope.audit.attempts import Outcome
-from leakscope.audit.budget import Budget
-from leakscope.audit.estimate import ALL_SECONDS, SILENT_SECONDS, Trial, estimate, trial_jobs
-from leakscope.audit.executors.base import Emit, ExecutorError, Record
+from leakscope.audit.estimate import SILENT_SECONDS, Estimator
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
 
@@ -29,9 +27,9 @@ class Worker:
     """What the audit's own process knows of a worker."""
 
     ready: bool = False
+    #: What it does: a job, or some steps of one that are timed.
     job: Job | None = None
-    #: A job of which it times some steps.
-    trial: Job | None = None
+    trying: bool = False
     since: float = 0.0
     #: What is left of the client it works on.
     group: deque[Job] = field(default_factory=deque)
@@ -44,24 +42,17 @@ class Crew(ABC, Generic[W]):
     """Jobs by client, and the workers that do them."""
 
     def __init__(
-        self,
-        setup: Setup,
-        groups: Sequence[Sequence[Job]],
-        timeout: float | None,
-        budget: Budget,
-        emit: Emit,
-        record: Record,
+        self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
     ) -> None:
-        self._setup, self._threads, self._timeout = setup, setup.spec.threads, timeout
-        self._budget, self._emit, self._record = budget, emit, record
+        self._threads, self._timeout = setup.spec.threads, executor.timeout
+        self._budget, self._emit, self._record = executor.budget, emit, record
         self._jobs = [job for group in groups for job in group]
         self._waiting = deque(deque(group) for group in groups)
         self._workers: list[W] = []
         self._failed_starts = 0
         self._count = 1
-        self._to_try: deque[Job] = deque()
-        self._trials: dict[str, Trial | None] = {}
-        self._estimated, self._try_until = True, math.inf
+        #: Until it has told how long all will take, no job is begun.
+        self._estimator = Estimator(setup, self._jobs) if executor.estimates else None
 
     @abstractmethod
     def _hire(self) -> None:
@@ -87,11 +78,9 @@ class Crew(ABC, Generic[W]):
     def _dismiss(self) -> None:
         """End all workers."""
 
-    def work(self, count: int, estimates: bool) -> None:
-        """Do all jobs with so many workers; ``estimates``: tell first how long it will take."""
+    def work(self, count: int) -> None:
+        """Do all jobs with so many workers."""
         self._count = count
-        if estimates:
-            self._to_try, self._estimated = deque(trial_jobs(self._jobs)), False
         try:
             for _ in range(count):
                 self._hire()
@@ -102,43 +91,40 @@ class Crew(ABC, Generic[W]):
             self._dismiss()
 
     def _left(self) -> int:
-        """Jobs that are not done yet."""
+        """Count the jobs that are not done yet."""
         waiting = sum(len(group) for group in self._waiting)
-        return waiting + sum(len(worker.group) + (worker.job is not None) for worker in self._workers)
+        running = sum(len(worker.group) + (worker.job is not None and not worker.trying) for worker in self._workers)
+        return waiting + running
 
     def _hear(self, worker: W, kind: str, content: Any) -> None:
-        """What a worker says: it is ready, or what became of that which it was sent."""
+        """Take what a worker says: it is ready, or what became of that which it was sent."""
         if kind == "broken":
             raise ExecutorError(f"a worker cannot prepare this audit. {content}\nUse executor='serial'.")
+        job, worker.job = worker.job, None
         if kind == "ready":
             worker.ready, self._failed_starts = True, 0
-        elif kind == "outcome" and worker.job is not None:
-            job, worker.job = worker.job, None
+        elif kind == "outcome" and job is not None:
             self._record(job, content)
-            if not self._may_go_on(worker, content):
-                return
-        elif kind == "tried" and worker.trial is not None:
-            self._tried(worker, content)
+        elif kind == "tried" and job is not None and self._estimator is not None:
+            self._estimator.note(job, content)
         self._assign(worker)
 
-    def _may_go_on(self, worker: W, outcome: Outcome) -> bool:
-        """Whether a worker that has done a job gets another."""
-        return True
-
     def _assign(self, worker: W) -> None:
-        if not self._estimated:
-            self._try_out(worker)
+        if self._estimator is not None:
+            self._try_out(worker, self._estimator)
             return
         if not self._budget.allows():
             self._leave_the_rest()
         job = self._next(worker)
         while job is not None and self._budget.spares(job):
             job = self._next(worker)
-        if job is None:
-            return
-        worker.job, worker.since = job, time.monotonic()
-        self._emit({"event": "started", "job": worker.job})
-        self._send(worker, "run", job)
+        if job is not None:
+            self._emit({"event": "started", "job": job})
+            self._begin(worker, "run", job)
+
+    def _begin(self, worker: W, kind: str, job: Job) -> None:
+        worker.job, worker.trying, worker.since = job, kind == "try", time.monotonic()
+        self._send(worker, kind, job)
 
     def _leave_the_rest(self) -> None:
         """Begin nothing more; what is under way gets to end."""
@@ -146,26 +132,24 @@ class Crew(ABC, Generic[W]):
         for worker in self._workers:
             worker.group.clear()
 
-    def _try_out(self, worker: W) -> None:
+    def _try_out(self, worker: W, estimator: Estimator) -> None:
         """Have it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
-        self._try_until = min(self._try_until, time.monotonic() + self._budget.trial_seconds(ALL_SECONDS))
-        if self._to_try and time.monotonic() < self._try_until:
-            worker.trial, worker.since = self._to_try.popleft(), time.monotonic()
-            self._send(worker, "try", worker.trial)
-        elif all(colleague.trial is None for colleague in self._workers):
-            self._estimated = True
-            if self._trials:
-                self._emit(estimate(self._setup, self._jobs, self._trials, self._count))
-            for colleague in list(self._workers):
-                if colleague.ready and colleague.job is None:
-                    self._assign(colleague)
+        job = estimator.next()
+        if job is not None:
+            self._begin(worker, "try", job)
+        elif all(colleague.job is None for colleague in self._workers):
+            self._estimator = None
+            estimator.tell(self._emit, self._count)
+            self._wake()
 
-    def _tried(self, worker: W, trial: Trial | None) -> None:
-        assert worker.trial is not None
-        self._trials[worker.trial.key], worker.trial = trial, None
+    def _wake(self) -> None:
+        """Give every worker that is ready and idle something to do."""
+        for worker in list(self._workers):
+            if worker.ready and worker.job is None:
+                self._assign(worker)
 
     def _next(self, worker: W) -> Job | None:
-        """The next job of its client, else another client; of one that a colleague works on only if none is left.
+        """Return the next job of its client, else of another one; of a colleague's client only if none is left.
 
         A client's update is made once in each process that works on it, which at the end may be two.
         """
@@ -177,7 +161,7 @@ class Crew(ABC, Generic[W]):
         return busiest.group.pop() if busiest.group else None
 
     def _failed_start(self, last: str) -> None:
-        """ExecutorError where workers die again and again before they are ready; ``last`` is how the last one did."""
+        """Raise ExecutorError where workers die again and again before they are ready; ``last`` is how the last did."""
         self._failed_starts += 1
         if self._failed_starts >= STARTS_IN_A_ROW:
             raise ExecutorError(
@@ -185,34 +169,30 @@ class Crew(ABC, Generic[W]):
             )
 
     def _replace(self, worker: W, error: str) -> None:
-        """Each replacement costs a job or a trial or counts as a failed start, so there is an end to them."""
+        """Hire another one; each costs a job or a trial or counts as a failed start, so there is an end to them."""
         self._workers.remove(worker)
         self._release(worker)
-        if worker.trial is not None:
-            self._tried(worker, None)
         if worker.group:
             self._waiting.appendleft(worker.group)
-        if worker.job is not None:
+        if worker.job is not None and not worker.trying:
             self._record(worker.job, Outcome("failed", error=error, seconds=time.monotonic() - worker.since))
+        elif worker.job is not None and self._estimator is not None:
+            self._estimator.note(worker.job, None)
         if len(self._workers) < min(self._count, self._left()):
             self._hire()
 
     def _stop_overdue(self) -> None:
-        for worker in [worker for worker in self._workers if self._overdue(worker)]:
+        now = time.monotonic()
+        for worker in [one for one in self._workers if (end := self._deadline(one)) is not None and now > end]:
             self._stop(worker)
             self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
 
-    def _limit(self, worker: W) -> float | None:
-        """Seconds after which what it does is stopped."""
-        if worker.trial is not None:
-            return 4 * SILENT_SECONDS  # an attack that does not even heed the alarm
-        return None if worker.job is None else self._timeout
-
-    def _overdue(self, worker: W) -> bool:
-        limit = self._limit(worker)
-        return limit is not None and time.monotonic() - worker.since > limit
+    def _deadline(self, worker: W) -> float | None:
+        """Return when what it does is stopped; a trial only where the attack does not even heed the alarm."""
+        limit = 4 * SILENT_SECONDS if worker.trying else self._timeout
+        return None if worker.job is None or limit is None else worker.since + limit
 
     def _patience(self) -> float | None:
-        limits = [(worker.since, self._limit(worker)) for worker in self._workers]
-        ends = [since + limit for since, limit in limits if limit is not None]
+        """Return the seconds until the next deadline."""
+        ends = [end for worker in self._workers if (end := self._deadline(worker)) is not None]
         return max(0.01, min(ends) - time.monotonic() + 0.01) if ends else None

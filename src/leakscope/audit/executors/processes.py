@@ -2,61 +2,84 @@
 
 Workers are spawned, rebuild the audit from its spec, and take one job at a time over a pipe. Only the parent
 writes to the store. What crosses the pipe was pickled by our own processes; no file is ever unpickled.
+
+No pool library: a worker's death breaks a loky pool, and a Pebble pool too where none works. Neither sends a job to the
+worker that holds its client's update, carries progress, or starts processes with a signal mask and search path of ours.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
+import os
 import pickle
 import signal
-from collections import deque
-from collections.abc import Sequence
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
-from leakscope.audit.attempts import Outcome
-from leakscope.audit.budget import Budget
-from leakscope.audit.estimate import SILENT_SECONDS
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+import torch
+
+from leakscope.audit.attempts import Bench, failure_text
+from leakscope.audit.estimate import try_out
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
 from leakscope.audit.executors.crew import Crew, Worker
-from leakscope.audit.executors.crew_size import (
-    JOBS_A_WORKER,
-    REPEATS,
-    SLOWEST_PACE,
-    Pace,
-    choose,
-    free_memory,
-    memory_room,
-    sizes,
-    usable_processors,
-)
-from leakscope.audit.executors.worker import inheritance, interrupts_held_back, serve
+from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
-from leakscope.audit.setup import Setup
+from leakscope.audit.setup import Setup, build_setup
+from leakscope.contracts.errors import UserError
+from leakscope.contracts.imports import own_folders
+
+_CGROUP = Path("/sys/fs/cgroup")
+_FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))
+_HELD_BACK = (*_FROM_TERMINAL, signal.SIGTERM)
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 class Processes(Executor):
     """Spread the clients over worker processes; a job whose worker dies or takes too long is a failed row."""
 
     def check(self, setup: Setup) -> None:
-        pack(setup)
+        _pack(setup)
 
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
         if not groups:
             return
-        jobs = sum(len(group) for group in groups)
-        workers = min(self.workers or default_workers(setup.spec.threads), jobs)
-        measured = self.workers is None and 1 < workers <= jobs // JOBS_A_WORKER
-        crew = _Processes(setup, pack(setup), groups, self.timeout, self.budget, emit, record, measured)
-        crew.work(workers, self.estimates)
+        count = min(self.workers or default_workers(setup.spec.threads), sum(len(group) for group in groups))
+        if self.workers is None:
+            emit({"event": "workers", "workers": count, "reason": f"there are {usable_processors()} processors"})
+        _Processes(self, setup, groups, emit, record).work(count)
 
 
-def pack(setup: Setup) -> bytes:
-    """The spec as workers are sent it, objects included; ExecutorError if it cannot leave this process."""
-    _check_not_bootstrapping()
+def default_workers(threads: int) -> int:
+    """Return how many workers of so many threads the processors that this process may use can serve."""
+    return max(1, usable_processors() // threads)
+
+
+def usable_processors(cgroup: Path = _CGROUP) -> int:
+    """Count the processors that this process may keep busy: by affinity, and by the quota of its control group."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+            limit, period = " ".join((cgroup / file).read_text() for file in files).split()
+            quota = math.inf if limit == "max" or float(limit) < 0 else float(limit) / float(period)
+            return max(1, math.floor(min(usable, quota + 0.5)))
+    return usable
+
+
+def _pack(setup: Setup) -> bytes:
+    """Pickle the spec as workers are sent it, objects included; ExecutorError if it cannot leave this process."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ExecutorError(
+            "the audit was started again while a worker process imported your script. "
+            "Put the call under if __name__ == '__main__':"
+        )
     try:
         return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint, setup.salt))
     except Exception as error:
@@ -67,11 +90,6 @@ def pack(setup: Setup) -> bytes:
         ) from error
 
 
-def default_workers(threads: int) -> int:
-    """As many as the processors this process may use can serve."""
-    return max(1, usable_processors() // threads)
-
-
 @dataclass(eq=False, kw_only=True)
 class _Process(Worker):
     process: SpawnProcess
@@ -80,34 +98,21 @@ class _Process(Worker):
 
 class _Processes(Crew[_Process]):
     def __init__(
-        self,
-        setup: Setup,
-        packed: bytes,
-        groups: Sequence[Sequence[Job]],
-        timeout: float | None,
-        budget: Budget,
-        emit: Emit,
-        record: Record,
-        measured: bool,
+        self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
     ) -> None:
-        """``measured``: how many workers are worth it is found out by measurement."""
-        super().__init__(setup, groups, timeout, budget, emit, record)
-        self._packed = packed
-        self._measured, self._unsized = measured, measured
-        self._memory_of_jobs = self._memory_at_rest = 0
-        self._sent_home: list[_Process] = []
+        super().__init__(executor, setup, groups, emit, record)
+        self._packed = _pack(setup)
 
     def _hire(self) -> None:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         process = context.Process(target=serve, args=(theirs, self._packed, self._threads), daemon=True)
-        with inheritance(self._threads), interrupts_held_back():
+        with inheritance(self._threads), _interrupts_held_back():
             process.start()
             self._workers.append(_Process(process=process, pipe=ours))
         theirs.close()
 
     def _turn(self) -> None:
-        """Wait until some worker has something to say, dies, or has used up its time."""
         by_pipe: dict[Any, _Process] = {worker.pipe: worker for worker in self._workers}
         by_end: dict[Any, _Process] = {worker.process.sentinel: worker for worker in self._workers}
         events = wait([*by_pipe, *by_end], self._patience())
@@ -131,76 +136,10 @@ class _Processes(Crew[_Process]):
             self._bury(worker)
             return
         kind, content = pickle.loads(message)
-        if kind == "advanced" and worker.job is not None:
+        if kind == "advanced":
             self._emit({"event": "advanced", "job": worker.job, **content})
-        elif kind != "pace":  # which comes too late to count
+        else:
             self._hear(worker, kind, content)
-
-    def _may_go_on(self, worker: _Process, outcome: Outcome) -> bool:
-        return not self._measured or self._fits(worker, outcome)
-
-    def _assign(self, worker: _Process) -> None:
-        if not self._unsized:
-            super()._assign(worker)
-        elif all(colleague.ready for colleague in self._workers):
-            self._size()
-
-    def _size(self) -> None:
-        """Measure what one worker and several do, and go on with as many as are worth it."""
-        self._unsized = False
-        paces: dict[int, list[Pace]] = {}
-        for count in sizes(len(self._workers)) * REPEATS:
-            asked = self._paces(self._workers[:count])
-            # One of them died, which its job will tell, or what is measured takes longer than it can save.
-            if asked is None or min(pace.rate for pace in asked) < SLOWEST_PACE:
-                paces.clear()
-                break
-            if sum(pace.rate for pace in asked) > sum(pace.rate for pace in paces.get(count, [])):
-                paces[count] = asked
-        if paces:
-            choice = choose(paces, free_memory())
-            self._memory_at_rest = max(pace.memory for each in paces.values() for pace in each)
-            self._send_home(self._workers[choice.workers :], choice.reason)
-        for worker in list(self._workers):
-            self._assign(worker)
-
-    def _paces(self, workers: Sequence[_Process]) -> list[Pace] | None:
-        for worker in workers:
-            self._send(worker, "pace", self._jobs[0])
-        paces = []
-        for worker in workers:
-            try:
-                kind, pace = pickle.loads(worker.pipe.recv_bytes()) if worker.pipe.poll(SILENT_SECONDS) else ("", None)
-            except (EOFError, OSError):
-                return None
-            if kind != "pace" or pace is None:
-                return None
-            paces.append(pace)
-        return paces
-
-    def _fits(self, worker: _Process, outcome: Outcome) -> bool:
-        """Whether there is memory for this worker beside the others, by the largest job so far; or it is released."""
-        peak = ((outcome.result or {}).get("peak_memory_mb") or 0.0) * 2**20
-        self._memory_of_jobs = max(self._memory_of_jobs, int(peak))
-        needed = self._memory_at_rest + self._memory_of_jobs
-        room = memory_room([one.process.pid for one in self._workers], needed)
-        if len(self._workers) <= room:
-            return True
-        if worker.group:
-            self._waiting.appendleft(worker.group)
-            worker.group = deque()
-        self._send_home([worker], f"each may take {needed / 1e9:.1f} GB, and there is memory for no more")
-        return False
-
-    def _send_home(self, workers: Sequence[_Process], reason: str) -> None:
-        """Go on without these, and say why there are as many as there are."""
-        for worker in list(workers):
-            self._workers.remove(worker)
-            self._sent_home.append(worker)
-            with contextlib.suppress(OSError):
-                worker.pipe.send_bytes(pickle.dumps(None))
-        self._count = len(self._workers)
-        self._emit({"event": "workers", "workers": self._count, "reason": reason})
 
     def _send(self, worker: _Process, kind: str, job: Job) -> None:
         # If it died just now its sentinel tells so, and the job is recorded then.
@@ -209,13 +148,13 @@ class _Processes(Crew[_Process]):
 
     def _bury(self, worker: _Process) -> None:
         self._stop(worker)
-        ended = f"WorkerDied: the worker process ended {_ending(worker.process.exitcode)}"
+        ending = _ending(worker.process.exitcode)
         if not worker.ready:
             self._failed_start(
-                f"{_ending(worker.process.exitcode)}. If a script calls the audit, put the call under "
+                f"{ending}. If a script calls the audit, put the call under "
                 "if __name__ == '__main__':. Or use executor='serial'."
             )
-        self._replace(worker, ended)
+        self._replace(worker, f"WorkerDied: the worker process ended {ending}")
 
     def _release(self, worker: _Process) -> None:
         worker.pipe.close()
@@ -232,7 +171,7 @@ class _Processes(Crew[_Process]):
                     worker.pipe.send_bytes(pickle.dumps(None))
             else:
                 worker.process.kill()
-        for worker in (*self._workers, *self._sent_home):
+        for worker in self._workers:
             worker.process.join(5)
             self._stop(worker)
             worker.pipe.close()
@@ -240,7 +179,7 @@ class _Processes(Crew[_Process]):
 
 
 def _ending(code: int | None) -> str:
-    """How a process ended, in words.
+    """Say how a process ended.
 
     >>> _ending(-9)
     'by signal SIGKILL (the system does this when memory runs out)'
@@ -259,9 +198,97 @@ def _ending(code: int | None) -> str:
     return f"by signal {name}{hint}"
 
 
-def _check_not_bootstrapping() -> None:
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ExecutorError(
-            "the audit was started again while a worker process imported your script. "
-            "Put the call under if __name__ == '__main__':"
-        )
+def serve(pipe: Connection, packed: bytes, threads: int) -> None:
+    """Live as a worker: prepare once, then do jobs until the parent says None or is gone."""
+    # What a terminal sends reaches the whole group; the parent decides what becomes of it.
+    for number in _FROM_TERMINAL:
+        signal.signal(number, signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HELD_BACK)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(threads)
+    # What a user's model prints may have no reader any more, and the parent may be gone.
+    with unfailing_output(), contextlib.suppress(EOFError, OSError):
+        _work(pipe, packed)
+
+
+def _work(pipe: Connection, packed: bytes) -> None:
+    def say(kind: str, content: Any) -> None:
+        pipe.send_bytes(pickle.dumps((kind, content)))
+
+    def emit(event: dict[str, Any]) -> None:
+        say("advanced", {key: event[key] for key in ("done", "total", "value")})
+
+    try:
+        setup = _rebuilt(*pickle.loads(packed))
+    except Exception as error:  # noqa: BLE001 - told to the parent, which stops the audit with it
+        say("broken", failure_text(error))
+        return
+    bench = Bench(setup)
+    say("ready", None)
+    while (task := pickle.loads(pipe.recv_bytes())) is not None:
+        kind, job = task
+        if kind == "try":
+            say("tried", try_out(setup, job))
+        else:
+            say("outcome", bench.run(job, throttled(job, emit)))
+
+
+def _rebuilt(spec: Any, model: str, data: str, salt: str) -> Setup:
+    """Build the set-up again; UserError where it is not that of the parent, by the fingerprints."""
+    setup = build_setup(spec, salt=salt)
+    for what, ours, theirs in (("model", setup.model_fingerprint, model), ("data", setup.data_fingerprint, data)):
+        if ours != theirs:
+            raise UserError(
+                f"the {what} rebuilt in a worker is not that of the parent; it must come out the same "
+                "each time. Draw random weights from the seed given, or use weights: a file."
+            )
+    return setup
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextlib.contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Let no signal end the audit between the start of a worker and its entry in the books.
+
+    A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads either.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _HELD_BACK)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def inheritance(threads: int, variables: Mapping[str, str] | None = None) -> Iterator[None]:
+    """Set what a process inherits at its start: libraries read how many threads they may use when they are loaded.
+
+    And it must not import from the current folder what Python or an installed package has: a spawned interpreter looks
+    there first, and multiprocessing hands on the search path of a parent that does. The user's folders come last.
+    ``variables`` are further ones of the environment.
+    """
+    values = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONSAFEPATH": "1", **(variables or {})}
+    before, path = {name: os.environ.get(name) for name in values}, list(sys.path)
+    here = ["", os.getcwd()]
+    last = [*own_folders(), *([os.getcwd()] if set(here) & set(path) else [])]
+    os.environ.update(values)
+    sys.path[:] = [*(entry for entry in path if entry not in here), *last]
+    try:
+        yield
+    finally:
+        sys.path[:] = path
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

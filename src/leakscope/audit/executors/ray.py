@@ -11,31 +11,43 @@ import contextlib
 import math
 import os
 import pickle
+import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
+from leakscope.audit.attempts import Bench, failure_text
+from leakscope.audit.estimate import try_out
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
 from leakscope.audit.executors.crew import Crew, Worker
 from leakscope.audit.executors.processes import default_workers
-from leakscope.audit.executors.ray_connection import alive_nodes, connection, library
-from leakscope.audit.executors.ray_worker import Board, RayWorker
+from leakscope.audit.executors.ray_cluster import (
+    alive_nodes,
+    connection,
+    demand,
+    gpus_here,
+    library,
+    places,
+    resource_problem,
+)
+from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
-from leakscope.audit.setup import Setup
+from leakscope.audit.setup import Setup, is_intact
 from leakscope.audit.versions import versions
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.imports import own_folders
 from leakscope.contracts.settings import setting
 from leakscope.results.records import counted
 
 #: How often a job is begun again whose worker or node was lost; one that ends every worker is a failed row after that.
 RETRIES = 2
-#: Seconds between two looks at the board, and at the nodes where no worker is ready.
-BOARD_SECONDS, NODES_SECONDS = 0.5, 5.0
+#: Seconds between two words of a worker on how far it is, two looks at the board, and two at the nodes.
+POST_SECONDS, BOARD_SECONDS, NODES_SECONDS = 1.0, 0.5, 5.0
 #: Seconds without a node that could do a job after which the audit ends.
 STRANDED_SECONDS = 30.0
 #: Packages whose version decides what a row holds.
@@ -56,7 +68,7 @@ class RayCluster(Executor):
         _pack(setup)
         threads = setup.spec.threads
         if self.address is None and not ray.is_initialized():
-            nodes: list[dict[str, float]] = [{"CPU": float(self._processors(threads)), "GPU": _gpus_here()}]
+            nodes: list[dict[str, float]] = [{"CPU": float(self._processors(threads)), "GPU": gpus_here()}]
         else:
             with connection(self.address, self._processors(threads), threads, 0) as ray:
                 nodes = alive_nodes(ray)
@@ -72,10 +84,9 @@ class RayCluster(Executor):
             free = places(alive_nodes(ray), threads, self.gpus)
             count = min(self.workers or free, jobs)
             if self.workers is None:
-                reason = f"the cluster has {counted(free, 'place')} of {_demand(threads, self.gpus)}"
+                reason = f"the cluster has {counted(free, 'place')} of {demand(threads, self.gpus)}"
                 emit({"event": "workers", "workers": count, "reason": reason})
-            crew = _Actors(ray, self, setup, packed, groups, emit, record)
-            crew.work(max(count, 1), self.estimates)
+            _Actors(ray, self, setup, packed, groups, emit, record).work(max(count, 1))
 
     def _processors(self, threads: int) -> int:
         """What a cluster of our own is given."""
@@ -100,7 +111,7 @@ class _Actors(Crew[_Actor]):
         emit: Emit,
         record: Record,
     ) -> None:
-        super().__init__(setup, groups, executor.timeout, executor.budget, emit, record)
+        super().__init__(executor, setup, groups, emit, record)
         self._ray, self._gpus = ray, executor.gpus
         self._packed = ray.put(packed)
         self._kind = ray.remote(RayWorker).options(
@@ -164,7 +175,7 @@ class _Actors(Crew[_Actor]):
         # A node that is lost takes all that was starting on it along; only where nobody works is something wrong.
         if not worker.ready and not any(colleague.ready for colleague in self._workers):
             self._failed_start(f"with {type(error).__name__}: {error}\nIs leakscope installed on every node?")
-        if worker.job is not None:
+        if worker.job is not None and not worker.trying:
             self._losses[worker.job.key] += 1
             if self._losses[worker.job.key] <= RETRIES:
                 worker.group.appendleft(worker.job)
@@ -172,10 +183,7 @@ class _Actors(Crew[_Actor]):
         self._stop(worker)
         lost = f"{RETRIES + 1} workers were lost while they did this job"
         self._replace(worker, f"WorkerDied: {lost}, the last one because {_cause(error)}")
-        # What was given back may be all that is left, and the others may have gone idle before.
-        for colleague in list(self._workers):
-            if colleague.ready and colleague.answer is None:
-                self._assign(colleague)
+        self._wake()  # what was given back may be all that is left, and the others may have gone idle before
 
     def _stop(self, worker: _Actor) -> None:
         with contextlib.suppress(self._ray.exceptions.RayError):
@@ -215,60 +223,9 @@ class _Actors(Crew[_Actor]):
         self._stranded_since = now if self._stranded_since is None else self._stranded_since
         if now - self._stranded_since >= STRANDED_SECONDS:
             raise ExecutorError(
-                f"the cluster has no node left with {_demand(self._threads, self._gpus)}. Finished jobs are kept; the "
+                f"the cluster has no node left with {demand(self._threads, self._gpus)}. Finished jobs are kept; the "
                 "same command goes on with the rest once there are nodes."
             )
-
-
-def places(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float = 0.0) -> int:
-    """For how many workers there is room, by the processors and GPUs of each node.
-
-    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1)
-    12
-    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1, gpus=0.25)
-    4
-    >>> places([{"CPU": 3.0}, {"CPU": 3.0}], threads=2)
-    2
-    """
-    room = 0
-    for node in nodes:
-        by_processor = math.floor(node.get("CPU", 0.0) / threads)
-        room += by_processor if not gpus else min(by_processor, math.floor(node.get("GPU", 0.0) / gpus + 1e-9))
-    return room
-
-
-def resource_problem(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float, device: str) -> str | None:
-    """Why no worker would ever start on these nodes, or would not see its device; None if all is well.
-
-    >>> resource_problem([{"CPU": 2.0}], threads=1, gpus=0.5, device="cpu")
-    'gpus: expected a cluster with GPUs for gpus=0.5, got one without any. Leave gpus out, or add nodes that have them'
-    """
-    if gpus > 1 and gpus != int(gpus):
-        return f"gpus: expected a share of one GPU or a whole number of them, got {gpus:g}"
-    if gpus and not any(node.get("GPU", 0.0) for node in nodes):
-        return (
-            f"gpus: expected a cluster with GPUs for gpus={gpus:g}, got one without any. Leave gpus out, or add nodes "
-            "that have them"
-        )
-    if not gpus and torch.device(device).type == "cuda":
-        return "gpus: expected with device cuda, for Ray shows a GPU only to workers that ask for one; try gpus=1"
-    if places(nodes, threads, gpus) == 0:
-        got = ", ".join(_told(node) for node in nodes) or "none"
-        return f"ray: expected a node with {_demand(threads, gpus)}, got {got}. Lower threads, or add nodes"
-    return None
-
-
-def _told(node: Mapping[str, float]) -> str:
-    gpus = node.get("GPU", 0.0)
-    return f"one of {node.get('CPU', 0.0):g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
-
-
-def _demand(threads: int, gpus: float) -> str:
-    return counted(threads, "CPU") + (f" and {gpus:g} GPU" if gpus else "")
-
-
-def _gpus_here() -> float:
-    return float(torch.cuda.device_count()) if torch.cuda.is_available() else 0.0
 
 
 def _pack(setup: Setup) -> bytes:
@@ -299,3 +256,60 @@ def _cause(error: Exception) -> str:
         if mark in text:
             return text.split(mark, 1)[1].split(".")[0].split("\n")[0].strip()
     return type(error).__name__
+
+
+class RayWorker:
+    """One process of the cluster: prepared once from the object store, then one job after another."""
+
+    def prepare(self, packed: bytes, folders: Sequence[str], ours: dict[str, str], board: Any) -> tuple[str, Any]:
+        """Unpack the audit; ("ready", None), or ("broken", why) where this place is not like the audit's own.
+
+        ``packed`` comes from the audit's process through the object store; no file is ever unpickled. ``folders`` are
+        where that process finds modules; they are searched last, so that none of their files stands in for another.
+        """
+        sys.path += [folder for folder in folders if folder not in sys.path]
+        theirs = {name: version for name, version in versions().items() if name in ours}
+        differing = [f"{name} {theirs[name]}, not {ours[name]}" for name in ours if theirs[name] != ours[name]]
+        if differing:
+            return "broken", f"On {platform.node()} there is {', '.join(differing)}. Install the same there."
+        try:
+            setup: Setup = pickle.loads(packed)
+            torch.set_num_threads(setup.spec.threads)
+            if not is_intact(setup):
+                raise UserError("the model that arrived is not that which was sent; its code must be the same here")
+        except Exception as error:  # noqa: BLE001 - told to the audit's process, which stops with it
+            return "broken", f"On {platform.node()}: {failure_text(error)}"
+        self._setup, self._bench, self._board = setup, Bench(setup), board
+        return "ready", None
+
+    def run(self, job: Job) -> tuple[str, Any]:
+        """Do one job."""
+
+        def emit(event: dict[str, Any]) -> None:
+            steps = {name: event[name] for name in ("done", "total", "value")}
+            with contextlib.suppress(Exception):  # where the node is going down, the job must not fail for the telling
+                if self._board is not None:
+                    self._board.post.remote(job.key, steps)
+
+        with unfailing_output():
+            return "outcome", self._bench.run(job, throttled(job, emit, POST_SECONDS))
+
+    def try_out(self, job: Job) -> tuple[str, Any]:
+        """Time some steps of a job."""
+        with unfailing_output():
+            return "tried", try_out(self._setup, job)
+
+
+class Board:
+    """How far jobs are, by key; whoever takes it leaves it empty."""
+
+    def __init__(self) -> None:
+        self._posted: dict[str, dict[str, float]] = {}
+
+    def post(self, key: str, steps: dict[str, float]) -> None:
+        self._posted[key] = steps
+
+    def take(self) -> dict[str, dict[str, float]]:
+        """What was posted since the last time, the newest of each job."""
+        posted, self._posted = self._posted, {}
+        return posted

@@ -1,18 +1,21 @@
-"""The way to a Ray cluster: one that is there, or one that an audit starts for itself; Ray is loaded only then."""
+"""The way to a Ray cluster, one that is there or one that an audit starts for itself, and the room on its nodes."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import math
 import signal
 import socket
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from leakscope.audit.executors.base import ExecutorError
-from leakscope.audit.executors.worker import inheritance
+from leakscope.audit.executors.processes import inheritance
+from leakscope.results.records import counted
 
 #: Seconds for the head of a cluster to answer.
 CONNECT_SECONDS = 5.0
@@ -42,7 +45,7 @@ def connection(address: str | None, processors: int, threads: int, size: int) ->
         _reach(address)
         options["address"] = address
     try:
-        with inheritance(threads), _variables(OURS), _signals_restored(), _no_warnings():
+        with inheritance(threads, OURS), _signals_restored(), warnings.catch_warnings(action="ignore"):
             ray.init(**options)
     except (OSError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
         where = "started here" if address is None else f"reached at {address}"
@@ -110,20 +113,6 @@ def _reach(address: str) -> None:
 
 
 @contextlib.contextmanager
-def _variables(values: Mapping[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
     """Ray has SIGTERM end the process on the spot; the audit's own way out is to stay."""
     if threading.current_thread() is not threading.main_thread():
@@ -139,8 +128,52 @@ def _signals_restored() -> Iterator[None]:
                 signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _no_warnings() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def places(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float = 0.0) -> int:
+    """For how many workers there is room, by the processors and GPUs of each node.
+
+    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1)
+    12
+    >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1, gpus=0.25)
+    4
+    >>> places([{"CPU": 3.0}, {"CPU": 3.0}], threads=2)
+    2
+    """
+    room = 0
+    for node in nodes:
+        by_processor = math.floor(node.get("CPU", 0.0) / threads)
+        room += by_processor if not gpus else min(by_processor, math.floor(node.get("GPU", 0.0) / gpus + 1e-9))
+    return room
+
+
+def resource_problem(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float, device: str) -> str | None:
+    """Why no worker would ever start on these nodes, or would not see its device; None if all is well.
+
+    >>> resource_problem([{"CPU": 2.0}], threads=1, gpus=0.5, device="cpu")
+    'gpus: expected a cluster with GPUs for gpus=0.5, got one without any. Leave gpus out, or add nodes that have them'
+    """
+    if gpus > 1 and gpus != int(gpus):
+        return f"gpus: expected a share of one GPU or a whole number of them, got {gpus:g}"
+    if gpus and not any(node.get("GPU", 0.0) for node in nodes):
+        return (
+            f"gpus: expected a cluster with GPUs for gpus={gpus:g}, got one without any. Leave gpus out, or add nodes "
+            "that have them"
+        )
+    if not gpus and torch.device(device).type == "cuda":
+        return "gpus: expected with device cuda, for Ray shows a GPU only to workers that ask for one; try gpus=1"
+    if places(nodes, threads, gpus) == 0:
+        got = ", ".join(_told(node) for node in nodes) or "none"
+        return f"ray: expected a node with {demand(threads, gpus)}, got {got}. Lower threads, or add nodes"
+    return None
+
+
+def _told(node: Mapping[str, float]) -> str:
+    gpus = node.get("GPU", 0.0)
+    return f"one of {node.get('CPU', 0.0):g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
+
+
+def demand(threads: int, gpus: float) -> str:
+    return counted(threads, "CPU") + (f" and {gpus:g} GPU" if gpus else "")
+
+
+def gpus_here() -> float:
+    return float(torch.cuda.device_count()) if torch.cuda.is_available() else 0.0
