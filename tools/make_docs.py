@@ -28,7 +28,7 @@ from leakscope.audit.executors.ray import RayCluster
 from leakscope.audit.sections import DataSpec, ModelSpec, TrainingSpec, UtilitySpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.contracts.attack import Attack
-from leakscope.contracts.caps import CAPS
+from leakscope.contracts.checks import CAPS
 from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.contracts.settings import Setting, settings_of

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 import leakscope.defenses
 from leakscope.audit.parts import protocol_part
-from leakscope.contracts.chain import Chain
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.defense import Defense
+from leakscope.contracts.defense import Chain, Defense
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol

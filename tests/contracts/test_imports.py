@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from leakscope.audit import SpecError, load_spec
-from leakscope.contracts.imports import import_object, names_of_a_spec, own_folders
+from leakscope.contracts.registry import import_object, names_of_a_spec, own_folders
 
 MINE = """
 import functools

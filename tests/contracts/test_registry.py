@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from leakscope.contracts.imports import import_object
-from leakscope.contracts.registry import Entry, Registry, find_name
+from leakscope.contracts.registry import Entry, Registry, find_name, import_object
 
 
 class Base:

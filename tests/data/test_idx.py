@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from leakscope.data import idx as idx_module
 from leakscope.data import load_data
+from leakscope.data import standard as idx_module
 
 
 def idx_bytes(array: np.ndarray) -> bytes:

@@ -8,8 +8,8 @@ from torch import nn
 
 import leakscope as ls
 from leakscope.audit.parts import defense_part
-from leakscope.contracts.chain import composed
 from leakscope.contracts.channel import Channel
+from leakscope.contracts.defense import composed
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.defenses import (
     DPSGD,

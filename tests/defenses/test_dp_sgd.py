@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from leakscope.contracts.defense import Gradient
 from leakscope.data import load_data
 from leakscope.defenses import DEFENSES, DPSGD, epsilon_of
-from leakscope.defenses.dp_sgd import clip_factors
+from leakscope.defenses.noise import clip_factors
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model
 

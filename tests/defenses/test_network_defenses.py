@@ -13,8 +13,7 @@ from leakscope.attacks import make_attack
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.protocol import ClientSide
-from leakscope.contracts.step import example_gradients
+from leakscope.contracts.protocol import ClientSide, example_gradients
 from leakscope.contracts.task import Classification
 from leakscope.defenses import DPSGD, GradientQuantisation, MixUp, NetworkDropout, Precode, Soteria
 from leakscope.federation import FedAvg, FedSGD

@@ -15,7 +15,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining
 from leakscope.contracts.protocol import Protocol
 from leakscope.federation import FedAvg
-from leakscope.federation.trajectory import Trajectory, chosen_steps
+from leakscope.federation.fedavg import Trajectory, chosen_steps
 
 
 class Noisy(nn.Module):

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from leakscope.limits.trace import inverse_trace, signs
+from leakscope.limits.jacobian import inverse_trace, signs
 
 
 def test_the_trace_of_an_inverse_of_a_known_matrix() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from leakscope.models import MODELS, build_model
-from leakscope.models.chains import HYBRID_LAYERS, RGAP_LAYERS
+from leakscope.models.classic import HYBRID_LAYERS, RGAP_LAYERS
 
 # Name -> (in -> out, kernel, stride, padding of each convolution, inputs of the linear layer) at 3 x 32 x 32.
 PUBLISHED = {

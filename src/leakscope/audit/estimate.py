@@ -31,7 +31,7 @@ from leakscope.audit.plan import Job, count_plan, describe, is_training
 from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse, torch_threads
 from leakscope.audit.spec import AuditSpec
-from leakscope.contracts.caps import FLOAT, JOBS
+from leakscope.contracts.checks import FLOAT, JOBS
 
 #: Steps that are timed, beside the first, which is slower.
 STEPS = 3

@@ -62,7 +62,7 @@ def defense_part(value: Any) -> Part:
 
 def _chain(values: Sequence[Any]) -> Part:
     """Several defences, one after another; those called none are left out."""
-    from leakscope.contracts.chain import as_defense
+    from leakscope.contracts.defense import as_defense
 
     parts = [part for part in map(defense_part, values) if part.instance is not None]
     if len(parts) < 2:
@@ -79,7 +79,7 @@ def attack_part(value: Any) -> Part:
 
 def task_part(value: Any) -> Part:
     """A task by name, or the user's own: a class that inherits Task, or a function loss(outputs, targets)."""
-    from leakscope.contracts.imports import import_object
+    from leakscope.contracts.registry import import_object
     from leakscope.contracts.task import TASKS, CustomLoss, Task
 
     if callable(value) and not isinstance(value, Task | type):
@@ -135,7 +135,7 @@ def check_own_model(name: str, seed: int) -> None:
 
 def check_own_data(name: str) -> None:
     """ValueError where ``package.module:function`` cannot be imported, or may not be."""
-    from leakscope.contracts.imports import import_object
+    from leakscope.contracts.registry import import_object
 
     import_object("data", name)
 

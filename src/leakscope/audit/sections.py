@@ -20,8 +20,7 @@ from leakscope.audit.parts import (
     in_memory_model,
     model_names,
 )
-from leakscope.contracts.caps import COUNT, JOBS
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import COUNT, JOBS, brief
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
 

@@ -23,8 +23,7 @@ from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.utility import Course, make_course
 from leakscope.audit.yaml_text import SpecError
-from leakscope.contracts.caps import JOBS
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import JOBS, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.knowledge import Knowledge

@@ -32,12 +32,10 @@ from leakscope.audit.sections import (
 )
 from leakscope.audit.spec_file import SpecFile
 from leakscope.audit.yaml_text import SpecError, read_yaml
-from leakscope.contracts.caps import SPEC_BYTES
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import SPEC_BYTES, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import names_of_a_spec
-from leakscope.contracts.registry import find_name, folded
+from leakscope.contracts.registry import find_name, folded, names_of_a_spec
 from leakscope.results.policy import Policy
 
 

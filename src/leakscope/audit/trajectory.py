@@ -20,7 +20,7 @@ from leakscope.contracts.protocol import ClientSide, client_copy
 from leakscope.contracts.task import outputs_of
 from leakscope.federation import FedAvg
 from leakscope.federation.client import batch_gradient, own_randomness
-from leakscope.federation.trajectory import Trajectory
+from leakscope.federation.fedavg import Trajectory
 from leakscope.limits import GRADIENTS_WORK, cosine_profile, drift_bound, effort_of, leading_shares
 
 MAX_STEPS = 50

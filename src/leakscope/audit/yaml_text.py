@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from leakscope.contracts.caps import DEPTH, SPEC_BYTES, SPEC_VALUES
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import DEPTH, SPEC_BYTES, SPEC_VALUES, brief
 from leakscope.contracts.errors import UserError
 
 #: Problems that a message tells; those beyond are counted.

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors.torch import save
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import FACTS_BYTES
+from leakscope.contracts.checks import FACTS_BYTES
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors, tensor_file

@@ -25,10 +25,10 @@ from leakscope.cli.output import (
     write_sarif,
 )
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
-from leakscope.contracts.caps import SPEC_BYTES
+from leakscope.contracts.checks import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import names_of_a_spec
+from leakscope.contracts.registry import names_of_a_spec
 from leakscope.contracts.settings import settings_of
 from leakscope.results.policy import Policy
 

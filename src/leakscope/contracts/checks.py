@@ -1,9 +1,15 @@
-"""What is wrong with arguments: one line each, and one error that tells them all."""
+"""What is wrong with arguments, told in one error; and how large things from files and specs may be.
+
+Caps are far above honest use and far below what takes a machine down. A size is compared with its cap before anything
+of that size is made. Whoever honestly needs more sets the environment variable that the error names.
+"""
 
 from __future__ import annotations
 
+import os
 import reprlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 from leakscope.contracts.errors import UserError
@@ -49,3 +55,65 @@ def refuse(where: str, problems: Sequence[str], most: int | None = None) -> None
         told = list(problems[:most])
         more = [f"and {len(problems) - len(told)} more"] if len(problems) > len(told) else []
         raise UserError("\n  - ".join([f"{where}:", *told, *more]))
+
+
+@dataclass(frozen=True)
+class Cap:
+    """The most there may be of something, unless the environment variable ``name`` allows more."""
+
+    name: str
+    default: int
+    unit: str
+    #: What it is a cap on, in a few words.
+    of: str = ""
+
+    @property
+    def value(self) -> int:
+        text = os.environ.get(self.name, "").strip()
+        if not text:
+            return self.default
+        if not (text.isascii() and text.isdigit() and len(text) <= 18 and int(text) > 0):
+            raise UserError(f"{self.name}: expected a whole number of {self.unit}, got {brief(text)}")
+        return int(text)
+
+    def problem(self, amount: int, fix: str = "") -> str | None:
+        """What is wrong with so much, and how to put it right; None if nothing is.
+
+        >>> Cap("LEAKSCOPE_MAX_DEMO", 3, "things").problem(4, "Take fewer.")
+        'expected at most 3 things, got 4. Take fewer. LEAKSCOPE_MAX_DEMO=4 would allow it'
+        """
+        if amount <= self.value:
+            return None
+        told = f"{amount:,}" if amount < 10**18 else "far more"
+        allow = f"{self.name}={amount} would allow it" if amount < 10**18 else ""
+        return " ".join(
+            part for part in (f"expected at most {self.value:,} {self.unit}, got {told}.", fix, allow) if part
+        )
+
+    def check(self, where: str, amount: int, fix: str = "") -> None:
+        """ValueError where there is too much of it."""
+        problem = self.problem(amount, fix)
+        if problem is not None:
+            raise UserError(f"{where}: {problem}")
+
+
+BYTES = Cap(
+    "LEAKSCOPE_MAX_BYTES", 1 << 30, "bytes", "examples in memory, as the 32-bit floats they become; a file read whole"
+)
+PIXELS = Cap("LEAKSCOPE_MAX_PIXELS", 64_000_000, "pixels", "one picture of a folder, before it is resized")
+PARAMETERS = Cap("LEAKSCOPE_MAX_PARAMETERS", 200_000_000, "parameters", "a reference model, before it is built")
+JOBS = Cap("LEAKSCOPE_MAX_JOBS", 100_000, "jobs", "attempts and controls of one audit")
+COUNT = Cap(
+    "LEAKSCOPE_MAX_COUNT", 1_000_000, "of them", "whole numbers in settings: epochs, local steps, rounds, iterations"
+)
+PIECES = Cap("LEAKSCOPE_MAX_PIECES", 1_000, "of them", "layers and workers of a reference model")
+SPEC_BYTES = Cap("LEAKSCOPE_MAX_SPEC_BYTES", 1 << 17, "bytes", "the text of a spec")
+SPEC_VALUES = Cap("LEAKSCOPE_MAX_SPEC_VALUES", 5_000, "values", "a spec with its aliases written out")
+FACTS_BYTES = Cap("LEAKSCOPE_MAX_FACTS_BYTES", 1 << 22, "bytes", "the facts beside an observation")
+CAPS = (BYTES, PIXELS, PARAMETERS, JOBS, COUNT, PIECES, SPEC_BYTES, SPEC_VALUES, FACTS_BYTES)
+#: Lists within lists; nothing honest comes near it.
+DEPTH = 40
+#: Axes of one example; torch itself knows no more than 64 of them.
+MAX_AXES = 16
+#: Bytes of a number as examples hold it.
+FLOAT = 4

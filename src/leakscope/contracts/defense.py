@@ -1,14 +1,25 @@
-"""The contract of a defence: where it acts on what a client sends, and what somebody who knows it can compute with."""
+"""The contract of a defence: where it acts on what a client sends, and what somebody who knows it can compute with.
+
+Several defences are a :class:`Chain`. At each hook its parts act in the order of the list; the hooks have an order of
+their own: the model, the batch, the gradients of examples, the gradient of the batch, the message. So [gradient-noise,
+gradient-clipping] clips first, for clipping acts on the gradient and noise on the message.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.settings import Described
+from leakscope.contracts.errors import UserError
+from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Reduction
 
 Gradient = dict[str, Tensor]
@@ -95,3 +106,194 @@ HOOKS = (
     *("protect_model", "protect_copy", "protect_batch"),
     *("protect_example_gradients", "protect_gradient", "protect_message"),
 )
+
+
+#: Hooks behind which everything is computed from what already has its noise.
+_AFTERWARDS = {"protect_gradient", "protect_message"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain(Defense):
+    """Several defences, one after another at each hook; a list of defences in a spec or an argument means this."""
+
+    parts: tuple[Defense, ...] = setting((), "The defences, in their order.")
+
+    def problems(self) -> list[str]:
+        if not all(isinstance(part, Defense) for part in self.parts):
+            return [f"parts: expected defences, got {self.parts!r}"]
+        flat = tuple(one for part in self.parts for one in part.parts)
+        object.__setattr__(self, "parts", flat)  # a chain in a chain is one chain
+        return []
+
+    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Chain:
+        fitted = []
+        for part in self.parts:
+            fitted.append(part.for_model(model, input_shape, output_shape))
+            model = fitted[-1].protect_model(model, input_shape)  # what the next one meets
+        return Chain(parts=tuple(fitted))
+
+    def protect_model(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
+        for part in self.parts:
+            model = part.protect_model(model, input_shape)
+        return model
+
+    def protect_copy(self, model: nn.Module) -> nn.Module:
+        for part in self.parts:
+            model = part.protect_copy(model)
+        return model
+
+    def protect_batch(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        for part in self.parts:
+            x, y = part.protect_batch(x, y, generator)
+        return x, y
+
+    def protect_example_gradients(self, gradients: Gradient, generator: torch.Generator) -> Gradient:
+        for part in self.parts:
+            gradients = part.protect_example_gradients(gradients, generator)
+        return gradients
+
+    def protect_gradient(self, gradient: Gradient, generator: torch.Generator) -> Gradient:
+        for part in self.parts:
+            gradient = part.protect_gradient(gradient, generator)
+        return gradient
+
+    def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
+        for part in self.parts:
+            update = part.protect_message(update, generator)
+        return update
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
+        """That of the parts one after another; None where it is none of the orders that a Channel can express."""
+        # The model and the client's copy of it are one stage: what happens to the network before it is used.
+        stages = [(part, [max(1, HOOKS.index(hook)) for hook in part.hooks]) for part in self.parts if part.hooks]
+        stages.sort(key=lambda stage: max(stage[1]))
+        if any(min(after) < max(before) for (_, before), (_, after) in pairwise(stages)):
+            return None  # one acts in between two actions of another
+        return composed(part.channel(examples=examples, reduction=reduction) for part, _ in stages)
+
+    def epsilon_for(self, passes: int | None) -> float | None:
+        """That of the one part that promises it, where all others only work on what already has its noise."""
+        promising = [part for part in self.parts if part.epsilon_for(passes) is not None]
+        others = [part for part in self.parts if part not in promising]
+        if len(promising) != 1 or any(not set(part.hooks) <= _AFTERWARDS for part in others):
+            return None
+        return promising[0].epsilon_for(passes)
+
+    @property
+    def hooks(self) -> tuple[str, ...]:
+        return tuple(hook for hook in HOOKS if any(hook in part.hooks for part in self.parts))
+
+
+def as_defense(value: Defense | Sequence[Defense] | None) -> Defense:
+    """A defence from what an argument may be: none, one, or a list of them, which is a chain.
+
+    >>> as_defense(None)
+    Defense()
+    >>> as_defense([Defense(), Defense()])
+    Chain(parts=(Defense(), Defense()))
+    """
+    if value is None:
+        return Defense()
+    if isinstance(value, Defense):
+        return value
+    if isinstance(value, list | tuple) and all(isinstance(part, Defense) for part in value):
+        return value[0] if len(value) == 1 else Chain(parts=tuple(value))
+    raise UserError(f"defense: expected a Defense, a list of them or None, got {value!r}")
+
+
+def composed(channels: Iterable[Channel | None]) -> Channel | None:
+    """Channels one behind the other as one; None where one is None or a Channel cannot express their order.
+
+    >>> composed([Channel(clip=4.0), Channel(noise=0.3), Channel(noise=0.4), Channel(rounding="float16")]).describe()
+    'clipped to 4, noise 0.5, sent as float16'
+    >>> composed([Channel(noise=0.3), Channel(clip=4.0)]) is None
+    True
+    >>> composed([Channel(noise=0.3), Channel(prune=0.5)]).describe()
+    'noise 0.3, 50 % of the entries of each tensor pruned'
+    """
+    whole: Channel | None = Channel()
+    for channel in channels:
+        if channel is None or whole is None:
+            return None
+        whole = _behind(whole, channel)
+    return whole
+
+
+def _behind(first: Channel, second: Channel) -> Channel | None:
+    plain = Channel()
+    if plain in (first, second):
+        return second if first == plain else first
+    if type(first) is not Channel or type(second) is not Channel:
+        return None
+    if min(first.mixed, second.mixed) > 1 or min(first.units_dropped, second.units_dropped) > 0:
+        return None  # mixtures of mixtures, units dropped twice
+    dropping = first if first.units_dropped else second
+    changes = [_clipped(first, second), _zeroed(first, second), _noisy(first, second), _rounded(first, second)]
+    joined: dict[str, Any] = {
+        "unreliable": tuple(dict.fromkeys((*first.unreliable, *second.unreliable))),
+        "inexact": first.inexact or second.inexact,
+        "units_dropped": dropping.units_dropped,
+        "dropped_layers": dropping.dropped_layers,
+        "mixed": max(first.mixed, second.mixed),
+    }
+    for change in changes:
+        if change is None:
+            return None
+        joined |= change
+    return dataclasses.replace(first, **joined)
+
+
+def _clipped(first: Channel, second: Channel) -> dict[str, Any] | None:
+    if second.clip is None:
+        return {}
+    if first.clip is not None and first.clip_per == second.clip_per and not _after_clipping(first):
+        return {"clip": min(first.clip, second.clip)}
+    if first.clip is not None or _after_clipping(first):
+        return None
+    return {"clip": second.clip, "clip_per": second.clip_per}
+
+
+def _after_clipping(channel: Channel) -> bool:
+    return channel.masked or channel.noisy or channel.rounding != "none"
+
+
+def _zeroed(first: Channel, second: Channel) -> dict[str, Any] | None:
+    if not second.masked:
+        return {}
+    own = {name: getattr(second, name) for name in ("prune", "prune_scope", "dropout", "dropout_scaled")}
+    if first.rounding != "none" or (second.zeros_last and second.noisy):
+        return None
+    if not first.masked:
+        return {**own, "zeros_last": first.noisy}
+    if first.noisy and not first.zeros_last:
+        return None
+    if second.prune and (first.dropout or second.dropout or first.prune_scope != second.prune_scope):
+        return None
+    if second.prune:
+        return {"prune": max(first.prune, second.prune)}
+    if first.dropout and first.dropout_scaled != second.dropout_scaled:
+        return None
+    left = (1 - first.dropout) * (1 - second.dropout)
+    return {"dropout": 1 - left, "dropout_scaled": second.dropout_scaled}
+
+
+def _noisy(first: Channel, second: Channel) -> dict[str, Any] | None:
+    if not second.noisy:
+        return {}
+    if first.rounding != "none" or (first.masked and first.zeros_last):
+        return None
+    if not first.noisy:
+        return {"noise": second.noise, "noise_law": second.noise_law}
+    if "laplace" in (first.noise_law, second.noise_law):
+        return None  # their sum has neither law
+    if isinstance(first.noise, Mapping) or isinstance(second.noise, Mapping):
+        names = first.noise if isinstance(first.noise, Mapping) else second.noise
+        assert isinstance(names, Mapping)
+        return {"noise": {name: math.hypot(first.level(name), second.level(name)) for name in names}}
+    return {"noise": math.hypot(first.noise, second.noise)}
+
+
+def _rounded(first: Channel, second: Channel) -> dict[str, Any] | None:
+    if second.rounding == "none":
+        return {}
+    return None if first.rounding != "none" else {"rounding": second.rounding, "bits": second.bits}

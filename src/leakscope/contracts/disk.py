@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.caps import BYTES, DEPTH, Cap
+from leakscope.contracts.checks import BYTES, DEPTH, Cap
 from leakscope.contracts.errors import UserError
 
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import BYTES, FACTS_BYTES, FLOAT, MAX_AXES
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import brief, expected, is_whole, refuse, whole
+from leakscope.contracts.checks import BYTES, FACTS_BYTES, FLOAT, MAX_AXES, brief, expected, is_whole, refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import space_from_facts

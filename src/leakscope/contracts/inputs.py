@@ -17,8 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import BYTES, FLOAT, MAX_AXES, brief
 from leakscope.contracts.errors import NotApplicable, UserError
 
 Start = Literal["grey", "normal", "uniform"]

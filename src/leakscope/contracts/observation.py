@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import leakscope
-from leakscope.contracts.caps import BYTES, COUNT, FLOAT
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import expected, is_whole, refuse, whole
+from leakscope.contracts.checks import BYTES, COUNT, FLOAT, expected, is_whole, refuse, whole
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange

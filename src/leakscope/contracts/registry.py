@@ -1,15 +1,27 @@
 """Names that users type, and what they stand for: one kind of table for attacks, defences, protocols, models and so on.
 
-Kebab-case, snake_case and class names all find the same entry. Where a name has a colon it is the user's own,
-``package.module:Name``, imported from the current folder or an installed package.
+Kebab-case, snake_case and class names all find the same entry. A name with a colon, ``package.module:Name``, is code of
+the user's own. If the user types it, in Python or on the command line, it is run. In a spec it is data: it runs only if
+it is defined in a module of the current folder or of the spec's, or if the user allows it. Importing a module runs it,
+so where it lies is looked up before. Code of the standard library is never called for a name.
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
+import importlib.util
+import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, Generic, TypeVar
 
 from leakscope.contracts.errors import UserError
@@ -127,7 +139,7 @@ class Registry(Mapping[str, E], Generic[E]):
         """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
         if ":" not in str(name):
             return self.find(name).target
-        from leakscope.contracts.imports import import_object
+        from leakscope.contracts.registry import import_object
 
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
@@ -139,3 +151,163 @@ class Registry(Mapping[str, E], Generic[E]):
     def name_of(self, cls: type) -> str:
         """The name under which a class stands in the table, or what its name would be."""
         return next((entry.name for entry in self._entries.values() if entry.target is cls), kebab(cls.__name__))
+
+
+@dataclass(frozen=True)
+class _Spec:
+    """A spec that is being read: the folder it lies in, whether its code is allowed, and names that were typed."""
+
+    folder: Path | None = None
+    allowed: bool = True
+    typed: frozenset[str] = frozenset()
+
+
+_READING: ContextVar[_Spec | None] = ContextVar("spec", default=None)
+#: Folders in which a module was found because its name was given, the latest last.
+_FOLDERS: dict[str, None] = {}
+
+
+def own_folders() -> list[str]:
+    """Where modules of the user's own were found, the latest first: another process has to look there too."""
+    return list(reversed(_FOLDERS))
+
+
+@contextmanager
+def names_of_a_spec(folder: Path, *, allowed: bool = False, typed: Collection[str] = ()) -> Iterator[None]:
+    """While a spec in ``folder`` is read: its names are data unless ``allowed``; those ``typed`` beside it are not."""
+    token = _READING.set(_Spec(folder, allowed, frozenset(typed)))
+    try:
+        yield
+    finally:
+        _READING.reset(token)
+
+
+def import_object(kind: str, name: str) -> Callable[..., Any]:
+    """The callable that ``package.module:Name`` names; one ValueError that says which part of it is wrong."""
+    module_name, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module_name.split("."), *attribute.split("."))):
+        example = f"{module_of(module_name)}:{attribute}" if module_name.endswith(".py") else "mypackage.parts:Mine"
+        raise UserError(f"{kind} {name!r}: expected package.module:Name, for example {example}")
+    spec, package = _READING.get() or _Spec(), module_name.partition(".")[0]
+    by_data = not spec.allowed and name not in spec.typed
+    importlib.invalidate_caches()  # a module written a moment ago is invisible until the finder forgets its listing
+    try:
+        own = _own_folder(package, [Path.cwd(), *([] if spec.folder is None else [spec.folder.resolve()])])
+        if by_data and own is None and (package in sys.modules or _found(package) is not None):
+            raise UserError(f"{package} is installed, not a file of your folder or the spec's. {_HOW_TO_ALLOW}")
+    except ValueError as error:
+        raise UserError(f"{kind} {name!r}: {error}") from None
+    with _searched_last(own):
+        target: Any = _module(kind, name, module_name)
+    for part in attribute.split("."):
+        if not hasattr(target, part):
+            module = sys.modules[module_name]
+            names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
+            raise UserError(
+                f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
+            )
+        target = getattr(target, part)
+    if not callable(target):
+        raise UserError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
+    wrong = _why_not_called(target, package if by_data else None)
+    if wrong:
+        raise UserError(f"{kind} {name!r}: {wrong}")
+    return target
+
+
+_HOW_TO_ALLOW = (
+    "A spec is data: such code runs only if the command line has --allow-code (in Python allow_code=True), or if the "
+    "name is typed there"
+)
+
+
+def _own_folder(package: str, folders: list[Path]) -> str | None:
+    """Which of ``folders`` the module or package lies in; ValueError if it is Python's, or somebody else's too."""
+    found = _found(package)
+    if package in sys.stdlib_module_names or _in_standard_library(found):
+        raise UserError(
+            f"{package} is part of Python's standard library, whose code is never run for a name. "
+            "A file of your own needs another name"
+        )
+    for folder in map(str, folders):
+        own = PathFinder.find_spec(package, [folder])
+        if own is None or (found is not None and own.origin is None and found.origin is not None):
+            continue  # a folder that merely has the name of a package is none
+        if found is not None and _place(found) != _place(own):
+            raise UserError(
+                f"there are two modules {package}, {_place(own)} and {_place(found)}. Rename yours, for it must "
+                "not stand in for the other"
+            )
+        return folder
+    return None
+
+
+def _found(package: str) -> ModuleSpec | None:
+    """Where Python finds the package now, or found it; None where it does not, and for scripts, which have no place."""
+    try:
+        return importlib.util.find_spec(package)
+    except ValueError:
+        return None
+
+
+def _place(spec: ModuleSpec) -> str:
+    locations = spec.submodule_search_locations
+    place = spec.origin if spec.has_location and spec.origin else next(iter(locations or ()), str(spec.origin))
+    return os.path.realpath(place)
+
+
+def _in_standard_library(spec: ModuleSpec | None) -> bool:
+    """Also what is no public name of it, such as its tests."""
+    if spec is None or not (spec.has_location or spec.submodule_search_locations):
+        return False
+    place, library = Path(_place(spec)), Path(sysconfig.get_path("stdlib")).resolve()
+    installed = {"site-packages", "dist-packages"}
+    return place.is_relative_to(library) and not installed & set(place.relative_to(library).parts)
+
+
+@contextmanager
+def _searched_last(folder: str | None) -> Iterator[None]:
+    """``folder`` at the end of the search path, where it stands in for nothing, for as long as an import takes."""
+    if folder is None or folder in sys.path:
+        yield
+        return
+    _FOLDERS.pop(folder, None)
+    _FOLDERS[folder] = None
+    sys.path.append(folder)
+    try:
+        yield
+    finally:
+        if folder in sys.path:
+            sys.path.remove(folder)
+
+
+def _module(kind: str, name: str, module_name: str) -> Any:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module_name + ".").startswith(error.name + "."):
+            raise UserError(
+                f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
+            ) from error
+        raise UserError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
+    except Exception as error:
+        raise UserError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+
+
+def _why_not_called(target: Any, package: str | None) -> str:
+    """Why ``target`` is not called for a name; for one that a spec gives it must be of the named ``package``."""
+    from torch import nn  # here, so that a command line without a name of one's own starts without torch
+
+    if isinstance(target, nn.Module):
+        return ""  # a model already, which is refused where one is built, with its own hint
+    named = isinstance(target, type | FunctionType | BuiltinFunctionType | MethodType)
+    home = str(getattr(target if named else type(target), "__module__", None) or "unknown")
+    top = home.partition(".")[0]
+    what = f"it is {home}.{getattr(target, '__qualname__', type(target).__name__)}"
+    if package is not None and top != package:
+        return f"{what}, not defined in {package}. {_HOW_TO_ALLOW}"
+    if named and (top in sys.stdlib_module_names or top == "unknown"):
+        return f"{what}, and code of Python's standard library is never called for a name. Name a function of your own"
+    if top == "torch" and not (isinstance(target, type) and issubclass(target, nn.Module)):
+        return f"{what}, and of torch only subclasses of nn.Module are called for a name. Name a function of your own"
+    return ""

@@ -23,8 +23,7 @@ from typing import Any, Literal, Self
 
 from pydantic import ConfigDict, PydanticSchemaGenerationError, PydanticUserError, TypeAdapter, ValidationError
 
-from leakscope.contracts.caps import COUNT
-from leakscope.contracts.checks import brief, refuse
+from leakscope.contracts.checks import COUNT, brief, refuse
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
 

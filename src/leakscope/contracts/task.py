@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import import_object
-from leakscope.contracts.registry import Entry, Registry
+from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.contracts.settings import Described, setting
 
 Reduction = Literal["mean", "sum"]

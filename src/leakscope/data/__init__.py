@@ -15,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import import_object
-from leakscope.contracts.registry import Entry, Registry
-from leakscope.data.cifar import load_cifar10, load_cifar100
-from leakscope.data.embedded import load_tiles
-from leakscope.data.examples import Examples, from_tensors
+from leakscope.contracts.registry import Entry, Registry, import_object
+from leakscope.data.examples import (
+    READ_AT_MOST,
+    Examples,
+    from_object,
+    from_tensors,
+    split_by_group,
+    split_dirichlet,
+    split_iid,
+)
 from leakscope.data.folder import load_folder
-from leakscope.data.idx import load_emnist, load_mnist
 from leakscope.data.npz import load_npz
-from leakscope.data.objects import READ_AT_MOST, from_object
-from leakscope.data.split import split_by_group, split_dirichlet, split_iid
+from leakscope.data.standard import load_cifar10, load_cifar100, load_emnist, load_mnist, load_tiles
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,17 +1,21 @@
-"""Examples: private inputs with their labels, in the space that the model reads."""
+"""Private inputs with their labels, in the space that the model reads; how they are made, and split among clients."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from leakscope.contracts.checks import refuse
+from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 
@@ -223,3 +227,158 @@ def _problems(examples: Examples) -> list[str]:
                 f"got {float(x.min()):g} to {float(x.max()):g}. Give the range the inputs really have"
             )
     return problems
+
+
+#: A dataset is read up to here unless more is asked for: as many as identification compares with.
+READ_AT_MOST = 1000
+
+_EXPECTED = "Examples, a pair (x, y) of tensors or numpy arrays, or a torch Dataset or DataLoader of such pairs"
+
+
+def from_object(
+    value: Any,
+    *,
+    limit: int | None = READ_AT_MOST,
+    num_classes: int | None = None,
+    value_range: ValueRange | None = None,
+    name: str = "tensors",
+) -> Examples:
+    """Examples from ``value``; of a dataset or loader the first ``limit``, in the dataset's own order.
+
+    >>> x, y = np.zeros((3, 1, 2, 2), dtype=np.float32), np.array([0, 1, 1])
+    >>> len(from_object((x, y))), from_object((x, y)).num_classes
+    (3, 2)
+    """
+    if isinstance(value, Examples):
+        if num_classes is not None or value_range is not None:
+            raise UserError("value_range, num_classes: expected with tensors or a dataset only; Examples bring theirs")
+        return value
+    if isinstance(value, Dataset | DataLoader):
+        known = getattr(getattr(value, "dataset", value), "classes", None)
+        if num_classes is None and isinstance(known, list | tuple):
+            num_classes = len(known)
+        name = type(getattr(value, "dataset", value)).__name__ if name == "tensors" else name
+        value = _read(value, limit)
+    if not (isinstance(value, tuple | list) and len(value) == 2):
+        raise UserError(f"expected {_EXPECTED}, got {type(value).__name__}")
+    return from_tensors(_tensor(value[0]), _tensor(value[1]), num_classes, value_range, name=name)
+
+
+def _read(source: Any, limit: int | None) -> tuple[Tensor, Tensor]:
+    """The first examples. A shuffled loader would give others each time, so its dataset is read itself."""
+    if isinstance(source, DataLoader) and source.collate_fn is default_collate:
+        source = source.dataset
+    pairs: Iterator[tuple[Any, Any]]
+    if isinstance(source, DataLoader):
+        pairs = itertools.chain.from_iterable(zip(*_pair(batch), strict=True) for batch in source)
+    else:
+        pairs = map(_pair, source if isinstance(source, IterableDataset) else _items(source))
+    chosen = list(itertools.islice(pairs, limit))
+    if not chosen:
+        raise UserError("expected at least one example, got an empty dataset")
+    inputs, targets = ([_tensor(item) for item in column] for column in zip(*chosen, strict=True))
+    if len({(item.shape, item.dtype) for item in inputs}) > 1:
+        shapes = sorted({str(tuple(item.shape)) for item in inputs})
+        raise UserError(f"expected examples of one shape and type, got {', '.join(shapes[:4])}; resize them first")
+    return torch.stack(inputs), torch.stack(targets)
+
+
+def _items(dataset: Any) -> Iterator[Any]:
+    if not hasattr(dataset, "__len__"):
+        raise UserError(f"{type(dataset).__name__}: expected a dataset with a length, or an IterableDataset")
+    return (dataset[number] for number in range(len(dataset)))
+
+
+def _pair(item: Any) -> tuple[Any, Any]:
+    if isinstance(item, tuple | list) and len(item) >= 2:
+        return item[0], item[1]
+    got = f"the keys {', '.join(map(str, item))}" if isinstance(item, dict) else type(item).__name__
+    raise UserError(f"expected the dataset to give pairs (x, y), got {got}; wrap it in one that does")
+
+
+def _tensor(value: Any) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float | np.generic):
+        return torch.tensor(value if isinstance(value, bool | int | float) else value.item())
+    if not isinstance(value, np.ndarray):
+        hint = "; add transforms.ToTensor()" if hasattr(value, "getdata") else "; use torch.as_tensor"
+        raise UserError(f"expected tensors or numpy arrays, got {type(value).__name__}{hint}")
+    if value.dtype.kind not in "buif":
+        raise UserError(f"expected an array of numbers, got {value.dtype}")
+    # torch reads the machine's own byte order and strides only.
+    return torch.from_numpy(np.array(value, dtype=value.dtype.newbyteorder("="), order="C"))
+
+
+def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]:
+    """One client a group, such as a writer, in ascending order; of each at most its first ``limit`` examples.
+
+    >>> from leakscope.contracts.inputs import ValueRange
+    >>> group = torch.tensor([7, 3, 7, 7])
+    >>> demo = Examples(torch.zeros(4, 2), torch.zeros(4).long(), 1, ValueRange(), "demo", group=group)
+    >>> [rows.tolist() for rows in split_by_group(demo, limit=2)]
+    [[1], [0, 2]]
+    """
+    problems = []
+    if examples.group is None:
+        problems.append(
+            f"{examples.name}: expected data that says to whom each example belongs, got none; use data with "
+            "groups, or another split: iid or dirichlet"
+        )
+    if limit is not None and not is_whole(limit):
+        problems.append(f"limit: expected a whole number of at least 1, or None, got {limit!r}")
+    refuse("split_by_group", problems)
+    group = torch.as_tensor(examples.group)
+    return [torch.nonzero(group == owner).flatten()[:limit] for owner in group.unique(sorted=True)]
+
+
+def split_iid(count: int, clients: int, generator: torch.Generator) -> list[Tensor]:
+    """``count`` examples dealt out at random, so that two clients differ by one example at most.
+
+    >>> sorted(len(rows) for rows in split_iid(7, 3, torch.Generator().manual_seed(0)))
+    [2, 2, 3]
+    """
+    refuse("split_iid", whole(count=count) + _client_problems(clients, count))
+    return [rows.sort().values for rows in torch.randperm(count, generator=generator).tensor_split(clients)]
+
+
+def split_dirichlet(labels: Tensor, clients: int, alpha: float, generator: torch.Generator) -> list[Tensor]:
+    """Label skew: the examples of each class are shared out in proportions drawn from Dirichlet(alpha).
+
+    Li, Diao, Chen and He, "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022,
+    distribution-based label imbalance. Small alpha gives a class to few clients; the larger it is, the closer every
+    client comes to an equal share of every class. Deviation: a client left with nothing is given one example of the
+    largest client, where the published code draws anew until all have enough, which for small alpha need not end.
+    """
+    problems = []
+    if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or len(labels) == 0:
+        got = f"{labels.dtype} {tuple(labels.shape)}" if isinstance(labels, Tensor) else type(labels).__name__
+        problems.append(f"labels: expected class numbers of shape (N,), N at least 1, got {got}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not (alpha > 0 and math.isfinite(alpha)):
+        problems.append(f"alpha: expected a positive number, got {alpha!r}")
+    refuse("split_dirichlet", problems + _client_problems(clients, len(labels) if not problems else None))
+    labels = labels.cpu()
+    # Torch draws no Dirichlet from a generator of one's own; NumPy does, and safely for tiny alpha.
+    draws = np.random.default_rng(int(torch.randint(2**62, (1,), generator=generator)))
+    parts: list[list[Tensor]] = [[] for _ in range(clients)]
+    for label in labels.unique(sorted=True):
+        rows = torch.nonzero(labels == label).flatten()
+        rows = rows[torch.randperm(len(rows), generator=generator)]
+        ends = (draws.dirichlet(np.full(clients, float(alpha))).cumsum()[:-1] * len(rows)).round().astype(int)
+        # Whom rounding favours is drawn for each class, or a few clients would get every class of one example.
+        for client, part in zip(
+            torch.randperm(clients, generator=generator).tolist(), rows.tensor_split(ends.tolist()), strict=True
+        ):
+            parts[client].append(part)
+    dealt = [torch.cat(part) for part in parts]
+    for client in range(clients):
+        if len(dealt[client]) == 0:
+            largest = max(range(clients), key=lambda other: len(dealt[other]))
+            dealt[client], dealt[largest] = dealt[largest][-1:], dealt[largest][:-1]
+    return [rows.sort().values for rows in dealt]
+
+
+def _client_problems(clients: int, count: int | None) -> list[str]:
+    if is_whole(clients) and is_whole(count) and clients > (count or 0):
+        return [f"clients: expected at most {count}, one example each, got {clients}"]
+    return whole(clients=clients)

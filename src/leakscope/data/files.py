@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from leakscope.contracts.caps import BYTES, FLOAT
-from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.checks import BYTES, FLOAT, brief, is_whole
 from leakscope.contracts.errors import UserError
 
 ENVIRONMENT = "LEAKSCOPE_DATA"

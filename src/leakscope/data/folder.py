@@ -14,8 +14,7 @@ import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
-from leakscope.contracts.caps import PIXELS
-from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.checks import PIXELS, brief, is_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples

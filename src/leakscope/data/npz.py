@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.contracts.caps import BYTES, FLOAT
-from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.checks import BYTES, FLOAT, brief, is_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import ValueRange
 from leakscope.data.examples import Examples, classes_of, natural_range

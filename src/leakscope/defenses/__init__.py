@@ -1,21 +1,16 @@
 """Protections of the update, one a file. The same object serves the audit and utility training."""
 
-from leakscope.contracts.chain import Chain
-from leakscope.contracts.defense import Defense
+from leakscope.contracts.defense import Chain, Defense
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for
-from leakscope.defenses.dp_sgd import DPSGD
 from leakscope.defenses.fake_gradients import FakeGradients
-from leakscope.defenses.gradient_clipping import GradientClipping
-from leakscope.defenses.gradient_dropout import GradientDropout
-from leakscope.defenses.gradient_noise import GradientNoise
-from leakscope.defenses.gradient_pruning import GradientPruning
 from leakscope.defenses.gradient_quantisation import GradientQuantisation
 from leakscope.defenses.mixup import MixUp
 from leakscope.defenses.network_dropout import NetworkDropout
+from leakscope.defenses.noise import DPSGD, GradientClipping, GradientNoise
 from leakscope.defenses.precode import Precode
 from leakscope.defenses.soteria import Soteria
-from leakscope.defenses.top_k import TopK
+from leakscope.defenses.sparsification import GradientDropout, GradientPruning, TopK
 
 DEFENSES: Registry[Entry] = Registry(
     "defence",

@@ -2,13 +2,18 @@
 
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
-from leakscope.federation.central import CentralTraining
 from leakscope.federation.checkpoints import cached_training
-from leakscope.federation.defended import DefendedTraining, Diverged
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
 from leakscope.federation.secure_aggregation import SecureAggregation
-from leakscope.federation.training import FederatedTraining, Training, TrainingRun
+from leakscope.federation.training import (
+    CentralTraining,
+    DefendedTraining,
+    Diverged,
+    FederatedTraining,
+    Training,
+    TrainingRun,
+)
 from leakscope.federation.vertical import Vertical
 
 PROTOCOLS: Registry[Entry] = Registry(

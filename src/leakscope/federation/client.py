@@ -13,8 +13,7 @@ from leakscope.contracts.defense import Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message
-from leakscope.contracts.protocol import BATCHNORM, ClientSide, Protocol
-from leakscope.contracts.step import batch_gradient, own_randomness
+from leakscope.contracts.protocol import BATCHNORM, ClientSide, Protocol, batch_gradient, own_randomness
 from leakscope.network.recorder import record_layers
 
 __all__ = ["OneMessage", "batch_gradient", "batchnorm_statistics", "own_randomness", "protected"]

@@ -1,12 +1,17 @@
-"""Federated training over several rounds, so that an update can be attacked early or late in it.
+"""Training over several rounds: federated, by protected updates to see what a defence costs, and in one place.
 
-McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017, Algorithm 1.
+Federated: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+Algorithm 1. By protected updates: in each round every client sends the update of its next batch, with the defence in
+it, and the server goes a step along their mean; training that breaks down is a result and no error, see
+:class:`Diverged`. In one place: papers attack nets that were trained before the client computes its update; unlike
+federated training, which sends parameters only, this also moves the running statistics of BatchNorm.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,13 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.checks import is_whole, refuse, whole
-from leakscope.contracts.defense import Defense
+from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import Protocol, check_batch, client_copy
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Task, outputs_of
+from leakscope.federation.client import UpdateNotFinite
 from leakscope.federation.fedavg import FedAvg
+from leakscope.federation.fedsgd import FedSGD
 
 Client = tuple[Tensor, Tensor]
 Progress = Callable[[int, int, float], None]
@@ -230,3 +237,116 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: 
             message = [line.strip().removeprefix("- ") for line in str(error).splitlines()]
             problems.append(f"client {number}: " + " ".join(message))
     refuse("federated training", problems, _TOLD)
+
+
+class Diverged(UserError):
+    """The training broke down: an update, a weight or a loss is no longer finite."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DefendedTraining(Training):
+    """Each round every client sends the update of its next ``batch_size`` examples, and the server goes one step.
+
+    A client goes through its examples in a shuffled order, anew each epoch; what is left of an epoch that the batch
+    size does not divide is dropped. The order depends on the seed and not on the defence or its draws, so that
+    trainings under different defences see the same batches. A sum over examples is divided by their number.
+    """
+
+    rounds: int = setting(200, "Steps of the server.", ge=1)
+    batch_size: int = setting(16, "Examples behind a client's update.", ge=1)
+    lr: float = setting(0.1, "Step size of the server.", gt=0)
+    protocol: Protocol = field(default_factory=FedSGD)
+    task: Task = field(default_factory=Classification)
+
+    def play_round(
+        self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
+    ) -> tuple[nn.Module, float]:
+        """The model after step ``number``, and the mean loss of its batches before it; Diverged where it breaks."""
+        rows = [self.next_batch(len(y), number, seed, place) for place, (_, y) in enumerate(clients)]
+        total, losses = sum(map(len, rows)), []
+        after: nn.Module | None = None
+        for place, ((x, y), own) in enumerate(zip(clients, rows, strict=True)):
+            draws = round_generator(seed, number, place)
+            client, _ = self.protocol.client_side(model, x[own], y[own], defense, draws, self.task)
+            if after is None:  # where the defence changes the model, that one is trained
+                after = copy.deepcopy(model if client.shared is None else client.shared)
+            losses.append(len(own) / total * mean_loss(client.model, [(client.x, client.y)], self.task))
+            if not math.isfinite(losses[-1]):
+                raise Diverged(f"round {number}: the loss is {losses[-1]}")
+            try:
+                sent = self.protocol.send(client)
+            except UpdateNotFinite as error:
+                raise Diverged(f"round {number}: {error}") from error
+            share = len(own) / total / (len(own) if self.protocol.adds_examples else 1)
+            _step(after, sent, self.lr * share)
+        assert after is not None  # there is a client, or check_clients had refused
+        if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
+            raise Diverged(f"round {number}: the weights are not finite")
+        return after, math.fsum(losses)
+
+    def next_batch(self, examples: int, number: int, seed: int, client: int) -> Tensor:
+        """The rows of a client with so many examples in round ``number``.
+
+        >>> training = DefendedTraining(batch_size=2)
+        >>> epoch = torch.cat([training.next_batch(5, number, seed=0, client=0) for number in (1, 2)])
+        >>> len(epoch), len(epoch.unique())
+        (4, 4)
+        """
+        size = min(self.batch_size, examples)
+        epoch, place = divmod(number - 1, examples // size)
+        order = torch.randperm(examples, generator=named_generator("order", seed, client, epoch))
+        return order[place * size : (place + 1) * size]
+
+    def passes(self, examples: int) -> int:
+        """How often at most each of a client's examples enters a gradient in all rounds.
+
+        >>> DefendedTraining(rounds=200, batch_size=16).passes(800)
+        4
+        """
+        size = min(self.batch_size, examples)
+        return math.ceil(self.rounds / (examples // size)) * self.protocol.passes(size)
+
+
+def _step(model: nn.Module, update: Gradient, size: float) -> None:
+    trained = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in update.items():
+            trained[name].sub_(value.to(trained[name]), alpha=size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CentralTraining(Training):
+    """A round is one epoch of SGD with momentum over the examples of all clients together.
+
+    Momentum begins anew with each epoch, so that an epoch depends on the weights before it alone and a checkpoint needs
+    nothing else. ``decay_every``: the learning rate falls to a tenth after so many epochs, and again; 0 never.
+    """
+
+    rounds: int = setting(1, "Epochs of training.", ge=1)
+    batch_size: int = setting(64, "Examples in a step.", ge=1)
+    lr: float = setting(0.1, "Step size of SGD.", gt=0)
+    momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
+    decay_every: int = setting(50, "Epochs after which the step size falls to a tenth; 0 never.", ge=0)
+    task: Task = field(default_factory=Classification)
+
+    def play_round(
+        self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
+    ) -> tuple[nn.Module, float]:
+        """The model after epoch ``number``, and the mean loss over its steps."""
+        if defense is not None:
+            raise UserError(f"central training: expected no defence, for nothing is sent, got {defense!r}")
+        x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))
+        after = copy.deepcopy(model).train()
+        rate = self.lr * (0.1 ** ((number - 1) // self.decay_every) if self.decay_every else 1.0)
+        optimiser = torch.optim.SGD([p for p in after.parameters() if p.requires_grad], rate, self.momentum)
+        total, draws = 0.0, round_generator(seed, number, 0)
+        with torch.random.fork_rng(devices=[]):
+            torch.random.default_generator.manual_seed(seed)  # for models that draw random numbers of their own
+            for rows in torch.randperm(len(x), generator=draws).tensor_split(-(-len(x) // self.batch_size)):
+                optimiser.zero_grad()
+                loss = self.task.loss(outputs_of(after(x[rows])), y[rows], "mean")
+                loss.backward()
+                optimiser.step()
+                total += float(loss.detach()) * len(rows)
+        after.zero_grad(set_to_none=True)
+        return after.train(model.training), total / len(x)

@@ -38,8 +38,7 @@ from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.contracts.errors import UserError
 from leakscope.equations.decomposition import MAX_SINGULAR_VALUES, Decomposition, decompose
 from leakscope.limits.effort import PRODUCTS_WORK, effort_of
-from leakscope.limits.jacobian import make_jacobian, not_unasked, too_large
-from leakscope.limits.trace import inverse_trace, signs
+from leakscope.limits.jacobian import inverse_trace, make_jacobian, not_unasked, signs, too_large
 from leakscope.matching.gradient_map import MAX_PRODUCTS, GradientMap, Linearisation, Progress, affordable_steps
 
 Method = Literal["auto", "exact", "estimate"]

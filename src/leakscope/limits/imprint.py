@@ -15,8 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from leakscope.contracts.caps import COUNT
-from leakscope.contracts.checks import is_whole
+from leakscope.contracts.checks import COUNT, is_whole
 from leakscope.contracts.errors import UserError
 
 #: Examples up to which the exact distribution is computed: seconds.

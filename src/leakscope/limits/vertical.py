@@ -18,8 +18,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from leakscope.contracts.caps import BYTES, FLOAT
-from leakscope.contracts.checks import expected, refuse, whole
+from leakscope.contracts.checks import BYTES, FLOAT, expected, refuse, whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.tables import html_table
 from leakscope.contracts.task import Classification, label_count

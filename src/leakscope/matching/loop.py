@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from leakscope.contracts.caps import BYTES, FLOAT
+from leakscope.contracts.checks import BYTES, FLOAT
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
 from leakscope.matching.canvas import Canvas, Pixels

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Iterator, Sequence
 
 import torch
 
-from leakscope.contracts.step import visits
+from leakscope.contracts.protocol import visits
 
 #: One tuple of example numbers a local step.
 Order = tuple[tuple[int, ...], ...]

@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from leakscope.contracts.caps import BYTES
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import BYTES, brief
 from leakscope.contracts.errors import UserError
 from leakscope.metrics.image import check_same_shape
 

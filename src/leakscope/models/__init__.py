@@ -16,20 +16,28 @@ from typing import Any
 import torch
 from torch import nn
 
-from leakscope.contracts.caps import BYTES, FLOAT, MAX_AXES, PARAMETERS
-from leakscope.contracts.checks import brief
+from leakscope.contracts.checks import BYTES, FLOAT, MAX_AXES, PARAMETERS, brief
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import import_object
-from leakscope.contracts.registry import Entry, Registry
+from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.contracts.task import Shape
-from leakscope.models.chains import chain_cnns, fcn3
-from leakscope.models.cnn import cifar_cnn, convnet, femnist_cnn, one_layer_cnn, signal_cnn
+from leakscope.models.classic import (
+    LeNetTanh,
+    chain_cnns,
+    cifar_cnn,
+    convnet,
+    dlg_lenet,
+    fcn3,
+    femnist_cnn,
+    logistic,
+    mlp,
+    one_layer_cnn,
+    s3_mlp,
+    signal_cnn,
+)
 from leakscope.models.common import ACTIVATIONS, positive_int
 from leakscope.models.external import call_factory
-from leakscope.models.lenet import LeNetTanh, dlg_lenet
-from leakscope.models.mlp import logistic, mlp, s3_mlp
 from leakscope.models.resnet import resnet8, resnet18
-from leakscope.models.vertical import cafe_cnn, vertical_mlp
+from leakscope.models.split import cafe_cnn, vertical_mlp
 from leakscope.models.vit import VisionTransformer
 
 

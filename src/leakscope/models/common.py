@@ -9,8 +9,7 @@ from types import MappingProxyType
 
 from torch import nn
 
-from leakscope.contracts.caps import PARAMETERS
-from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.checks import PARAMETERS, brief, is_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 

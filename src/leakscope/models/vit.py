@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import PIECES
+from leakscope.contracts.checks import PIECES
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 from leakscope.models.common import image_shape, positive_int, sequence

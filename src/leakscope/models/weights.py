@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.caps import BYTES
+from leakscope.contracts.checks import BYTES
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.caps import BYTES
+from leakscope.contracts.checks import BYTES
 from leakscope.contracts.disk import atomic_write, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.results.export import VERSIONS, document, json_text

@@ -48,10 +48,9 @@ from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.protocol import ClientSide, client_copy
+from leakscope.contracts.protocol import ClientSide, batch_gradient, client_copy, own_randomness, train_locally, visits
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.contracts.step import batch_gradient, own_randomness, train_locally, visits
 from leakscope.contracts.task import Task
 
 #: Examples of its own below which an adversary learns nothing worth the name, and as many for each in a batch.

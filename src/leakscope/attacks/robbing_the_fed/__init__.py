@@ -53,7 +53,7 @@ from leakscope.attacks.robbing_the_fed.imprint import (
     read_bins,
 )
 from leakscope.contracts.attack import Attack, Progress
-from leakscope.contracts.caps import PARAMETERS
+from leakscope.contracts.checks import PARAMETERS
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction

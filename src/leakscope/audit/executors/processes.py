@@ -34,7 +34,7 @@ from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, build_setup
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import own_folders
+from leakscope.contracts.registry import own_folders
 
 _CGROUP = Path("/sys/fs/cgroup")
 _FROM_TERMINAL = tuple(getattr(signal, name) for name in ("SIGINT", "SIGHUP") if hasattr(signal, name))

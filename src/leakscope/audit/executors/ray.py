@@ -40,7 +40,7 @@ from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, is_intact
 from leakscope.audit.versions import versions
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.imports import own_folders
+from leakscope.contracts.registry import own_folders
 from leakscope.contracts.settings import setting
 from leakscope.results.records import counted
 

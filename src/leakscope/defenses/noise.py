@@ -1,16 +1,4 @@
-"""DP-SGD: each example's gradient is clipped, and Gaussian noise for a stated epsilon and delta is added to the sum.
-
-Abadi et al., "Deep Learning with Differential Privacy", CCS 2016. The noise comes from the Renyi accountant in
-``leakscope.defenses.accounting``. With ``clip`` 3 and ``epsilon`` of 10, 5, 1 and 0.1 it is the rival that Jin et al.,
-"CAFE", NeurIPS 2021, hold their fake gradients against.
-
-What is promised is (epsilon, delta) for ``steps`` noisy gradients in total, when one example is taken out of the data.
-The number of examples counts as known. With the defaults, ``steps`` 1 and ``sampling_rate`` 1, it is the promise of
-each single gradient: of FedSGD in one round. A client that sends more pays more, and says so in ``steps``: the local
-steps of FedAvg in all rounds together. Its batches are passes through shuffled data, each example once an epoch, so
-``steps`` = epochs times rounds at ``sampling_rate`` 1 is a safe count. A ``sampling_rate`` below 1 is right only where
-each example enters each batch by a draw of its own; with shuffled batches it is customary, and too good.
-"""
+"""Clipping of gradients and noise on them, of the batch or of each example: DP-SGD does both for a promise."""
 
 from __future__ import annotations
 
@@ -20,11 +8,65 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.contracts.channel import Channel
+from leakscope.contracts.channel import Channel, NoiseLaw
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientClipping(Defense):
+    """Scale the batch's gradient down to a norm of at most ``norm``, at each local step: g / max(1, |g| / C).
+
+    Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation": over all tensors together. It is
+    not the clipping that differential privacy needs (``dp-sgd``); their DP-SGD is [gradient-clipping, gradient-noise].
+
+    Promise: none. The direction is untouched, and the length of the gradient is one number: every attack that compares
+    directions (``inverting-gradients``) or solves for the scale (``head-first``) is blind to it.
+    """
+
+    norm: float = setting(4.0, "The largest norm of the batch's gradient.", gt=0)
+
+    def protect_gradient(self, gradient: Gradient, generator: torch.Generator) -> Gradient:
+        squares = torch.stack([value.double().square().sum() for value in gradient.values()]).sum()
+        factor = self.channel().clip_factor(float(squares.sqrt()))
+        return {name: value * factor for name, value in gradient.items()}
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        return Channel(clip=self.norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientNoise(Defense):
+    """Add independent noise of standard deviation ``sigma`` to every entry of the message.
+
+    Zhu, Liu, Han, "Deep Leakage from Gradients", NeurIPS 2019, section 5. ``sigma`` is absolute, not relative to the
+    update's size, as in the systematic evaluation of Liu et al. Laplace noise has the density exp(-|e| / b) / 2b with
+    b = sigma / sqrt(2).
+
+    Promise: a floor under the error of every unbiased attack (``leakscope limits``). No differential privacy, for
+    nothing bounds what one example adds. An attack with a prior goes below the floor: ``inverting-gradients`` and
+    ``gauss-newton`` with ``smoothness`` tell how far.
+    """
+
+    sigma: float = setting(0.01, "Standard deviation of the noise, in units of the update.", ge=0)
+    law: NoiseLaw = setting("gaussian", "The law of the noise.")
+
+    def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
+        # Drawn on the CPU, so that the noise is the same on every device.
+        return {name: value + self._noise(value.shape, generator).to(value) for name, value in update.items()}
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        return Channel(noise=self.sigma, noise_law=self.law if self.sigma else "gaussian")
+
+    def _noise(self, shape: torch.Size, generator: torch.Generator) -> Tensor:
+        if self.law == "gaussian":
+            return self.sigma * torch.randn(shape, generator=generator)
+        # By the inverse of its distribution function; in double precision, whose least step does not cut the tails.
+        uniform = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+        tails = torch.log1p(-2 * uniform.abs().clamp(max=0.5 - 2**-54))
+        return -self.sigma / math.sqrt(2) * uniform.sign() * tails
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +75,14 @@ class DPSGD(Defense):
 
     The noise on the sum of the examples' gradients has a standard deviation of the multiplier times ``clip``; on
     their mean it is that over the number of examples. ``epsilon`` and ``delta`` hold for ``steps`` such gradients.
+
+    Abadi et al., "Deep Learning with Differential Privacy", CCS 2016; the noise is that of the Renyi accountant. With
+    ``clip`` 3 and ``epsilon`` of 10, 5, 1 and 0.1 it is the rival of fake gradients in Jin et al., "CAFE", 2021.
+
+    Promise: (epsilon, delta) for ``steps`` noisy gradients, when one example is taken out of the data; the number of
+    examples counts as known. The defaults are for FedSGD in one round. A client that sends more says so in ``steps``:
+    for FedAvg, epochs times rounds at ``sampling_rate`` 1 is a safe count. A ``sampling_rate`` below 1 is right only
+    where each example enters each batch by a draw of its own, not for shuffled batches.
     """
 
     clip: float = setting(3.0, "The largest norm of an example's gradient.", gt=0)
