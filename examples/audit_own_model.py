@@ -28,7 +28,7 @@ def main() -> None:
 
     print(audit.verdict.outcome)
     for reason in audit.verdict.reasons:
-        print("-", reason.text, reason.remedy)
+        print("-", reason)
 
 
 if __name__ == "__main__":

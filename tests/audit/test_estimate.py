@@ -26,7 +26,7 @@ from leakscope.cli import app
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.results.export import schema
+from leakscope.report.export import schema
 
 #: What the hand-wound clock shows, and the steps that were made.
 CLOCK = SimpleNamespace(now=0.0, steps=0)

@@ -59,13 +59,12 @@ def test_an_attack_that_learned_the_defence_is_one_that_knows_it(tmp_path: Path)
             assert row.result.adaptive == row.job.attack.startswith("LearningToInvert")
     (setting,) = done.verdict.settings
     # It knows the defence, but with a hundred examples it is too weak: that is no pass either.
-    (reason,) = [reason.text for reason in setting.reasons if "know this defence" in reason.text]
-    assert reason.startswith("of the attacks that know this defence: attack too weak to judge")
+    (reason,) = [reason for reason in setting.reasons if reason.knowing]
+    assert reason.code.startswith("weak-")
     assert setting.outcome == "inconclusive"
     blind = run(tmp_path / "blind", attacks=[doubles.Quotient()], defenses=[Signs()], policy=never)
-    (reason,) = [r for r in blind.verdict.settings[0].reasons if "knows this defence" in r.text]
-    assert reason.text.startswith("no attack that knows this defence was run")
-    assert "learning-to-invert" in reason.remedy
+    (reason,) = [r for r in blind.verdict.settings[0].reasons if r.code == "defence-unread"]
+    assert "learn-defence" in {remedy.kind for remedy in reason.remedy.alternatives}
 
 
 def test_no_attacked_example_is_among_those_that_an_attack_is_given(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from leakscope.audit.progress import listener
 from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
 from leakscope.contracts.tables import data_frame, html_facts, html_table, latex_table
 from leakscope.report import show
-from leakscope.results.export import schema
+from leakscope.report.export import schema
 from sarif_schema import sarif_problems
 
 QUICK: dict[str, Any] = {"attacks": [doubles.Quotient()], "defenses": None, "findings": False, "controls": False}

@@ -22,8 +22,8 @@ from leakscope.cli import app, main
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedSGD
 from leakscope.models import build_model
+from leakscope.report.export import schema
 from leakscope.results import Store
-from leakscope.results.export import schema
 
 TINY = """
 model: {name: mlp, options: {hidden: [8]}}

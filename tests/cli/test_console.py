@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +12,8 @@ import pytest
 from rich.console import Console
 
 from leakscope.cli.console import fitted, make_console, print_listing, print_table, print_verdict
-from leakscope.results import Reason, Row, SettingVerdict, Verdict
+from leakscope.results import Row, SettingVerdict, Verdict
+from leakscope.results.reasons import Scenario, because
 
 SGD, PRUNING = "FedSGD(batchnorm='eval', reduction='mean')", "GradientPruning(fraction=0.9, scope='tensor')"
 
@@ -23,14 +25,20 @@ def printed(draw: Any, width: int) -> str:
 
 
 def result(audited: Any = None) -> Any:
-    again = Reason("raised flags: did not converge", "Take more steps: --attack dlg:iterations=5000")
-    leaks = [Reason(f"example {n} leaks by dlg: PSNR {20 + n}.0 dB") for n in range(8)]
+    leaks = [because("reconstruction", example=n, attack="dlg", measure="psnr", value=20.0 + n) for n in range(8)]
+    leaks = [dataclasses.replace(leak, scenario=Scenario(SGD, "none")) for leak in leaks]
+    first, second = (
+        because(
+            "flag", "more-iterations", names=("did not converge",), count=1, total=1, scenario=Scenario(SGD, defense)
+        )
+        for defense in ("none", PRUNING)
+    )
     numbers: dict[str, Any] = {"mean_psnr": 18.84, "interval": (16.3, 21.4), "baseline_psnr": 8.4}
     settings = [
-        SettingVerdict(protocol=SGD, defense="none", outcome="leaks", reasons=[*leaks, again], **numbers),
-        SettingVerdict(protocol=SGD, defense=PRUNING, outcome="inconclusive", reasons=[again], **numbers),
+        SettingVerdict(protocol=SGD, defense="none", outcome="leaks", reasons=[*leaks, first], **numbers),
+        SettingVerdict(protocol=SGD, defense=PRUNING, outcome="inconclusive", reasons=[second], **numbers),
     ]
-    every = [reason for setting in settings for reason in setting.named_reasons]
+    every = [reason for setting in settings for reason in setting.reasons]
     job = {"protocol": SGD, "defense": "none", "attack": "L()", "attack_name": "linear-layer", "seed": 0, "batch": 0}
     odd = "NotApplicable: the first layer 'conv1' is Conv2d, not Linear"
     return SimpleNamespace(
@@ -48,13 +56,19 @@ def test_the_verdict_fits_and_cuts_no_word(width: int) -> None:
     told = printed(lambda console: print_verdict(result(audited), Path("run/report.html"), console), width)
     assert max(map(len, told.splitlines())) <= width
     words = set(told.split())
-    for word in ("inconclusive", "GradientPruning(fraction=0.9)", "identified", "Conv2d,", "dlg:iterations=5000"):
+    for word in (
+        "inconclusive",
+        "GradientPruning(fraction=0.9)",
+        "identified",
+        "Conv2d,",
+        "head-first:iterations=1000",
+    ):
         assert word in words, told
     flat = " ".join(told.split())
     assert "Warning: random weights, not trained ones" in flat
     assert flat.count("12 jobs: the first layer 'conv1' is Conv2d, not Linear") == 1
     assert flat.count("8 examples leak by dlg: PSNR 20.0 to 27.0 dB") == 1
-    assert flat.count("Why: S1, S2: raised flags: did not converge What to do: Take more steps") == 1
+    assert flat.count("Why: S1, S2: 1 of 1 attempt raised the flag: did not converge What to do:") == 1
     assert "S2 FedSGD · GradientPruning(fraction=0.9)" in flat
     assert SGD not in flat  # long names stand in the report
     assert flat.index("Audited") < flat.index("S1 18.8 (16.3 to 21.4)" if width > 60 else "S1 18.8")
@@ -67,7 +81,7 @@ def test_quiet_says_only_the_verdict_and_where_the_report_is() -> None:
 
 
 def test_many_reasons_are_cut_short_unless_asked_for() -> None:
-    reasons = [Reason(f"doubt {letter}") for letter in "abcdefghijkl"]
+    reasons = [because("job-failed", count=count) for count in range(1, 13)]
     many = result()
     many.verdict = Verdict(outcome="inconclusive", reasons=reasons)
     brief = printed(lambda console: print_verdict(many, Path("r"), console), 80)

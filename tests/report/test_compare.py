@@ -14,7 +14,7 @@ from json_schema import violations
 from leakscope.cli import app
 from leakscope.report import compare, compare_differences, compare_tables, write_comparison
 from leakscope.report.compare import STRONGEST
-from leakscope.results.export import schema
+from leakscope.report.export import schema
 
 
 @pytest.fixture(scope="module")

@@ -36,11 +36,16 @@ def test_a_second_attack_with_a_flag_costs_no_pass_and_the_first_alone_buys_none
     sme, cocktail = tried(0, "SME()"), tried(3, "Cocktail()", flags=("ill-conditioned",))
     standard = ("sme", "cocktail", "head")
     both = [*sme, *cocktail]
-    for rows, lacking in ((sme, "cocktail, head"), (both, "head")):
+    for rows, lacking in ((sme, ("cocktail", "head")), (both, ("head",))):
         (reason,) = judge(rows, None, plan_of(rows, *standard)).settings[0].reasons
-        assert reason.text == f"standard attacks not run: {lacking}"
-        assert "--attack standard" in reason.remedy
-        assert "--waive head" in reason.remedy
+        assert (reason.code, reason.names) == ("standard-not-run", lacking)
+        assert reason.remedy is not None
+        standard_attacks, waive = reason.remedy.alternatives
+        assert (standard_attacks.kind, waive.kind, waive.arguments) == (
+            "standard-attacks",
+            "waive",
+            {"attacks": lacking},
+        )
     every = [*both, *tried(6, "Head()", status="refused", error="NotApplicable: no head")]
     assert judge(every, None, plan_of(every, *standard)).outcome == "within policy"
     assert judge(both, {"waive": ["head"]}, plan_of(both, *standard)).outcome == "within policy"
@@ -48,16 +53,16 @@ def test_a_second_attack_with_a_flag_costs_no_pass_and_the_first_alone_buys_none
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "code"),
     [
-        ({"status": "failed"}, "1 job failed"),
-        ({"status": "refused", "error": "MissingKnowledge: lr"}, "1 job refused for want of knowledge"),
+        ({"status": "failed"}, "job-failed"),
+        ({"status": "refused", "error": "MissingKnowledge: lr"}, "job-starved"),
     ],
 )
-def test_a_standard_attack_must_give_a_result_or_not_apply(change: dict[str, Any], words: str) -> None:
+def test_a_standard_attack_must_give_a_result_or_not_apply(change: dict[str, Any], code: str) -> None:
     rows = [*tried(0, "A()"), *tried(3, "B()", **change)]
     (reason,) = judge(rows, None, plan_of(rows, "a", "b")).settings[0].reasons
-    assert reason.text == words
+    assert (reason.code, reason.count) == (code, 1)
     assert judge(rows, None, plan_of(rows, "a")).outcome == "within policy", "not a standard one, and another covers"
     assert judge(rows, {"waive": ["b"]}, plan_of(rows, "a", "b")).outcome == "within policy"
     twin = make(6, 9, attack="B(steps=9)", defense=NOISE, adaptive=True, flags=("did not converge",))
@@ -68,7 +73,7 @@ def test_a_standard_attack_must_give_a_result_or_not_apply(change: dict[str, Any
 def test_every_client_must_be_covered_and_not_by_the_same_attack() -> None:
     flag = {"flags": ("did not converge",)}
     first = [*tried(0, "A()"), make(3, 9, attack="A()", index=1, defense=NOISE, adaptive=True, **flag)]
-    assert "did not converge" in judge(first, None, plan_of(first)).settings[0].reasons[0].text
+    assert judge(first, None, plan_of(first)).settings[0].reasons[0].names == ("did not converge",)
     second = [*tried(4, "B()", index=1), make(7, 9, attack="B()", defense=NOISE, adaptive=True, **flag)]
     assert judge([*first, *second], None, plan_of([*first, *second])).outcome == "within policy"
 
@@ -77,22 +82,17 @@ def test_every_client_must_be_covered_and_not_by_the_same_attack() -> None:
 def test_a_client_without_any_result_does_not_pass(fate: str) -> None:
     rows = [*tried(0, "A()"), make(3, attack="A()", index=1, defense=NOISE, status=fate, error="NotApplicable: no")]
     (reason,) = judge(rows, None, plan_of(rows)).settings[0].reasons
-    assert (
-        reason.text
-        == {
-            "refused": "1 update: no attack gave a result that could support a pass",
-            "failed": "1 job failed",
-        }[fate]
-    )
+    assert (reason.code, reason.count) == ({"refused": "no-support", "failed": "job-failed"}[fate], 1)
 
 
 def test_a_failed_control_costs_only_its_own_attack_its_word() -> None:
     rows = [*tried(0, "A()"), *tried(3, "B()"), control(6, attack="B()", status="failed")]
     assert judge(rows, None, plan_of(rows, "a", "b")).outcome == "within policy"
     alone = [*tried(0, "B()"), control(3, attack="B()", status="failed")]
-    assert "1 control job failed" in str(judge(alone, None, plan_of(alone)))
+    assert "control-failed" in {reason.code for reason in judge(alone, None, plan_of(alone)).reasons}
     guess = held_out(6, 7, status="failed")
-    assert "1 control job failed" in str(judge([*rows[:6], guess], None, plan_of([*rows[:6], guess])))
+    told = judge([*rows[:6], guess], None, plan_of([*rows[:6], guess])).reasons
+    assert [(reason.code, reason.count, reason.scenario) for reason in told] == [("control-failed", 1, None)]
 
 
 RESIDUALS: list[tuple[str, tuple[float | None, float | None], str]] = [
@@ -118,7 +118,7 @@ def test_no_update_passes_that_no_attack_explains(residuals: tuple[float | None,
         rows = tried(0, "A()", defense=defense, residuals=residuals)
         verdict = judge(rows, None, plan_of(rows, "a", defense=defense))
         assert verdict.outcome == outcome
-        assert outcome == "within policy" or "unexplained" in verdict.reasons[0].text
+        assert outcome == "within policy" or verdict.reasons[0].code == "unexplained"
     if None not in residuals:
         assert explained(*residuals) == (outcome == "within policy")  # type: ignore[arg-type]
 
@@ -129,7 +129,7 @@ def test_the_best_attack_on_each_client_must_explain_its_update() -> None:
     assert judge(rows, None, plan_of(rows)).outcome == "within policy"
     rows += [make(6, 9, attack="A()", index=1, defense=NOISE, adaptive=True, **poor)]
     (reason,) = judge(rows, None, plan_of(rows)).settings[0].reasons
-    assert reason.text.startswith("1 of 2 updates: the best attack leaves up to 90.0% of the update unexplained")
+    assert (reason.code, reason.count, reason.total, reason.value) == ("unexplained", 1, 2, 0.9)
 
 
 def test_what_an_attack_explains_that_does_not_know_the_defence_tells_nothing_of_it() -> None:
@@ -138,7 +138,7 @@ def test_what_an_attack_explains_that_does_not_know_the_defence_tells_nothing_of
         *tried(0, "A()", residuals=(0.6, 1e-6)),
         *tried(3, "B()", adaptive=False, residuals=(0.3, 0.4)),
     ]
-    assert "unexplained" in judge(rows, None, plan_of(rows)).reasons[0].text
+    assert judge(rows, None, plan_of(rows)).reasons[0].code == "unexplained"
 
 
 def test_a_certified_example_leaks_without_a_lift() -> None:
@@ -176,7 +176,7 @@ def test_a_certificate_that_contradicts_the_measured_psnr_is_a_doubt(
     rows = [make(0, psnr, certificate=HOLDS), control(1), planted(2, 90)]
     verdict = judge(rows, {"max_psnr": limit})
     assert verdict.outcome == outcome
-    said = any("its certificate contradicts the measured PSNR" in reason.text for reason in verdict.reasons)
+    said = any(reason.code == "certificate-contradicted" for reason in verdict.reasons)
     assert said == (outcome == "inconclusive")
 
 
@@ -195,6 +195,6 @@ def test_an_unfinished_audit_says_what_is_missing_and_not_what_to_add() -> None:
     rows = tried(0, "A()")
     plan = plan_of(rows, "a", "b")
     plan |= {"total": 4, "settings": [{**plan["settings"][0], "jobs": 2}], "budget": "10 m"}
-    texts = [reason.text for reason in judge(rows, None, plan).reasons]
-    assert any("the budget of 10 m ended" in text for text in texts)
-    assert not any("not run:" in text for text in texts)
+    reasons = judge(rows, None, plan).reasons
+    assert "10 m" in {reason.budget for reason in reasons}
+    assert not any(reason.code == "standard-not-run" for reason in reasons)

@@ -15,13 +15,13 @@ REQUIRED = ("head-first", "idlg")
 EXTRA = ("dlg", "sme", "dlfa")
 CLIENTS = 2
 #: What a doubt says that comes from something like a leak: a further attack may raise it.
-LEAK_LIKE = (
-    "are identified, against",
-    "no control tells how much of it comes from the update",
-    "a held-out image is nearly as near",
-    "with the right labels",
-    "its certificate contradicts the measured PSNR",
-)
+LEAK_LIKE = {
+    "identified-above-chance",
+    "no-control",
+    "near-held-out",
+    "labels-hide",
+    "certificate-contradicted",
+}
 HOLDS = {"residual": 0.5, "tolerance": 1.0, "free_directions": 0, "method": "solved"}
 
 
@@ -140,8 +140,8 @@ def test_more_attacks_never_cost_a_pass_and_fewer_never_buy_one(audit: dict[str,
     if less.outcome == "leaks":
         assert more.outcome == "leaks"
     if less.outcome == "within policy" and more.outcome != "leaks":
-        raised = [reason.text for reason in more.reasons]
-        assert all(any(words in text for words in LEAK_LIKE) for text in raised), raised
+        raised = [reason.code for reason in more.reasons]
+        assert set(raised) <= LEAK_LIKE
 
 
 @settings(max_examples=300, deadline=None)
@@ -151,4 +151,4 @@ def test_a_pass_has_every_standard_attack_or_its_waiver(audit: dict[str, Any]) -
     waived = "idlg" in audit["policy"].get("waive", ())
     assert verdict.outcome != "within policy" or waived
     if verdict.outcome == "inconclusive" and verdict.settings[0].done:
-        assert any("standard attacks not run: idlg" in reason.text for reason in verdict.reasons) != waived
+        assert any(reason.names == ("idlg",) for reason in verdict.reasons) != waived

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.tables import data_frame
+from leakscope.report.export import audit_document, audit_table, json_text
 from leakscope.results.defense_study import Study, study_store
-from leakscope.results.export import audit_document, audit_table, json_text
 from leakscope.results.records import FindingRow, Row, counted, mapping
 from leakscope.results.setting_tables import verdict_html
 from leakscope.results.store import Store

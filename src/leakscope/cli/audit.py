@@ -167,7 +167,7 @@ def _run(
     from leakscope.audit.run import run_spec
     from leakscope.cli.console import make_console, print_verdict, say
     from leakscope.cli.progress import audit_progress
-    from leakscope.results.export import audit_document, audit_table
+    from leakscope.report.export import audit_document, audit_table
 
     console = make_console(stderr=output.for_machines)
     if not (spec or options or output.quiet) and POLICY_FILE.is_file():

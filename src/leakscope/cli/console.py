@@ -319,7 +319,7 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
 
 
 def _print_fates(result: Any, console: Console) -> None:
-    from leakscope.results.wording import shared_fates
+    from leakscope.report.sentences import shared_fates
 
     fates = shared_fates(result.rows, result.findings)
     if fates:
@@ -329,7 +329,7 @@ def _print_fates(result: Any, console: Console) -> None:
 
 
 def _print_remarks(verdict: Any, console: Console) -> None:
-    from leakscope.results.wording import shared_remarks
+    from leakscope.report.sentences import shared_remarks
 
     for remark in shared_remarks(verdict):
         say(console, f"Note: {remark}")
@@ -337,21 +337,21 @@ def _print_remarks(verdict: Any, console: Console) -> None:
 
 def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
     """A paragraph for each remedy, with the reasons that it helps against."""
-    from leakscope.results.wording import by_remedy
+    from leakscope.report.sentences import by_remedy
 
     groups = by_remedy(verdict)
-    left = sum(len(group.reasons) for group in groups) if verbose else MAX_REASONS
+    left = sum(map(len, groups.values())) if verbose else MAX_REASONS
     unsaid = 0
-    for group in groups:
-        shown, unsaid = group.reasons[:left], unsaid + len(group.reasons[left:])
+    for remedy, reasons in groups.items():
+        shown, unsaid = reasons[:left], unsaid + len(reasons[left:])
         left -= len(shown)
         if not shown:
             continue
         console.print()
         for reason in shown:
             say(console, f"Why: {reason}", indent=2)
-        if group.remedy:
-            say(console, f"What to do: {group.remedy}", indent=2)
+        if remedy:
+            say(console, f"What to do: {remedy}", indent=2)
     if unsaid:
         console.print()
         say(console, f"{counted(unsaid, 'more reason')} in the report; -v prints all.", indent=2)

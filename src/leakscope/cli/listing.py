@@ -54,7 +54,7 @@ def list_names(
     table: Registry[Any] = getattr(importlib.import_module(module), attribute)
     entries = [_entry(table, name)] if name is not None else [_facts(entry) for entry in table.values()]
     if output.for_machines:
-        from leakscope.results.export import document
+        from leakscope.report.export import document
 
         content = document("list", {"what": what.value, "entries": entries})
         settings = entries[0]["settings"] if name is not None else None

@@ -62,7 +62,7 @@ class Output:
         self, document: Callable[[], Mapping[str, Any]], table: Callable[[], Sequence[Mapping[str, Any]]]
     ) -> None:
         """Print the document or the table where one is asked for, and nothing else."""
-        from leakscope.results.export import csv_text, json_text
+        from leakscope.report.export import csv_text, json_text
 
         if self.for_machines:
             sys.stdout.write(json_text(document()) if self.form == "json" else csv_text(table()))
@@ -73,8 +73,8 @@ def write_sarif(store: Store, verdict: Verdict, path: Path | None) -> None:
     """The findings of an audit as a SARIF file, where one is asked for."""
     if path is None:
         return
+    from leakscope.report.export import json_text
     from leakscope.report.sarif import sarif_log
-    from leakscope.results.export import json_text
 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json_text(sarif_log(store, verdict)), encoding="utf-8")

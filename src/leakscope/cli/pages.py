@@ -42,7 +42,7 @@ def reproduce(
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
     from leakscope.report import write_reproduction
-    from leakscope.results.export import document
+    from leakscope.report.export import document
 
     with step_progress(table, show=output.progress) as progress:
         result = run(table, scale=scale.value, progress=progress)
@@ -78,7 +78,7 @@ def report(
     output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, say_path
     from leakscope.report import write_report
-    from leakscope.results.export import audit_document, audit_table
+    from leakscope.report.export import audit_document, audit_table
     from leakscope.results.store import Store
     from leakscope.results.verdict import judge_store
 
@@ -103,7 +103,7 @@ def compare(
     output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, print_comparison, say_path, setting_names
     from leakscope.report import compare_differences, compare_tables, write_comparison
-    from leakscope.results.export import document
+    from leakscope.report.export import document
 
     lines, differences = compare_tables(first, second), compare_differences(first, second)
     outcomes = [_outcome(folder) for folder in (first, second)]

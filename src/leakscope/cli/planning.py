@@ -40,7 +40,7 @@ def plan(
     checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
     sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds)
     if output.for_machines:
-        from leakscope.results.export import document
+        from leakscope.report.export import document
 
         content = document("plan", {**sizing.document(), "confidence": _confidence(sizing)})
         output.write(lambda: content, lambda: content["cells"])

@@ -46,26 +46,6 @@ FLAGS: Mapping[str, str] = MappingProxyType(
     }
 )
 
-#: What to do about a raised flag, in one sentence.
-REMEDIES: Mapping[str, str] = MappingProxyType(
-    {
-        "did not converge": "Give the attack more steps, such as --attack head-first:iterations=1000",
-        "restarts disagree": "Give it more restarts, or grant the labels with --labels yes",
-        "non-finite restart": "Lower the attack's learning rate, or use dtype: float64",
-        "non-finite objective": "Lower the attack's learning rate, or use dtype: float64",
-        "labels uncertain": "Grant the labels with --labels counts or --labels yes",
-        "steps not simulated": "Grant the client's recipe (knowledge local_epochs, batch_size, learning_rate), or add "
-        "the attack sme, which needs none",
-        "ill-conditioned": "Add another attack, such as head-first, or use dtype: float64",
-        "not identifiable": "Give the protocol more rounds",
-        "rounds disagree": "Lower the protocol's learning rate, or add another attack",
-        "defence approximated": "Add an attack that is trained on protected updates",
-        "update not explained": "Give the attack more steps or restarts, or add others (leakscope list attacks)",
-        "unlike the simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
-        "mixture": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
-    }
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:

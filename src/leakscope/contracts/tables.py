@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
+from functools import singledispatch
 from html import escape
 from typing import Any
 
@@ -23,6 +24,12 @@ _LATEX = {
     "–": "--",
     "∞": r"$\infty$",
 }
+
+
+@singledispatch
+def in_words(facts: object) -> str:
+    """``facts`` for people to read: rooms that write sentences register theirs, and without them it is the repr."""
+    return repr(facts)
 
 
 def cell(value: Any) -> str:

@@ -180,7 +180,7 @@ class AuditRunner:
             return None
         from leakscope.contracts.disk import atomic_write
         from leakscope.report import sarif_log
-        from leakscope.results.export import json_text
+        from leakscope.report.export import json_text
         from leakscope.results.source import Source, place_of
 
         _, line, _ = self._item.location
@@ -194,8 +194,8 @@ class AuditRunner:
         return page
 
     def _judge(self, audit: Audit, name: str, accept_inconclusive: bool, page: Path | None) -> None:
+        from leakscope.report.accepted_leaks import AcceptedLeaks, judge_against, read_accepted
         from leakscope.report.certificate import strongest_words
-        from leakscope.results.accepted_leaks import AcceptedLeaks, judge_against, read_accepted
         from leakscope.results.names import name_settings
 
         file = baseline_file(self._config)
@@ -230,7 +230,7 @@ def _update(file: Path, name: str, now: Any) -> str:
     """Accept what leaks now; several workers may do so side by side."""
     from filelock import FileLock
 
-    from leakscope.results.accepted_leaks import read_accepted, write_accepted
+    from leakscope.report.accepted_leaks import read_accepted, write_accepted
 
     mark = hashlib.sha256(str(file.resolve()).encode()).hexdigest()[:16]
     with FileLock(Path(tempfile.gettempdir()) / f"leakscope-baseline-{mark}.lock"):

@@ -105,6 +105,8 @@ _ALL = (
         key="label_correct",
         digits=None,
         of="labels",
+        limit="max_label_accuracy",
+        per="setting",
         otherwise=_NO_GUESS,
     ),
     Measure(

@@ -9,9 +9,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.reconstruction import FLAGS, REMEDIES
+from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
+from leakscope.report.sentences import flag_remedy
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.records import counted, highest
 
@@ -37,7 +38,7 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "hidden": _HIDDEN if result.truth is not None and not pictures else "",
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
-        "flags": [(flag, FLAGS.get(flag, ""), REMEDIES.get(flag, "")) for flag in reconstruction.flags],
+        "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],
         "notes": list(reconstruction.notes),
         "diagnosis": reconstruction.diagnosis,
         "threat": observation.knowledge.describe(),

@@ -8,6 +8,7 @@ from typing import Any
 
 from leakscope.report.front_plot import Mark, front_plot
 from leakscope.report.gallery import Gallery
+from leakscope.report.sentences import reason_text
 from leakscope.report.words import DASH, figure, fixed, span
 from leakscope.results.defense_study import SAME_LEAKAGE, Choice, Study, StudyRow
 from leakscope.results.knowledge_worth import LEGIBLE, Worth
@@ -91,7 +92,7 @@ def _line(row: StudyRow, study: Study, named: Mapping[tuple[str, str], Setting])
         "epsilon": "" if row.training is None or math.isnan(row.training.epsilon) else f"ε {row.training.epsilon:.3g}",
         "allowed": fixed(row.allowed_psnr),
         "place": place_words(row, named),
-        "doubts": "; ".join(row.doubts),
+        "doubts": "; ".join(map(reason_text, row.doubts)),
     }
 
 
@@ -138,7 +139,7 @@ def _choice(choice: Choice, study: Study, named: Mapping[tuple[str, str], Settin
         "setting": None if choice.row is None else named[choice.row.setting],
         "text": choice_words(choice.row, study),
         "alike": f"as cheap: {alike}" if alike else "",
-        "doubts": "" if choice.row is None else "; ".join(choice.row.doubts),
+        "doubts": "" if choice.row is None else "; ".join(map(reason_text, choice.row.doubts)),
     }
 
 

@@ -19,21 +19,20 @@ from leakscope.report import jobs, settings, words
 from leakscope.report.costs import costs_section
 from leakscope.report.defense_study import study_section
 from leakscope.report.embedding import embedding_section
+from leakscope.report.export import csv_text, study_table
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
 from leakscope.report.matrix import matrix_section
+from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.report.weight_updates import updates_section
 from leakscope.results.defense_study import study_store
-from leakscope.results.export import csv_text, study_table
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import Reason
 from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
-from leakscope.results.wording import by_remedy, shared_remarks
 
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
@@ -139,14 +138,14 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     }
 
 
-def _damage(store: Store) -> list[Reason]:
+def _damage(store: Store) -> list[SharedReason]:
     """What was damaged or deleted since it was written, and that it can be made again."""
     found = store.damage()
     lines = [f"Job {key[:12]}: {what}" for key, what in list(found.items())[:MAX_DAMAGE]]
     if not lines:
         return []
     more = [f"{counted(len(found) - MAX_DAMAGE, 'more job')} like this"] if len(found) > MAX_DAMAGE else []
-    return [Reason("; ".join(lines + more), "The same audit in the same folder makes it again")]
+    return [SharedReason((), "; ".join(lines + more), REMEDIES["audit-again"])]
 
 
 def _audited(meta: Any) -> list[tuple[str, bool]]:
@@ -158,28 +157,23 @@ def _audited(meta: Any) -> list[tuple[str, bool]]:
 def policy_lines(policy: Policy) -> list[str]:
     """The policy in words, a line a measure that it limits.
 
-    >>> policy_lines(Policy(max_identification=0.5, max_label_accuracy=0.9))[1:]
-    ['A setting also leaks when more than 50 % of examples are identified.', \
-'A setting also leaks when more than 90 % of labels are recovered and more than by chance.']
+    >>> policy_lines(Policy(max_identification=0.5))[1:]
+    ['A setting also leaks when more than 50 % of examples are identified.']
     """
     lines: list[str] = []
-    for measure in (settings.PSNR, *settings.main_measures(MEASURES.values())):
-        limit = None if measure.limit is None else getattr(policy, measure.limit)
-        if limit is None:
-            continue
-        also = " also" if lines else ""
+    for limit in policy.limits:
+        measure, also = limit.measure, " also" if lines else ""
         if measure.per == "setting":
-            share = f"more than {words.percent(limit)} of examples are {measure.label.lower()}"
-            lines.append(f"A setting{also} leaks when {share}.")
+            what = (
+                "labels are recovered and more than by chance" if measure.of == "labels" else "examples are identified"
+            )
+            lines.append(f"A setting{also} leaks when more than {words.percent(limit.value)} of {what}.")
             continue
-        bound = f"{limit:g}{measure.unit and ' '}{measure.unit} or {'more' if measure.better == 'higher' else 'less'}"
-        lift = ""
-        if measure is settings.PSNR and policy.min_lift > 0:
-            lift = f" and at least {policy.min_lift:g} dB above the zero-information baseline"
+        more = "more" if measure.better == "higher" else "less"
+        bound = f"{limit.value:g}{measure.unit and ' '}{measure.unit} or {more}"
+        lifted = measure is settings.PSNR and policy.min_lift > 0
+        lift = f" and at least {policy.min_lift:g} dB above the zero-information baseline" if lifted else ""
         lines.append(f"An example{also} counts as leaked when its {measure.label} is {bound}{lift}.")
-    if policy.max_label_accuracy is not None:
-        share = f"more than {words.percent(policy.max_label_accuracy)} of labels are recovered"
-        lines.append(f"A setting also leaks when {share} and more than by chance.")
     if policy.waive:
         lines.append(f"The policy allows a pass without the standard attacks {', '.join(policy.waive)}.")
     return lines

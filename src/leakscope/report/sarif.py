@@ -16,13 +16,13 @@ from urllib.parse import quote
 
 from leakscope import __version__
 from leakscope.report.certificate import strongest_words
+from leakscope.report.sentences import over_examples
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
 from leakscope.results.source import Place, Source
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
-from leakscope.results.wording import over_examples
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 #: Name of the folders that addresses are relative to; where they are is the reader's business.
@@ -139,26 +139,27 @@ class _Finding:
     """Sentences on a setting, or on the whole audit, that fall under one rule; each with its remedy."""
 
     rule: Rule
-    sentences: tuple[tuple[str, str], ...]
+    sentences: list[tuple[str, str]]
+    reasons: list[Reason]
     setting: Setting | None = None
 
 
 def _findings(verdict: Verdict) -> Iterator[_Finding]:
     if verdict.outcome == "nothing audited":
-        yield _Finding(RULES["nothing"], _sentences(verdict.reasons))
+        yield _Finding(RULES["nothing"], *_told(verdict.reasons))
         return
     for setting in name_settings(verdict):
         reasons = setting.verdict.reasons
         for kind in dict.fromkeys(reason.kind for reason in reasons):
-            yield _Finding(RULES[kind], _sentences([r for r in reasons if r.kind == kind]), setting)
+            yield _Finding(RULES[kind], *_told([r for r in reasons if r.kind == kind]), setting)
         if setting.verdict.remarks:
-            yield _Finding(RULES["remark"], tuple((remark, "") for remark in setting.verdict.remarks), setting)
+            yield _Finding(RULES["remark"], *_told(setting.verdict.remarks), setting)
     if verdict.doubts_of_all:
-        yield _Finding(RULES["doubt"], _sentences(verdict.doubts_of_all))
+        yield _Finding(RULES["doubt"], *_told(verdict.doubts_of_all))
 
 
-def _sentences(reasons: list[Reason]) -> tuple[tuple[str, str], ...]:
-    return tuple(over_examples(reasons))
+def _told(reasons: list[Reason]) -> tuple[list[tuple[str, str]], list[Reason]]:
+    return [(text, remedy) for text, remedy, _ in over_examples(reasons)], reasons
 
 
 def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
@@ -172,6 +173,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
     fingerprint = hashlib.sha256(prints.encode()).hexdigest()[:32]
     related = {} if source.model is None else {"relatedLocations": [_location(source.model, "The model is made here.")]}
+    facts = {} if setting is None else _facts(setting)
     return {
         "ruleId": finding.rule.id,
         "level": finding.rule.level,
@@ -180,7 +182,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
         # Code scanning knows the first; the second says what it is made of, should that ever change.
         "partialFingerprints": {"primaryLocationLineHash": f"{fingerprint}:1", "leakscopeFinding/v1": fingerprint},
         **related,
-        "properties": {} if setting is None else _facts(setting),
+        "properties": {**facts, "reasons": [reason.as_dict() for reason in finding.reasons]},
     }
 
 

@@ -34,7 +34,7 @@ def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSumma
         shown = [(figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures]
         for place, measure in enumerate(measures):
             # An example that any attempt identifies is identified, by the strongest or not.
-            if measure.per == "setting":
+            if measure.name == "identification":
                 shown[place] = (percent(verdict.identification), chance)
             elif measure.name == "label_accuracy":
                 blind = verdict.label_baseline

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 
 from leakscope.results.label_leakage import UNCERTAIN_LABELS, settled
-from leakscope.results.reasons import MORE_STEPS, Reason
+from leakscope.results.reasons import Reason, because
 from leakscope.results.records import Row
 from leakscope.results.strength import AttackStrength
 
@@ -85,9 +85,8 @@ class Coverage:
         if not left:
             return None
         most, by_truth = max(left)
-        where = f"{len(left)} of {len(self._clients)} updates: the best attack leaves up to {most:.1%} of the update"
-        remedy = f"Grant what the attacks do not know of the client (--knowledge). {MORE_STEPS}"
-        return Reason(f"{where} unexplained, the true examples leave {by_truth:.1%}", remedy)
+        facts = {"count": len(left), "total": len(self._clients), "value": most, "baseline": by_truth}
+        return because("unexplained", "grant-client", "more-steps", **facts)
 
     def _all(self) -> list[Row]:
         return [row for tries in self._clients.values() for row in tries]

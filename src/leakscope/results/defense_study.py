@@ -22,7 +22,8 @@ from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
 from leakscope.results.pareto import dominates
-from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, highest, mean, number
+from leakscope.results.reasons import Reason, because
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.strength import WIDE_GAP
 from leakscope.results.verdict import Verdict
@@ -97,7 +98,7 @@ class StudyRow:
     known: bool = False
     #: Whether the attacks find what lies open, and the training learns something without a defence.
     telling: bool = True
-    doubts: tuple[str, ...] = ()
+    doubts: tuple[Reason, ...] = ()
     on_front: bool = False
     #: Defence of a setting that is better, where there is one, and whether intervals bear that out.
     beaten_by: str | None = None
@@ -285,25 +286,25 @@ def _feature_error(embedding: FindingRow | None) -> float:
     return embedding.value("span_error") if math.isnan(error) else error
 
 
-def _doubts(setting: SettingVerdict, known: bool, training: Training | None, learnt: bool) -> Iterable[str]:
+def _doubts(setting: SettingVerdict, known: bool, training: Training | None, learnt: bool) -> Iterable[Reason]:
     if not setting.examples:
-        yield "no attack gave a result"
+        yield because("no-result")
     elif not known:
-        yield "no attack made use of knowing the defence, so that it has not been tested"
-    if setting.weakness:
+        yield because("defence-unused")
+    if setting.weakness is not None:
         yield setting.weakness
     elif min(setting.allowed_psnr, LEGIBLE) - highest(example.psnr for example in setting.examples) > WIDE_GAP:
-        yield f"theory allows {setting.allowed_psnr:.0f} dB"
+        yield because("theory-allows", limit=setting.allowed_psnr)
     if not learnt:
-        yield "even without a defence the training learns hardly more than a constant guess"
+        yield because("nothing-learnt")
     if setting.missing:
-        yield f"{counted(setting.missing, 'attempt')} not run yet"
+        yield because("attempts-not-run", count=setting.missing)
     if setting.failed:
-        yield f"{counted(setting.failed, 'attempt')} failed"
+        yield because("attempts-failed", count=setting.failed)
     if training is None:
-        yield "no training is done"
+        yield because("no-training")
     elif training.diverged:
-        yield f"the training broke down with {training.diverged} of {counted(len(training.seeds), 'seed')}"
+        yield because("training-diverged", count=training.diverged, total=len(training.seeds))
 
 
 def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:

@@ -5,74 +5,67 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Self
 
-from leakscope.contracts.reconstruction import REMEDIES
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import Reason
-from leakscope.results.records import NAN, Row, counted, highest, mean
+from leakscope.results.reasons import FLAG_REMEDIES, Reason, because
+from leakscope.results.records import NAN, Row, highest, mean
 
 #: The flag of attacks that guessed the labels.
 UNCERTAIN_LABELS = "labels uncertain"
 
 
-@dataclass(frozen=True, eq=False)
-class LabelLeakage:
-    """How many labels attacks name.
+@dataclass(frozen=True)
+class Share:
+    """A share of the examples of a scenario, such as those whose labels are named.
 
-    ``accuracy`` is the share that one attack with one seed names, the best of them; ``chance`` is the share of the most
-    frequent label, or what attacks name where the update is noise. Both NaN where the adversary knows the labels.
-    ``certain`` is the share if every example that was not attacked yet is named wrong.
+    ``certain`` is the share if every example that was not attacked yet is none of them. ``chance`` is the share without
+    information; NaN where the limit of the policy does not ask for it.
     """
 
-    accuracy: float = NAN
-    chance: float = NAN
+    value: float = NAN
     certain: float = NAN
+    chance: float = NAN
 
-    @classmethod
-    def of(cls, done: list[Row], chance: float, examples: int = 0) -> Self:
-        """Of these rows; with ``examples`` of at least so many examples, some of them not attacked yet."""
-        named: dict[tuple[str, int], list[float]] = defaultdict(list)
-        for row in done:
-            if row.job.knowledge.get("labels") != "yes":
-                named[row.job.attack, row.job.seed] += [example.value("label_correct") for example in row.examples]
-        if not named:
-            return cls()
-        right = {attempt: [value for value in values if not math.isnan(value)] for attempt, values in named.items()}
-        certain = [math.fsum(values) / max(len(values), examples) for values in right.values() if values]
-        return cls(highest(map(mean, named.values())), chance, highest(certain))
+    def exceeds(self, limit: float) -> bool:
+        return self.certain > limit and not self.certain <= self.chance
 
-    def leaks(self, policy: Policy) -> list[Reason]:
-        limit = policy.max_label_accuracy
-        if limit is None or not self.certain > limit or self.certain <= self.chance:
-            return []
-        return [Reason(f"{self._words()}; the limit is {limit:.0%}", kind="labels")]
 
-    def remarks(self, policy: Policy) -> list[str]:
-        """Labels that leak although the policy does not limit them."""
-        if policy.max_label_accuracy is not None or math.isnan(self.accuracy) or self.accuracy <= self.chance:
-            return []
-        return [f"{self._words()}; the policy sets no limit (max_label_accuracy)"]
+def label_share(done: list[Row], chance: float, examples: int = 0) -> Share:
+    """The share of labels that one attack with one seed names, the best of them; NaN where the adversary knows them.
 
-    def doubts(self, policy: Policy, done: list[Row]) -> list[Reason]:
-        doubts = []
-        if policy.max_label_accuracy is not None and done and math.isnan(self.accuracy):
-            known = all(row.job.knowledge.get("labels") == "yes" for row in done)
-            why = "the adversary knows the labels" if known else "no attack names labels"
-            remedy = "Withhold them (--labels no)" if known else "Add an attack that reads labels, such as idlg"
-            doubts.append(Reason(f"{why}, but the policy limits their recovery", remedy))
-        return doubts + _only_labels_hide(policy, done)
+    With ``examples`` of at least so many examples, some of them not attacked yet.
+    """
+    named: dict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in done:
+        if row.job.knowledge.get("labels") != "yes":
+            named[row.job.attack, row.job.seed] += [example.value("label_correct") for example in row.examples]
+    if not named:
+        return Share()
+    right = {attempt: [value for value in values if not math.isnan(value)] for attempt, values in named.items()}
+    certain = [math.fsum(values) / max(len(values), examples) for values in right.values() if values]
+    return Share(highest(map(mean, named.values())), highest(certain), chance)
 
-    def _words(self) -> str:
-        chance = "" if math.isnan(self.chance) else f", {self.chance:.0%} without information"
-        return f"{self.accuracy:.0%} of the labels are recovered{chance}"
+
+def label_remarks(share: Share, policy: Policy) -> list[Reason]:
+    """Labels that leak although the policy does not limit them."""
+    if policy.max_label_accuracy is not None or math.isnan(share.value) or share.value <= share.chance:
+        return []
+    return [because("labels-unlimited", measure="label_accuracy", value=share.value, baseline=share.chance)]
+
+
+def label_doubts(share: Share, policy: Policy, done: list[Row]) -> list[Reason]:
+    doubts = []
+    if policy.max_label_accuracy is not None and done and math.isnan(share.value):
+        known = all(row.job.knowledge.get("labels") == "yes" for row in done)
+        doubts.append(because("labels-known", "withhold-labels") if known else because("no-labels", "label-attack"))
+    return doubts + _only_labels_hide(policy, done)
 
 
 def unresolved_labels(rows: list[Row]) -> list[Reason]:
     """The doubt about labels that were guessed wrong, if any were."""
     unresolved = [row for row in rows if UNCERTAIN_LABELS in row.flags and not settled(row)]
-    text = f"{len(unresolved)} of {counted(len(rows), 'attempt')}: the labels were guessed wrong"
-    return [Reason(text, REMEDIES[UNCERTAIN_LABELS])] if unresolved else []
+    remedies = FLAG_REMEDIES[UNCERTAIN_LABELS]
+    return [because("labels-wrong", *remedies, count=len(unresolved), total=len(rows))] if unresolved else []
 
 
 def settled(row: Row) -> bool:
@@ -90,5 +83,5 @@ def _only_labels_hide(policy: Policy, done: list[Row]) -> list[Reason]:
     crossed = {index: psnr for index, psnr in told.items() if psnr >= policy.max_psnr}
     if not crossed:
         return []
-    text = f"{counted(len(crossed), 'example')} would reach {max(crossed.values()):.1f} dB with the right labels"
-    return [Reason(f"{text}, which an adversary may guess", "Judge one who knows them with --labels yes")]
+    facts = {"measure": "psnr", "value": max(crossed.values()), "limit": policy.max_psnr}
+    return [because("labels-hide", "judge-with-labels", count=len(crossed), **facts)]

@@ -1,31 +1,125 @@
-"""Why a verdict is what it is."""
+"""Why a verdict is what it is, and what can be done about it, as facts: sentences are written in ``report``."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
-AGAIN = "Run the same command again: what is done stays"
-MORE_TIME = "Raise --budget, or run the same command again: what is done is kept"
-WITHOUT_BUDGET = "Run the same command without --budget to have them too"
-MORE_STEPS = "Give the attack more steps or restarts, or add others (leakscope list attacks)"
-OTHER_ATTACKS = "Add attacks that fit (leakscope list attacks), or --attack standard"
+from leakscope.contracts.tables import in_words
 
 #: What a reason is about: a leak of one of three kinds, or a doubt that stands in the way of a pass.
 ReasonKind = Literal["reconstruction", "identification", "labels", "doubt"]
+LEAKS: Mapping[str, ReasonKind] = {
+    "reconstruction": "reconstruction",
+    "identification": "identification",
+    "labels": "labels",
+}
+
+
+class Scenario(NamedTuple):
+    """A protocol with a defence, each by its repr; the defence is "none" where there is none."""
+
+    protocol: str
+    defense: str
 
 
 @dataclass(frozen=True)
-class Reason:
-    """Why a verdict is what it is, in one sentence, and what the user can do about it, in another (or nothing).
+class Remedy:
+    """What can be done about a reason: the kind of action, what it is done with, and what else would do."""
 
-    >>> print(Reason("2 jobs failed", "Run the same command again"))
-    2 jobs failed. Run the same command again.
-    """
+    kind: str
+    arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    otherwise: Remedy | None = None
 
-    text: str
-    remedy: str = ""
-    kind: ReasonKind = "doubt"
+    @property
+    def alternatives(self) -> list[Remedy]:
+        """This one and the others, the best first, each by itself."""
+        own = dataclasses.replace(self, otherwise=None)
+        return [own] if self.otherwise is None else [own, *self.otherwise.alternatives]
 
     def __str__(self) -> str:
-        return f"{self.text}. {self.remedy}." if self.remedy else self.text
+        return in_words(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reason:
+    """One reason of a verdict; what does not apply is None.
+
+    ``code`` says what is the case. ``value`` is the number that was measured and ``measure`` of what, ``limit`` what it
+    is held against, ``baseline`` what it is without information. ``count`` of ``total`` jobs, attempts, updates or
+    examples are concerned. ``names`` are the flag, or the attacks, that it is about. ``knowing``: it is about the
+    attacks that know the defence only.
+
+    >>> Reason(code="job-failed", count=2).kind, Reason(code="labels", value=0.9, limit=0.5).kind
+    ('doubt', 'labels')
+    """
+
+    code: str
+    scenario: Scenario | None = None
+    example: int | None = None
+    attack: str | None = None
+    measure: str | None = None
+    value: float | None = None
+    limit: float | None = None
+    baseline: float | None = None
+    count: int | None = None
+    total: int | None = None
+    names: tuple[str, ...] = ()
+    budget: str | None = None
+    knowing: bool = False
+    remedy: Remedy | None = None
+
+    @property
+    def kind(self) -> ReasonKind:
+        return LEAKS.get(self.code, "doubt")
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain values, and what they are in words."""
+        facts = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
+        remedies = [] if self.remedy is None else self.remedy.alternatives
+        return {
+            "text": in_words(dataclasses.replace(self, scenario=None, remedy=None)),
+            "kind": self.kind,
+            **facts,
+            "scenario": None if self.scenario is None else self.scenario._asdict(),
+            "remedy": "" if self.remedy is None else str(self.remedy),
+            "remedies": [{"kind": remedy.kind, "arguments": dict(remedy.arguments)} for remedy in remedies],
+        }
+
+    def __str__(self) -> str:
+        return in_words(self)
+
+
+def because(code: str, *remedies: str | Remedy, **facts: Any) -> Reason:
+    """A reason with its remedies, the best first, those without arguments by their kind; NaN is None.
+
+    >>> reason = because("gap", "more-steps", "stronger-defence", value=12.0, limit=math.nan)
+    >>> reason.limit is None, [remedy.kind for remedy in reason.remedy.alternatives]
+    (True, ['more-steps', 'stronger-defence'])
+    """
+    unknown = {name: None for name, value in facts.items() if isinstance(value, float) and math.isnan(value)}
+    remedy: Remedy | None = None
+    for one in reversed(remedies):
+        remedy = dataclasses.replace(Remedy(one) if isinstance(one, str) else one, otherwise=remedy)
+    return Reason(code=code, remedy=remedy, **{**facts, **unknown})
+
+
+#: What can be done about a flag that an attack raised.
+FLAG_REMEDIES: Mapping[str, tuple[str, ...]] = {
+    "did not converge": ("more-iterations",),
+    "restarts disagree": ("more-restarts", "grant-all-labels"),
+    "non-finite restart": ("lower-learning-rate",),
+    "non-finite objective": ("lower-learning-rate",),
+    "labels uncertain": ("grant-labels",),
+    "steps not simulated": ("grant-recipe",),
+    "ill-conditioned": ("precise-attack",),
+    "not identifiable": ("more-rounds",),
+    "rounds disagree": ("slower-protocol",),
+    "defence approximated": ("trained-attack",),
+    "update not explained": ("more-steps",),
+    "unlike the simulations": ("true-simulations",),
+    "mixture": ("unmixing-attack",),
+}

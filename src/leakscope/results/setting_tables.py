@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from leakscope.contracts.tables import html_table
 from leakscope.results.names import Setting, name_settings
-from leakscope.results.records import counted, highest, plain
-from leakscope.results.wording import IN_A_PARAGRAPH, shared_reasons
+from leakscope.results.records import highest, plain
 
 if TYPE_CHECKING:
     from leakscope.results.verdict import Verdict
@@ -59,9 +58,5 @@ def shown_lines(verdict: Verdict) -> list[dict[str, Any]]:
 
 
 def verdict_html(verdict: Verdict, *more: str) -> str:
-    """The outcome, the table and the first reasons with their remedies; ``more`` sentences last."""
-    reasons = shared_reasons(verdict)
-    notes = [f"{reason}. {reason.remedy}" if reason.remedy else str(reason) for reason in reasons[:IN_A_PARAGRAPH]]
-    if len(reasons) > IN_A_PARAGRAPH:
-        notes.append(f"And {counted(len(reasons) - IN_A_PARAGRAPH, 'more reason')}.")
-    return html_table(f"Verdict: {verdict.outcome}", shown_lines(verdict), [*notes, *more])
+    """The outcome, the table, and the verdict in words; ``more`` sentences last."""
+    return html_table(f"Verdict: {verdict.outcome}", shown_lines(verdict), [str(verdict), *more])

@@ -1,4 +1,4 @@
-"""The verdict on one setting, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
+"""The verdict on one scenario, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
 
 from __future__ import annotations
 
@@ -6,35 +6,40 @@ import dataclasses
 import math
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from leakscope.contracts.reconstruction import REMEDIES
-from leakscope.metrics import MEASURES, Measure, interval
+from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import MISSED, Coverage, raised, starved
-from leakscope.results.label_leakage import UNCERTAIN_LABELS, LabelLeakage, unresolved_labels
-from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, MORE_STEPS, MORE_TIME, OTHER_ATTACKS, WITHOUT_BUDGET, Reason
-from leakscope.results.records import NAN, Row, best, counted, highest, mean
+from leakscope.results.label_leakage import (
+    UNCERTAIN_LABELS,
+    Share,
+    label_doubts,
+    label_remarks,
+    label_share,
+    unresolved_labels,
+)
+from leakscope.results.policy import Limit, Policy
+from leakscope.results.reasons import FLAG_REMEDIES, Reason, Remedy, Scenario, because
+from leakscope.results.records import NAN, Row, best, highest, mean
 from leakscope.results.strength import AttackStrength, gap_doubt
 from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
 
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
-NO_RESULT = "no attack gave a result"
 #: Where the policy does not limit it, identification this much above chance is a doubt.
 _IDENTIFIED_ABOVE_CHANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class SettingVerdict:
-    """One protocol with one defence."""
+    """One scenario: a protocol with a defence."""
 
     protocol: str
     defense: str
     outcome: Outcome
     reasons: list[Reason] = field(default_factory=list)
     #: What the policy does not limit and people ought to know.
-    remarks: list[str] = field(default_factory=list)
+    remarks: list[Reason] = field(default_factory=list)
     examples: list[StrongestExample] = field(default_factory=list)
     mean_psnr: float = NAN
     interval: tuple[float, float] = (NAN, NAN)
@@ -45,8 +50,8 @@ class SettingVerdict:
     #: Share of labels that the best attack named, and that it names from nothing; NaN where labels are known anyway.
     label_accuracy: float = NAN
     label_baseline: float = NAN
-    #: Why what the attacks did not recover means nothing; empty where it means something, or where they recovered.
-    weakness: str = ""
+    #: Why what the attacks did not recover means nothing; None where it means something, or where they recovered.
+    weakness: Reason | None = None
     flags: list[str] = field(default_factory=list)
     done: int = 0
     failed: int = 0
@@ -54,15 +59,13 @@ class SettingVerdict:
     missing: int = 0
 
     @property
-    def doubts(self) -> list[Reason]:
-        """The reasons that are no leaks; a setting that leaks may have them too, where jobs failed or are missing."""
-        return [reason for reason in self.reasons if reason.kind == "doubt"]
+    def scenario(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
     @property
-    def named_reasons(self) -> list[Reason]:
-        """The reasons with the setting's name, as the verdict on the whole audit tells them."""
-        place = f"{self.protocol}, defence {self.defense}"
-        return [dataclasses.replace(reason, text=f"{place}: {reason.text}") for reason in self.reasons]
+    def doubts(self) -> list[Reason]:
+        """The reasons that are no leaks; a scenario that leaks may have them too, where jobs failed or are missing."""
+        return [reason for reason in self.reasons if reason.kind == "doubt"]
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,12 @@ class Expected:
     required: frozenset[str] | None = None
 
 
-class Setting:
-    """The rows of one setting, and what speaks against it and against our being sure."""
+class Judge:
+    """The rows of one scenario, and what speaks against it and against our being sure."""
 
     def __init__(
         self,
-        cell: tuple[str, str],
+        scenario: Scenario,
         rows: list[Row],
         baselines: Baselines,
         strength: AttackStrength,
@@ -97,7 +100,7 @@ class Setting:
         expected: Expected,
         label_chance: float,
     ) -> None:
-        self.protocol, self.defense = cell
+        self.scenario, self.defended = scenario, scenario.defense != "none"
         self.rows, self.policy, self.expected = rows, policy, expected
         self.missing = max(0, expected.attempts - expected.spared - len(rows))
         self.baselines, self.strength, self.allowed = baselines, strength, allowed
@@ -115,83 +118,91 @@ class Setting:
         # Of shares, what is still missing might lower them: by the limits they are shares of all that was planned.
         least = expected.examples if self.missing else 0
         certain = sum(self.recognised[e.index] for e in measured) / max(len(measured), least, 1)
-        limit = policy.max_identification
-        self.identified_too_often = limit is not None and certain > limit
-        self.labels = LabelLeakage.of(self.done, label_chance, least)
+        self.labels = label_share(self.done, label_chance, least)
+        self.shares = {"identification": Share(self.identification, certain), "label_accuracy": self.labels}
         self.flags = sorted({flag for row in self.done for flag in row.flags})
-        limited = [measure.key for measure, _ in self._other_limits()]
-        self.coverage = Coverage(rows, strength, self.defense != "none", limited, expected.required)
+        self.coverage = Coverage(
+            rows, strength, self.defended, [limit.measure.key for limit in self._other_limits()], expected.required
+        )
         self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
 
     def verdict(self) -> SettingVerdict:
         leaks = {example.index: self._leaks_of(example) for example in self.strongest}
         examples = [dataclasses.replace(e, leaks=bool(leaks[e.index])) for e in self.strongest]
-        against = [*self._against(examples, leaks), *self.labels.leaks(self.policy)]
+        against = [*(reason for each in leaks.values() for reason in each), *self._leaking_shares()]
         doubts = self._doubts_of_jobs()
         if not against:  # that a pass would be doubtful does not matter where there is none
             doubts = [
                 *self._doubts_of_measures(),
-                *self.labels.doubts(self.policy, self.done),
+                *label_doubts(self.labels, self.policy, self.done),
                 *self._doubts_of_coverage(),
                 *self._doubts_of_what_is_left(),
                 *self._doubts_of_powers(),
                 *doubts,
             ]
             if self.coverage.uncovered and not doubts:
-                doubts = [self._doubt_of_gaps()]
+                doubts = [because("no-support", "other-attacks", count=len(self.coverage.uncovered))]
         psnrs = [e.psnr for e in examples if not math.isnan(e.psnr)]
         weakness = self._weakness()
         return SettingVerdict(
-            protocol=self.protocol,
-            defense=self.defense,
+            protocol=self.scenario.protocol,
+            defense=self.scenario.defense,
             outcome="leaks" if against else "inconclusive" if doubts else "within policy",
-            reasons=[*against, *doubts],
-            remarks=self.labels.remarks(self.policy),
+            reasons=[dataclasses.replace(reason, scenario=self.scenario) for reason in (*against, *doubts)],
+            remarks=label_remarks(self.labels, self.policy),
             examples=examples,
             mean_psnr=mean(psnrs),
             interval=interval(psnrs),
             baseline_psnr=mean([e.baseline_psnr for e in examples]),
             allowed_psnr=self.allowed,
             identification=self.identification,
-            label_accuracy=self.labels.accuracy,
+            label_accuracy=self.labels.value,
             label_baseline=self.labels.chance,
-            weakness="" if against or weakness is None else weakness.text,
+            weakness=None if against else weakness,
             flags=self.flags,
             missing=self.missing,
             **self.fates,
         )
 
-    def _against(self, examples: list[StrongestExample], leaks: dict[int, list[str]]) -> list[Reason]:
-        leaking = [example for example in examples if example.leaks]
-        against = [
-            Reason(f"example {e.index} leaks by {e.attack_name}: {', '.join(leaks[e.index])}", kind="reconstruction")
-            for e in leaking
-        ]
-        if self.identified_too_often:
-            limit = self.policy.max_identification
-            share = f"{self.identification:.0%} of the examples are identified, the limit is {limit:.0%}"
-            against.append(Reason(share, kind="identification"))
-        return against
-
-    def _leaks_of(self, example: StrongestExample) -> list[str]:
-        """Why an example leaks, in words; nothing where it does not."""
+    def _leaks_of(self, example: StrongestExample) -> list[Reason]:
+        """Why an example leaks, a reason for each limit that it reaches; nothing where it does not."""
         leaks = []
-        if above_policy(example, self.policy):
-            lift = "" if math.isnan(example.lift) else f", {example.lift:.1f} dB above its control"
-            leaks.append(f"PSNR {example.psnr:.1f} dB{lift}")
-        for measure, limit in self._other_limits():
-            value = best([t.value(measure.key) for t in self.tries[example.index]], measure.better)
-            if value >= limit if measure.better == "higher" else value <= limit:
-                leaks.append(f"{measure.label} {value:.2f}")
-        if self.identified_too_often and self.recognised[example.index]:
-            leaks.append("identified")
+        for limit in self.policy.limits:
+            measure, facts = limit.measure, {"example": example.index, "attack": example.attack_name}
+            if measure.name == "psnr":
+                value, leaking = example.psnr, above_policy(example, self.policy)
+                facts["baseline"] = example.baseline_psnr
+            elif measure.per == "example":
+                value = best([t.value(measure.key) for t in self.tries[example.index]], measure.better)
+                leaking = limit.reached(value)
+            else:
+                value = float(measure.name == "identification" and self.recognised[example.index])
+                leaking = value > 0 and self.shares[measure.name].exceeds(limit.value)
+            if leaking:
+                leaks.append(because("reconstruction", measure=measure.name, value=value, limit=limit.value, **facts))
         return leaks
 
-    def _other_limits(self) -> list[tuple[Measure, float]]:
-        """Measures of single examples that the policy limits, beside PSNR with its lift."""
-        limited = [m for m in MEASURES.values() if m.limit is not None and m.per == "example" and m.name != "psnr"]
-        limits = [(measure, getattr(self.policy, str(measure.limit))) for measure in limited]
-        return [(measure, limit) for measure, limit in limits if limit is not None]
+    def _leaking_shares(self) -> list[Reason]:
+        over = [x for x in self.policy.limits if x.measure.per == "setting" and self._share(x).exceeds(x.value)]
+        return [
+            because(
+                "labels" if limit.measure.of == "labels" else limit.measure.name,
+                measure=limit.measure.name,
+                value=self._share(limit).value,
+                limit=limit.value,
+                baseline=self._share(limit).chance,
+            )
+            for limit in over
+        ]
+
+    def _share(self, limit: Limit) -> Share:
+        return self.shares[limit.measure.name]
+
+    def _other_limits(self) -> list[Limit]:
+        """Limits on measures of single examples, beside PSNR with its lift."""
+        return [
+            limit for limit in self.policy.limits if limit.measure.per == "example" and limit.measure.name != "psnr"
+        ]
 
     def _doubts_of_measures(self) -> list[Reason]:
         """Numbers that are missing although something hangs on them, or that say different things."""
@@ -199,32 +210,28 @@ class Setting:
         for example in self.strongest:
             doubts += self._doubts_of_lift(example)
             if any(contradicts_its_certificate(t, self.policy) for t in self.tries[example.index]):
-                why = f"example {example.index}: its certificate contradicts the measured PSNR"
-                doubts.append(Reason(why, "Report it: either the attack's proof or the measure is wrong"))
+                doubts.append(because("certificate-contradicted", "report-defect", example=example.index))
+        drop, define = (Remedy(kind, {"limit": "max_identification"}) for kind in ("drop-limit", "set-limit"))
         if self.policy.max_identification is not None and self.unrecognisable:
-            why = "identification could not be measured for every example, but the policy limits it"
-            doubts.append(Reason(why, "Give the data more examples to tell them from, or drop max_identification"))
+            doubts.append(because("identification-unmeasured", "more-data", drop, measure="identification"))
         chance = self.baselines.identification
         if self.policy.max_identification is None and self.identification - chance > _IDENTIFIED_ABOVE_CHANCE:
             # Poor pixels may still give a person away: that is no leak by this policy, but no pass either.
-            share = (
-                f"{self.identification:.0%} of the examples are identified, against {chance:.0%} without information"
-            )
-            doubts.append(Reason(share, "Say in the policy how many may be (max_identification)"))
+            facts = {"measure": "identification", "value": self.identification, "baseline": chance}
+            doubts.append(because("identified-above-chance", define, **facts))
         return doubts
 
     def _doubts_of_lift(self, example: StrongestExample) -> list[Reason]:
         if above_policy(example, self.policy):
             return []
-        psnr, near = MEASURES["psnr"], f"example {example.index} reaches {example.psnr:.1f} dB, but"
         high = [t for t in self.tries[example.index] if t.psnr >= self.policy.max_psnr]
+        facts: dict[str, Any] = {"example": example.index, "measure": "psnr", "value": example.psnr}
         if any(math.isnan(t.lift) for t in high):
-            why = "no control tells how much of it comes from the update"
-            return [Reason(f"{near} {why}", "Leave the controls on (controls: true)")]
-        own = [t.psnr - self.baselines.value(t.attack, t.index, psnr, held_out=False) for t in high]
+            return [because("no-control", "keep-controls", **facts)]
+        own = [t.psnr - self.baselines.value(t.attack, t.index, MEASURES["psnr"], held_out=False) for t in high]
         if any(lift >= self.policy.min_lift for lift in own):
-            why = f"a held-out image is nearly as near ({example.baseline_psnr:.1f} dB)"
-            return [Reason(f"{near} {why}", "Look at the pictures, and limit identification (max_identification)")]
+            remedies = "look-at-pictures", Remedy("set-limit", {"limit": "max_identification"})
+            return [because("near-held-out", *remedies, baseline=example.baseline_psnr, **facts)]
         return []
 
     def _weakness(self) -> Reason | None:
@@ -246,14 +253,13 @@ class Setting:
         """Name the measures that are not numbers although the policy limits them."""
         examples = [example for row in rows for example in row.examples]
         unmeasured = sum(math.isnan(example.value("psnr")) for example in examples)
-        doubts = []
-        if unmeasured:
-            text = f"{counted(unmeasured, 'reconstruction')} could not be measured (PSNR is not a number)"
-            doubts.append(Reason(text, "Lower the attack's learning rate, or use dtype: float64"))
-        for measure, _ in self._other_limits():
-            for index in sorted({e.index for e in examples if math.isnan(e.value(measure.key))}):
-                why = f"{measure.label} could not be measured, but the policy limits it"
-                doubts.append(Reason(f"example {index}: {why}", f"Drop {measure.limit} from the policy"))
+        doubts = [because("psnr-unmeasured", "lower-learning-rate", measure="psnr", count=unmeasured)] * bool(
+            unmeasured
+        )
+        for limit in self._other_limits():
+            drop = Remedy("drop-limit", {"limit": limit.measure.limit})
+            for index in sorted({e.index for e in examples if math.isnan(e.value(limit.measure.key))}):
+                doubts.append(because("measure-missing", drop, example=index, measure=limit.measure.name))
         return doubts
 
     def _doubts_of_what_is_left(self) -> list[Reason]:
@@ -265,30 +271,21 @@ class Setting:
         doubts = [doubt for doubt in (self.coverage.unexplained(), gap) if doubt is not None]
         names = [] if self.missing or self.expected.spared else self.coverage.not_run
         if names:
-            waivers = " ".join(f"--waive {name}" for name in names)
-            remedy = f"Run them with --attack standard, or do without them in the policy with {waivers}"
-            doubts.append(Reason(f"standard attacks not run: {', '.join(names)}", remedy))
+            remedies = "standard-attacks", Remedy("waive", {"attacks": tuple(names)})
+            doubts.append(because("standard-not-run", *remedies, names=tuple(names)))
         return doubts
-
-    def _doubt_of_gaps(self) -> Reason:
-        count = counted(len(self.coverage.uncovered), "update")
-        text = f"{count}: no attack gave a result that could support a pass"
-        return Reason(text, OTHER_ATTACKS)
 
     def _doubts_of_knowledge(self, rows: list[Row]) -> list[Reason]:
         """A defence that no attack knew was not tested, nor by one that finds nothing without it either."""
-        if self.defense == "none":
+        if not self.defended:
             return []
         knowing = {row.job.attack for row in rows if row.result and row.result.adaptive}
         if knowing:
             weak = None if len(knowing) == len({row.job.attack for row in rows}) else self.strength.doubt(knowing)
-            return [] if weak is None else [Reason(f"of the attacks that know this defence: {weak.text}", weak.remedy)]
-        text = "no attack that knows this defence was run"
+            return [] if weak is None else [dataclasses.replace(weak, knowing=True)]
         if any(row.job.knowledge.get("defense") for row in rows):
-            why = "the defence has no channel, or no attack here reads it"
-            learned = "learning-to-invert, which needs no channel, is for --knowledge informed_server"
-            return [Reason(f"{text}: {why}", f"{OTHER_ATTACKS}; {learned}")]
-        return [Reason(text, "Let attacks know it with --knowledge adaptive_server")]
+            return [because("defence-unread", "other-attacks", "learn-defence")]
+        return [because("defence-unknown", "know-defence")]
 
     def _doubts_of_powers(self) -> list[Reason]:
         """A server that may choose the model was not tested by attacks that take it as it is."""
@@ -297,8 +294,7 @@ class Setting:
         )
         if not granted or any(row.result and row.result.chose_model for row in self.done):
             return []
-        text = "the server may choose the model, and no attack that does so was run"
-        return [Reason(text, "Add one, such as --attack robbing-the-fed, or take the server for honest (--knowledge)")]
+        return [because("model-not-chosen", "choose-model", "honest-server")]
 
     def _doubts_of_jobs(self) -> list[Reason]:
         """Say what became of the jobs; those without a result count only where they stand in the way of a pass."""
@@ -306,32 +302,27 @@ class Setting:
         failed, lacking = sum(row.status == "failed" for row in broken), sum(map(starved, broken))
         waiting = self.missing and self.expected.budget is not None and not self.rows
         doubts = {
-            Reason(NO_RESULT, OTHER_ATTACKS): not self.done and not waiting,
-            Reason(f"{counted(failed, 'job')} failed", f"The report says why. {AGAIN}"): failed,
+            because("no-result", "other-attacks"): not self.done and not waiting,
+            because("job-failed", "retry", count=failed): failed,
             # A closed form that does not fit the model is no gap; an attack the threat model starves is one.
-            Reason(
-                f"{counted(lacking, 'job')} refused for want of knowledge",
-                "Grant what they ask for (knowledge), or leave these attacks out (standard ones with --waive NAME)",
-            ): lacking,
+            because("job-starved", "grant-knowledge", count=lacking): lacking,
         }
         return [*(doubt for doubt, told in doubts.items() if told), *self._doubts_of_what_is_missing()]
 
     def _doubts_of_what_is_missing(self) -> list[Reason]:
         """Jobs that were planned and not begun, and why."""
-        expected, untold = self.expected, self.expected.findings_missing
-        findings = counted(untold, "finding")
-        if expected.budget is None:
-            jobs, theory, remedy = f"{counted(self.missing, 'job')} missing", f"{findings} missing", AGAIN
-        else:
-            late, remedy = f"the budget of {expected.budget} ended before", MORE_TIME
-            jobs = f"{late} {self.missing} of {expected.attempts} attempts were made"
-            theory = f"{late} {findings} {'was' if untold == 1 else 'were'} made"
-        told = ((self.missing, jobs), (untold, theory))
-        doubts = [Reason(text, remedy) for count, text in told if count]
+        expected, remedy = self.expected, "again" if self.expected.budget is None else "more-time"
+        counts = {
+            "attempts-missing": (self.missing, expected.attempts),
+            "findings-missing": (expected.findings_missing, None),
+        }
+        doubts = [
+            because(code, remedy, count=count, total=total, budget=expected.budget)
+            for code, (count, total) in counts.items()
+            if count
+        ]
         if expected.spared:
-            was = "attempt was" if expected.spared == 1 else "attempts were"
-            text = f"{expected.spared:,} {was} not made, on examples that another attack had recovered exactly before"
-            doubts.append(Reason(text, WITHOUT_BUDGET))
+            doubts.append(because("spared", "without-budget", count=expected.spared))
         return doubts
 
 
@@ -342,10 +333,9 @@ def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
         if row.result is not None and row.result.diagnosis is not None:
             searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
     missed = sum(MISSED in told and "recovered" not in told for told in searches.values())
-    text = f"{counted(missed, 'update')} of {len(searches)}: the update determines the inputs, but the search missed"
-    return [Reason(f"{text} them ({MISSED})", MORE_STEPS)] if missed else []
+    return [because("search-missed", "more-steps", count=missed, total=len(searches))] if missed else []
 
 
 def _flag_doubt(flag: str, rows: list[Row]) -> Reason:
     count = sum(flag in row.flags for row in rows)
-    return Reason(f"{count} of {counted(len(rows), 'attempt')} raised the flag: {flag}", REMEDIES.get(flag, ""))
+    return because("flag", *FLAG_REMEDIES.get(flag, ()), names=(flag,), count=count, total=len(rows))

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, MORE_STEPS, Reason
-from leakscope.results.records import NAN, POSITIVE, ExampleRecord, FindingRow, Row, counted, highest
+from leakscope.results.reasons import Reason, because
+from leakscope.results.records import NAN, POSITIVE, ExampleRecord, FindingRow, Row, highest
 
 #: A reconstruction this good is beyond doubt, whatever the policy allows (dB).
 BEYOND_DOUBT = 30.0
@@ -80,25 +80,19 @@ class AttackStrength:
         broken = [row for row in self.broken if row.job.attack in attacks]
         attacks = attacks - {row.job.attack for row in broken}
         if broken and not attacks:
-            return Reason(f"{counted(len(broken), 'control job')} failed", AGAIN)
+            return because("control-failed", "again", count=len(broken))
         if self._succeeds(self.undefended, attacks):
             return None
         easy = [row for row in self.planted if row.job.attack in attacks]
         if not easy:
-            text = "no positive control gave a result, so nothing shows that these attacks find what is there"
-            return Reason(text, "Leave the controls on (controls: true), or add an attack that fits this model")
+            return because("no-positive-control", "keep-controls", "other-attacks")
         if not self._succeeds(easy, attacks):
-            where = "without a defence, its labels and visiting order known,"
-            text = f"attack too weak to judge: {where} it reaches {_best(easy):.1f} dB, {self.bar:g} dB would show"
-            return Reason(f"{text} that it works", MORE_STEPS)
+            return because("weak-on-easy-case", "more-steps", measure="psnr", value=_best(easy), limit=self.bar)
         if not self.has_floor or self.floor < self.policy.max_psnr:
             return None
         if math.isnan(self.floor):
-            text = "attack too weak to judge: it fails without a defence too, and theory does not tell whether the "
-            return Reason(f"{text}update hides the inputs", f"Leave the findings on (no --no-findings). {MORE_STEPS}")
-        reached = f"it reaches {_best(self.undefended):.1f} dB" if self.undefended else "it was not run"
-        text = f"attack too weak to judge: without a defence {reached}, where theory allows {self.floor:.0f} dB"
-        return Reason(text, MORE_STEPS)
+            return because("weak-without-theory", "keep-findings", "more-steps")
+        return because("weak-undefended", "more-steps", measure="psnr", value=_best(self.undefended), limit=self.floor)
 
     def _succeeds(self, rows: list[Row], attacks: set[str]) -> bool:
         return any(self._found(row, example) for row in rows if row.job.attack in attacks for example in row.examples)
@@ -113,8 +107,7 @@ def gap_doubt(allowed: float, reached: float, policy: Policy) -> Reason | None:
     """Where theory allows a leak that no attack came near to."""
     if not (allowed >= policy.max_psnr and allowed - reached > WIDE_GAP):
         return None
-    text = f"theory allows {allowed:.0f} dB and the best attack reaches {reached:.1f} dB"
-    return Reason(f"{text}: a better one may cross the limit", f"{MORE_STEPS}, or use a stronger defence")
+    return because("gap", "more-steps", "stronger-defence", measure="psnr", value=reached, limit=allowed)
 
 
 def _best(rows: list[Row]) -> float:

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.records import NAN, ExampleRecord, Row, mean
-from leakscope.results.setting_verdict import NO_RESULT, SettingVerdict
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict, judge
 
-NO_CONTROL = "no control was measured"
+NO_CONTROL, NO_RESULT = "no control was measured", "no attack gave a result"
 
 
 @dataclass(frozen=True, kw_only=True)

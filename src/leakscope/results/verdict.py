@@ -14,18 +14,19 @@ which more attacks can only remove.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from leakscope.contracts.tables import data_frame, latex_table
+from leakscope.contracts.tables import data_frame, in_words, latex_table
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import AGAIN, MORE_TIME, OTHER_ATTACKS, Reason
-from leakscope.results.records import NAN, UTILITY, FindingRow, Row, counted, mapping, number, texts
-from leakscope.results.setting_verdict import NO_RESULT, Expected, Outcome, Setting, SettingVerdict
+from leakscope.results.reasons import Reason, Scenario, because
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, mapping, number, plain, texts
+from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.strength import AttackStrength, allowed_psnr
 from leakscope.results.strongest import StrongestExample
@@ -44,18 +45,15 @@ class Verdict:
 
     @property
     def doubts_of_all(self) -> list[Reason]:
-        """The reasons that belong to no one setting, such as controls that failed."""
-        of_settings = {reason for setting in self.settings for reason in setting.named_reasons}
-        return [reason for reason in self.reasons if reason not in of_settings]
+        """The reasons that belong to no one scenario, such as controls that failed."""
+        return [reason for reason in self.reasons if reason.scenario is None]
 
     @property
     def exit_code(self) -> int:
         return EXIT_CODES[self.outcome]
 
     def __str__(self) -> str:
-        from leakscope.results.wording import paragraph
-
-        return paragraph(self)
+        return in_words(self)
 
     def to_frame(self, library: str | None = None) -> Any:
         """A data frame of pandas or polars, whichever is installed, with a line for each setting."""
@@ -71,12 +69,11 @@ class Verdict:
 
     def to_json(self) -> str:
         """Outcome, reasons and the table of settings; the document of the whole audit is ``Audit.to_json``."""
-        from leakscope.results.export import json_text
         from leakscope.results.setting_tables import setting_lines
 
-        reasons = [dataclasses.asdict(reason) for reason in self.reasons]
+        reasons = [reason.as_dict() for reason in self.reasons]
         facts = {"outcome": self.outcome, "exit_code": self.exit_code, "reasons": reasons}
-        return json_text({**facts, "settings": setting_lines(self)})
+        return json.dumps(plain({**facts, "settings": setting_lines(self)}), indent=1, allow_nan=False) + "\n"
 
     def _repr_html_(self) -> str:
         from leakscope.results.setting_tables import verdict_html
@@ -117,17 +114,18 @@ def judge(
                 left = planned.findings - sum(finding.setting == cell for finding in findings)
                 expected = dataclasses.replace(planned, findings_missing=max(0, left))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
-                setting = Setting(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
-                settings.append(setting.verdict())
+                scenario = Scenario(*cell)
+                judge_ = Judge(scenario, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
+                settings.append(judge_.verdict())
     order = list(cells)
     settings.sort(key=lambda setting: order.index((setting.protocol, setting.defense)))
-    reasons = [reason for setting in settings for reason in setting.named_reasons]
+    reasons = [reason for setting in settings for reason in setting.reasons]
     doubts = _doubts_of_all(rows, total - _spared(plan)[1], settings, _ended_budget(plan))
     every = [example for setting in settings for example in setting.examples]
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
     if not every:
-        outcome, reasons = "nothing audited", reasons or [Reason(NO_RESULT, OTHER_ATTACKS)]
+        outcome, reasons = "nothing audited", reasons or [because("no-result", "other-attacks")]
     elif outcomes == {"within policy"} and not doubts:
         outcome = "within policy"
     worst = max(every, key=lambda example: (example.leaks, example.exposure), default=None)
@@ -139,14 +137,10 @@ def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], 
     # A failed control of an attack costs that attack its word (AttackStrength); one without an attack serves them all.
     broken = sum(row.status == "failed" for row in rows if not row.counts and row.job.attack == "none")
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
-    doubts = []
-    if broken:
-        doubts.append(Reason(f"{counted(broken, 'control job')} failed", AGAIN))
+    doubts = [because("control-failed", "again", count=broken)] * bool(broken)
     if missing:
-        count = f"{missing} of {max(total, len(rows) + missing)} jobs"
-        told = Reason(f"{count} have not been run", AGAIN)
-        ended = Reason(f"the budget of {budget} ended before {count} were run, controls included", MORE_TIME)
-        doubts.append(told if budget is None else ended)
+        remedy, total = "again" if budget is None else "more-time", max(total, len(rows) + missing)
+        doubts.append(because("jobs-missing", remedy, count=missing, total=total, budget=budget))
     return doubts
 
 

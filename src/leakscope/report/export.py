@@ -17,13 +17,13 @@ from typing import Any
 from leakscope import __version__
 from leakscope.contracts.certificate import Certificate
 from leakscope.metrics import MEASURES
+from leakscope.report.sentences import reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
 from leakscope.results.store import Store
 from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
-from leakscope.results.wording import shared_reasons
 
 #: Version of the schema of each document; it grows when a key is renamed, removed or means something else.
 VERSIONS = {"audit": 1, "baseline": 1, "compare": 1, "reproduce": 1, "list": 1, "plan": 1}
@@ -125,15 +125,16 @@ def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
 
 def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     verdict = setting.verdict
-    place = ("protocol", "defense", "outcome", "remarks")
+    place = ("protocol", "defense", "outcome")
     numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
     counts = ("label_baseline", "flags", "done", "failed", "refused", "missing")
     return {
         "name": setting.name,
         "title": setting.short,
         **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
+        "remarks": [reason_text(remark) for remark in verdict.remarks],
         "certified": sum(example.certified for example in verdict.examples),
-        "reasons": [dataclasses.asdict(reason) for reason in verdict.reasons],
+        "reasons": [reason.as_dict() for reason in verdict.reasons],
         "examples": [_strongest(example, names) for example in verdict.examples],
     }
 
@@ -200,7 +201,7 @@ def _study(study: Study | None, names: Mapping[tuple[str, str], str]) -> dict[st
 
 def _study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
     same = [field.name for field in dataclasses.fields(row) if field.name != "training"]
-    facts = {name: getattr(row, name) for name in same}
+    facts = {name: getattr(row, name) for name in same} | {"doubts": [reason_text(doubt) for doubt in row.doubts]}
     return {"setting": names.get(row.setting), **facts, "beaten_by": names.get((row.protocol, row.beaten_by or ""))}
 
 

@@ -6,6 +6,7 @@ leaks of another audit than the one it was taken of: other attacks or another ad
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from typing import Any
 from leakscope.contracts.checks import BYTES
 from leakscope.contracts.disk import atomic_write, read_json, read_whole
 from leakscope.contracts.errors import UserError
-from leakscope.results.export import VERSIONS, document, json_text
+from leakscope.report.export import VERSIONS, document, json_text
 from leakscope.results.names import name_settings
 from leakscope.results.records import mapping, number, plain
 from leakscope.results.setting_verdict import SettingVerdict
@@ -191,8 +192,9 @@ def _decibels(psnr: float) -> str:
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    named = [f"{setting.short}: {reason}" for setting in name_settings(verdict) for reason in setting.verdict.doubts]
-    return [*named, *map(str, verdict.doubts_of_all)]
+    named = {setting.cell: f"{setting.short}: " for setting in name_settings(verdict)}
+    doubts = [reason for setting in verdict.settings for reason in setting.doubts] + verdict.doubts_of_all
+    return [f"{named[d.scenario] if d.scenario else ''}{dataclasses.replace(d, scenario=None)}" for d in doubts]
 
 
 def read_accepted(path: Path) -> dict[str, AcceptedLeaks]:

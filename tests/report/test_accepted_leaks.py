@@ -10,7 +10,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from leakscope.results.accepted_leaks import (
+from leakscope.report.accepted_leaks import (
     EXACT,
     AcceptedLeaks,
     SettingLeaks,
@@ -18,8 +18,8 @@ from leakscope.results.accepted_leaks import (
     read_accepted,
     write_accepted,
 )
-from leakscope.results.export import schema
-from leakscope.results.reasons import Reason
+from leakscope.report.export import schema
+from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
@@ -34,15 +34,16 @@ def example(index: int, psnr: float, leaks: bool = True) -> StrongestExample:
 
 
 def leaking(defense: str = "none", **psnrs: float) -> SettingVerdict:
+    scenario = Scenario(SGD, defense)
     examples = [example(int(index[1:]), psnr) for index, psnr in psnrs.items()]
-    reasons = [Reason(f"example {e.index} leaks by a", kind="reconstruction") for e in examples]
+    reasons = [because("reconstruction", scenario=scenario, example=e.index, attack="a") for e in examples]
     return SettingVerdict(protocol=SGD, defense=defense, outcome="leaks", reasons=reasons, examples=examples)
 
 
 def verdict(*settings: SettingVerdict, more: tuple[Reason, ...] = ()) -> Verdict:
     outcomes = {setting.outcome for setting in settings}
     outcome = "leaks" if "leaks" in outcomes else "inconclusive" if outcomes != {"within policy"} else "within policy"
-    reasons = [reason for setting in settings for reason in setting.named_reasons]
+    reasons = [reason for setting in settings for reason in setting.reasons]
     return Verdict(outcome=outcome, reasons=[*reasons, *more], settings=list(settings))
 
 
@@ -105,7 +106,7 @@ def test_what_is_better_passes_and_is_told() -> None:
 @pytest.mark.parametrize("kind, name", [("identification", "identification"), ("labels", "label_accuracy")])
 def test_shares_may_not_grow_nor_appear(kind: str, name: str) -> None:
     def told(share: float) -> Verdict:
-        reasons = [Reason("a share", kind=kind)]  # type: ignore[arg-type]
+        reasons = [because(kind, value=share, scenario=Scenario(SGD, "none"))]
         facts = {name: share}
         return verdict(SettingVerdict(protocol=SGD, defense="none", outcome="leaks", reasons=reasons, **facts))  # type: ignore[arg-type]
 
@@ -123,12 +124,12 @@ def test_a_baseline_of_another_audit_accepts_nothing() -> None:
 
 
 def test_doubts_are_never_accepted_by_a_baseline() -> None:
-    doubt = SettingVerdict(
-        protocol=SGD, defense=NOISE, outcome="inconclusive", reasons=[Reason("attack too weak", "More steps")]
-    )
+    weak = because("weak-without-theory", "more-steps", scenario=Scenario(SGD, NOISE))
+    doubt = SettingVerdict(protocol=SGD, defense=NOISE, outcome="inconclusive", reasons=[weak])
     now = verdict(leaking(e0=24.0), doubt)
     assert now.outcome == "leaks"
-    assert problems(now, now) == ["inconclusive: FedSGD · GradientNoise(sigma=1.0): attack too weak. More steps."]
+    (line,) = problems(now, now)
+    assert line.startswith("inconclusive: FedSGD · GradientNoise(sigma=1.0): ")
     judgement = judge_against(leaks_of(now), now, leaks_of(now), accept_doubts=True)
     assert judgement.problems == []
     assert any("inconclusive, accepted: " in remark for remark in judgement.remarks)
@@ -136,19 +137,20 @@ def test_doubts_are_never_accepted_by_a_baseline() -> None:
 
 def test_missing_jobs_of_a_leaking_setting_are_not_accepted() -> None:
     cut = leaking(e0=24.0)
-    cut = dataclasses.replace(cut, reasons=[*cut.reasons, Reason("3 jobs missing", "Run again")])
-    assert problems(verdict(cut), verdict(leaking(e0=24.0))) == [
-        "inconclusive: FedSGD · no defence: 3 jobs missing. Run again."
-    ]
+    cut = dataclasses.replace(
+        cut, reasons=[*cut.reasons, because("attempts-missing", "again", count=3, scenario=Scenario(SGD, "none"))]
+    )
+    (line,) = problems(verdict(cut), verdict(leaking(e0=24.0)))
+    assert line.startswith("inconclusive: FedSGD · no defence: 3 jobs ")
 
 
 def test_doubts_of_the_whole_audit_fail() -> None:
-    now = verdict(leaking(e0=24.0), more=(Reason("2 control jobs failed"),))
+    now = verdict(leaking(e0=24.0), more=(because("control-failed", count=2),))
     assert problems(now, now) == ["inconclusive: 2 control jobs failed"]
 
 
 def test_nothing_audited_fails_whatever_is_accepted() -> None:
-    nothing = Verdict(outcome="nothing audited", reasons=[Reason("no attack gave a result")])
+    nothing = Verdict(outcome="nothing audited", reasons=[because("no-result")])
     assert problems(nothing, None, accept_doubts=True) == ["no attack gave a result"]
     assert problems(Verdict(outcome="nothing audited"), None, accept_doubts=True) == ["nothing was audited"]
 

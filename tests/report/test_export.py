@@ -13,8 +13,8 @@ import pytest
 
 from json_schema import violations
 from leakscope.metrics import MEASURES
+from leakscope.report.export import VERSIONS, audit_document, audit_table, csv_text, document, json_text, schema
 from leakscope.results import Store, judge_store
-from leakscope.results.export import VERSIONS, audit_document, audit_table, csv_text, document, json_text, schema
 from leakscope.results.records import FindingRow, Row
 
 SGD, PRUNING = "FedSGD(batchnorm='eval')", "GradientPruning(fraction=0.9, scope='tensor')"
