@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.observation import Message
-from leakscope.federation.batches import draw_batches
+from leakscope.federation.vertical import draw_batches
 from leakscope.models import build_model
 from leakscope.models.split import VerticalModel
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from leakscope.contracts.task import Classification
 from leakscope.equations.index_matrix import identify
-from leakscope.federation.batches import Sampling
+from leakscope.federation.vertical import Sampling
 from leakscope.limits import determined_inputs, distinct_columns, inputs_given_signals, rounds_needed, separable
 from leakscope.models import build_model
 from leakscope.models.split import VerticalModel

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.equations.index_matrix import identify
-from leakscope.federation.batches import default_rounds, draw_batches
+from leakscope.federation.vertical import default_rounds, draw_batches
 from leakscope.models.split import Share, VerticalModel, assemble, check_shares, make_shares
 from leakscope.network.layers import first_dense
 from leakscope.network.recorder import inputs_of

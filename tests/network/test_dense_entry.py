@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from leakscope.models import build_model
-from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobian
+from leakscope.network.layers import DenseEntry, dense_entry, output_jacobian
 
 
 def entry_of(model: nn.Module, shape: tuple[int, ...]) -> DenseEntry:

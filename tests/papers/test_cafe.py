@@ -13,7 +13,7 @@ from leakscope.attacks.cafe import CAFE
 from leakscope.data import Examples, load_data
 from leakscope.defenses import DPSGD, FakeGradients, accounting
 from leakscope.equations.index_matrix import identify
-from leakscope.federation.batches import draw_batches
+from leakscope.federation.vertical import draw_batches
 from leakscope.models import build_model
 from leakscope.papers import cafe, cafe_training, reproduce
 from leakscope.papers.cafe import RECONSTRUCTIONS, Faces, Reconstruction, Scene

@@ -48,8 +48,7 @@ from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.unmixing import Domain, Unmixed, count_sources, independent_rows, unmix
 from leakscope.matching import Victim
 from leakscope.matching.held import HeldMatching, Weighting
-from leakscope.network.dense_entry import DenseEntry, dense_entry, output_jacobian
-from leakscope.network.layers import structure
+from leakscope.network.layers import DenseEntry, dense_entry, output_jacobian, structure
 
 #: Features alone, as the paper inverts them.
 FEATURES_ALONE = Weighting(name="features alone", features=1.0, ratio=1.0)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from leakscope.contracts.observation import LocalTraining, Message, UpdateKind, 
 from leakscope.contracts.protocol import ClientSide, Protocol
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Task, outputs_of
-from leakscope.federation.batches import Sampling, default_rounds, draw_batches
 from leakscope.federation.client import batch_gradient, batchnorm_statistics, own_randomness, protected
 from leakscope.federation.training import TrainingRun
 from leakscope.models.split import VerticalModel
@@ -169,3 +169,41 @@ class Vertical(Protocol):
                 f"batch_size: expected at most the {len(x)} samples there are, got {self.batch_size}; "
                 "lower it or give more samples"
             )
+
+
+Sampling = Literal["uniform", "epochs"]
+
+
+def draw_batches(
+    samples: int, batch: int, rounds: int, sampling: Sampling, generator: torch.Generator
+) -> Iterator[Tensor]:
+    """The sample numbers that a server announces in each round, in rising order.
+
+    "uniform" draws each batch anew without replacement, "epochs" shuffles all samples and goes through them; what is
+    left of an epoch that the batch size does not divide is dropped, as is usual.
+    """
+    order = torch.empty(0, dtype=torch.long)
+    for _ in range(rounds):
+        if sampling == "uniform" or len(order) < batch:
+            order = torch.randperm(samples, generator=generator)
+        yield order[:batch].sort().values
+        order = order[batch:]
+
+
+def default_rounds(samples: int, batch: int, sampling: Sampling) -> int:
+    """A quarter more rounds than it takes at least for the batches to determine every sample.
+
+    Batches drawn anew may leave a sample out for long: there are also so many that this happens once in a hundred
+    times. The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has
+    batches.
+
+    >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs"), default_rounds(20, 2, "uniform")
+    (100, 110, 73)
+    """
+    batches = samples // batch
+    if sampling == "uniform" and batch < samples:
+        covered = math.log(100 * samples) / -math.log1p(-batch / samples)
+        return math.ceil(max(1.25 * samples, covered))
+    if batches < 2:
+        return math.ceil(1.25 * samples)
+    return math.ceil(1.25 * (samples - 1) / (batches - 1)) * batches

@@ -6,10 +6,18 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.reconstruction import Diagnosis
 from leakscope.equations.decomposition import JacobianRank, rank_of
 from leakscope.equations.index_matrix import Identifiability, identify
-from leakscope.limits.bounds import Order, order_bounds
+from leakscope.limits.bounds import (
+    ImprintGuarantee,
+    Order,
+    alone_distribution,
+    imprint_guarantee,
+    order_bounds,
+    published_count,
+)
 from leakscope.limits.counting import (
     Filters,
     HiddenUnits,
+    Proposition,
     SingleExample,
     features_bound,
     filters,
@@ -22,18 +30,21 @@ from leakscope.limits.counting import (
 from leakscope.limits.cramer_rao import Floor, affordable_floor, cramer_rao
 from leakscope.limits.diagnosis import diagnose
 from leakscope.limits.effort import GRADIENTS_WORK, Effort, effort_of
-from leakscope.limits.imprint import ImprintGuarantee, alone_distribution, imprint_guarantee, published_count
-from leakscope.limits.index_alignment import (
+from leakscope.limits.index_bounds import (
+    RecoveryBound,
     RoundsNeeded,
+    Theorem,
     determined_inputs,
     distinct_columns,
+    index_spectrum,
     inputs_given_signals,
+    recovery_bounds,
     rounds_needed,
     separable,
+    theorem1,
+    theorem2,
 )
-from leakscope.limits.index_bounds import RecoveryBound, Theorem, index_spectrum, recovery_bounds, theorem1, theorem2
 from leakscope.limits.jacobian import MAX_ENTRIES, MAX_UNKNOWNS, gradient_map_at, jacobian_rank
-from leakscope.limits.propositions import Proposition
 from leakscope.limits.report import Limits, limits
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.limits.surrogate import CosineProfile, cosine_profile, drift_bound, leading_shares, parallel_beta

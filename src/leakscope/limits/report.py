@@ -20,10 +20,10 @@ from leakscope.contracts.tables import cell, html_facts, latex_table
 from leakscope.contracts.task import label_count
 from leakscope.equations.decomposition import Decomposition, JacobianRank
 from leakscope.limits.bounds import Order, order_bounds
+from leakscope.limits.counting import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, affordable_floor, cramer_rao
 from leakscope.limits.effort import MAX_OPERATIONS, effort_of
 from leakscope.limits.jacobian import decompose_at, gradient_map_at
-from leakscope.limits.propositions import Proposition, linear_first, one_hidden_layer, propositions
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.matching.gradient_map import GradientMap
 from leakscope.network.layers import Structure, structure

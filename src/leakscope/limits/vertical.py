@@ -1,6 +1,6 @@
 """What theory says of a vertical model before any attack: which samples the announced batches give away.
 
-The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_alignment` and
+The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_bounds` and
 :mod:`leakscope.limits.index_bounds`. Output gradients and layer inputs are those of real or random samples at the
 model's weights, in double precision, with BatchNorm in eval mode.
 """
@@ -24,9 +24,19 @@ from leakscope.contracts.tables import html_table
 from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
 from leakscope.equations.index_matrix import Identifiability, Indices, identify, seen_rows
-from leakscope.federation.batches import Sampling, default_rounds, draw_batches
-from leakscope.limits.index_alignment import RoundsNeeded, determined_inputs, distinct_columns, rounds_needed, separable
-from leakscope.limits.index_bounds import RecoveryBound, Theorem, recovery_bounds, theorem1, theorem2
+from leakscope.federation.vertical import Sampling, default_rounds, draw_batches
+from leakscope.limits.index_bounds import (
+    RecoveryBound,
+    RoundsNeeded,
+    Theorem,
+    determined_inputs,
+    distinct_columns,
+    recovery_bounds,
+    rounds_needed,
+    separable,
+    theorem1,
+    theorem2,
+)
 from leakscope.limits.report import example_problems, plain_values
 from leakscope.models.split import VerticalModel
 from leakscope.network.layers import FirstDense, first_dense

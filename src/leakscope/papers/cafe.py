@@ -32,7 +32,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.data import Examples
 from leakscope.federation import Vertical
-from leakscope.federation.batches import default_rounds
+from leakscope.federation.vertical import default_rounds
 from leakscope.metrics import psnr
 from leakscope.models import build_model
 from leakscope.papers.base import Findings, PaperTable, PictureGrid, Progress, examples_or_reason, measured_row, not_run
