@@ -1,8 +1,8 @@
-"""What batches that are announced by index give away of N samples: CAFE's theorems and bounds, as printed and put right.
+"""What batches announced by index give away of N samples: CAFE's theorems and bounds, as printed and put right.
 
 Notation as in :mod:`leakscope.equations.index_matrix`. Some functions are about rounds that were played; theorems and
-bounds about batches drawn evenly among all. With a = K(N-K)/(N(N-1)) and b = K(K-1)/(N(N-1)) such batches have M = E[ss'] = a I + b 11',
-whose smallest eigenvalue is a. The paper takes (K/N) I for it, which is right for K = 1 only.
+bounds about batches drawn evenly among all. With a = K(N-K)/(N(N-1)) and b = K(K-1)/(N(N-1)) such batches have
+M = E[ss'] = a I + b 11', whose smallest eigenvalue is a. The paper takes (K/N) I for it, right for K = 1 only.
 
 V, H are an estimate, V*, H* the truth, D = V - V* and A = H - H*. phi1 = E|D's|^2 and phi2 = E|R(s)|^2, with
 R(s) = sum_n s_n (h_n v_n' - h*_n v*_n'), are the expected losses of steps I and II at the estimate. Errors are measured
