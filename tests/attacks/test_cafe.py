@@ -298,10 +298,10 @@ def test_without_indices_there_is_no_attack() -> None:
 def test_attacks_on_one_update_refuse_rounds_and_name_the_one_that_reads_them(name, knowledge) -> None:
     model, (x, y) = mlp(), data(6)
     seen = Vertical(batch_size=2, rounds=3).observe(model, x, y, knowledge=knowledge)
-    with pytest.raises(NotApplicable, match=r"got 3 messages on batches of them\. Use cafe"):
+    with pytest.raises(NotApplicable, match="got 3 messages on batches"):
         ATTACKS[name].target()(seen)
     one = Vertical(batch_size=2, rounds=1).observe(model, x, y, knowledge=knowledge)
-    with pytest.raises(NotApplicable, match="Use cafe"):
+    with pytest.raises(NotApplicable, match="reads rounds"):
         ATTACKS[name].target()(one)
 
 

@@ -92,7 +92,7 @@ def test_tools_of_python_and_torch_are_never_called_for_a_name(name: str, words:
 
 @pytest.mark.parametrize("name", ["yaml:safe_load", "torch.nn:Linear", "leakscope.models:build_model", "__main__:x"])
 def test_installed_code_needs_a_word_of_the_user(name: str, folder: Path) -> None:
-    with names_of_a_spec(folder / "specs"), pytest.raises(ValueError, match="--allow-code") as caught:
+    with names_of_a_spec(folder / "specs"), pytest.raises(ValueError, match="allow_code") as caught:
         import_object("model", name)
     assert "A spec is data" in str(caught.value)
     if name.startswith("_"):
@@ -164,5 +164,5 @@ def test_a_hostile_spec_runs_nothing(line: str, folder: Path) -> None:
         path.write_text("\n".join([*lines, line.replace("KIND", name)]))
         with pytest.raises(SpecError) as caught:
             load_spec(path)
-        assert ("standard library" if name.startswith("sub") else "--allow-code") in caught.value.problems[0]
+        assert ("standard library" if name.startswith("sub") else "allow_code") in caught.value.problems[0]
     assert not list(folder.rglob("ran"))

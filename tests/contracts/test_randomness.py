@@ -11,7 +11,7 @@ from torch import nn
 
 from leakscope.audit import audit
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.randomness import system_generator
+from leakscope.contracts.protocol import system_generator
 from leakscope.defenses import DEFENSES
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.results import Store

@@ -108,7 +108,7 @@ class Attack(Described, ABC):
         if not self.reads_rounds and observation.has_rounds:
             raise NotApplicable(
                 f"{type(self).__name__} reads one update of all examples, got {len(observation.messages)} messages on "
-                "batches of them. Use cafe, which reads rounds of a vertical model."
+                "batches of them. Use an attack that reads rounds."
             )
         for number, message in enumerate(observation.messages):
             broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]

@@ -27,11 +27,12 @@ from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
-from leakscope.contracts.randomness import Randomness
 from leakscope.contracts.spool import Spool, StoredTensors, frozen_tensors, layout_of
 from leakscope.contracts.task import Classification, Reduction, Task
 
 UpdateKind = Literal["gradient", "weight_delta"]
+#: Where a client's draws came from. Never the seed itself: an attack must not compute the noise from it.
+Randomness = Literal["system", "seeded"]
 BatchNormMode = Literal["eval", "train"]
 #: Bytes of updates that an observation of many messages holds in memory.
 IN_MEMORY = 2**28

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,11 +26,12 @@ from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
-from leakscope.contracts.randomness import system_generator
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Reduction, Task, outputs_of
 
 BATCHNORM = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+#: torch keeps the Mersenne twister as 624 words of eight bytes each, behind 24 bytes of other state.
+_WORDS = slice(24, 24 + 624 * 8)
 
 
 @dataclass(frozen=True, eq=False)
@@ -361,3 +363,20 @@ def train_locally(
         rule.step()
         order.append(tuple(batch.tolist()))
     return {name: before[name] - parameter.detach() for name, parameter in trained.items()}, tuple(order)
+
+
+def system_generator() -> torch.Generator:
+    """Draws that nobody can repeat: the generator's whole state comes from the operating system.
+
+    Noise that can be computed again is no protection. A seed would not do: torch uses 32 bits of it, few enough to try.
+
+    >>> one, two = (torch.rand(3, generator=system_generator()) for _ in range(2))
+    >>> bool((one == two).any())
+    False
+    """
+    generator = torch.Generator()
+    state = generator.get_state()
+    drawn = torch.frombuffer(bytearray(os.urandom(4 * 624)), dtype=torch.int32)
+    state[_WORDS].view(torch.int64).copy_(drawn.long() & 0xFFFFFFFF)
+    generator.set_state(state)
+    return generator

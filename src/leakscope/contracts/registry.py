@@ -215,10 +215,7 @@ def import_object(kind: str, name: str) -> Callable[..., Any]:
     return target
 
 
-_HOW_TO_ALLOW = (
-    "A spec is data: such code runs only if the command line has --allow-code (in Python allow_code=True), or if the "
-    "name is typed there"
-)
+_HOW_TO_ALLOW = "A spec is data: such code runs only with allow_code, or if the name is typed and not read from a spec"
 
 
 def _own_folder(package: str, folders: list[Path]) -> str | None:
