@@ -12,7 +12,7 @@ from PIL import Image
 
 from leakscope.report import svg
 from leakscope.report.pictures import draw, png
-from leakscope.results.names import short_names, split_repr
+from leakscope.results.names import Part, short_names
 
 NAN = math.nan
 
@@ -89,4 +89,6 @@ def test_scalars_and_signals_are_drawn() -> None:
 def test_short_names_never_merge_two_reprs() -> None:
     reprs = ["A(x=1, y='a')", "A(x=1, y='b')", "A(x=2, y='a')", "B(z=None)", "none", "odd(", ""]
     assert len(set(short_names(reprs).values())) == len(reprs)
-    assert split_repr("A(f=g(1, 2), h=[3, 4])")[1] == ["f=g(1, 2)", "h=[3, 4]"]
+    assert short_names(["A(f=g(1, 2), h=[3, 4])"]) == {"A(f=g(1, 2), h=[3, 4])": "A(f=g(1, 2), h=[3, 4])"}
+    told = Part.read("A(...)", {"name": "a", "class": "A", "options": {"sigma": 0.1, "law": "normal"}})
+    assert short_names(["A(...)", "none"], {"A(...)": told})["A(...)"] == "A(sigma=0.1)"

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leakscope.results.defense_study import Study, StudyRow, cheapest, make_study
+from leakscope.results.defense_study import Study, StudyRow, cheapest, dominates, make_study
 from leakscope.results.knowledge_worth import worth_of_knowing
-from leakscope.results.pareto import dominates, pareto_front
 from leakscope.results.records import FindingRow, Row
 from leakscope.results.verdict import judge
 
@@ -57,6 +56,13 @@ def _of(study: Study) -> dict[str, StudyRow]:
 
 
 # -- the front --
+
+
+def pareto_front(points: list[tuple[float, float]], leakage: float = 0.0, utility: float = 0.0) -> list[bool]:
+    """Which of the points no other dominates; one that is not finite cannot be told."""
+    measured = [all(map(math.isfinite, point)) for point in points]
+    beaten = [any(dominates(other, point, leakage, utility) for other in points) for point in points]
+    return [known and not worse for known, worse in zip(measured, beaten, strict=True)]
 
 
 @given(POINTS)

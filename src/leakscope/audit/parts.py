@@ -33,6 +33,11 @@ class Part(BaseModel):
         """The complete description, which goes into keys: "none" or the ``repr`` of the object."""
         return "none" if self.instance is None else repr(self.instance)
 
+    def facts(self) -> dict[str, Any]:
+        """Name, class and options, as rows keep them beside the ``repr``; nothing of no defence."""
+        kind = type(self.instance).__name__
+        return {} if self.instance is None else {"name": self.name, "class": kind, "options": self.options}
+
 
 def protocol_part(value: Any) -> Part:
     from leakscope.federation import PROTOCOLS

@@ -292,6 +292,11 @@ def describe(setup: Setup, job: Job) -> JobRecord:
         control_kind=None if job.control is None else CONTROLS[job.control].kind,
         indices=() if is_training(job.finding) else setup.batches[job.batch],
         knowledge=spec.knowledge,
+        parts={
+            "protocol": spec.protocols[job.protocol].facts(),
+            "defense": {} if job.defense is None else spec.defenses[job.defense].facts(),
+            "attack": {} if attack is None else attack.facts(),
+        },
     )
 
 

@@ -220,7 +220,7 @@ def print_comparison(
         say(console, "Nothing else differs.")
 
 
-def setting_names(lines: Iterable[Any]) -> dict[tuple[str, str], str]:
+def setting_names(lines: Iterable[Any]) -> dict[Any, str]:
     """A short name for each setting of a comparison, in order."""
     cells = dict.fromkeys((line.protocol, line.defense) for line in lines)
     return {cell: f"S{number}" for number, cell in enumerate(cells, start=1)}
@@ -310,7 +310,7 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
         name = "" if choice.row is None else f"{named[choice.row.setting].name}, "
         say(console, f"So that {goal(choice.limits)}: {name}{choice_words(choice.row, study)}.")
     for worth in study.worths:
-        name = named[worth.protocol, worth.defense].name
+        name = named[worth.scenario].name
         ends = f"{decibels(worth.interval[0])} to {decibels(worth.interval[1])}"
         say(
             console,

@@ -18,6 +18,7 @@ from leakscope.contracts.disk import atomic_write, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.report.export import VERSIONS, document, json_text
 from leakscope.results.names import name_settings
+from leakscope.results.reasons import Scenario
 from leakscope.results.records import mapping, number, plain
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.store import Store, differences
@@ -40,6 +41,10 @@ class SettingLeaks:
     defense: str
     examples: Mapping[int, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
     @classmethod
     def of(cls, setting: SettingVerdict) -> SettingLeaks:
@@ -134,14 +139,14 @@ def judge_against(
 
 def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None) -> tuple[list[str], list[str]]:
     titles = {setting.cell: setting.short for setting in name_settings(verdict)}
-    known = {(one.protocol, one.defense): one for one in (accepted.settings if accepted else ())}
+    known = {one.scenario: one for one in (accepted.settings if accepted else ())}
     if accepted is not None and now.settings and (lines := differences(accepted.audited, dict(now.audited))):
         told = [line.replace("the store has", "the baseline has") for line in lines]
         return [f"the baseline was taken of another audit: {line}" for line in told], []
     problems: list[str] = []
     remarks: list[str] = []
     for setting in now.settings:
-        title, before = titles[setting.protocol, setting.defense], known.pop((setting.protocol, setting.defense), None)
+        title, before = titles[setting.scenario], known.pop(setting.scenario, None)
         worse, better = _compare(setting, before or SettingLeaks(protocol=setting.protocol, defense=setting.defense))
         problems += [f"{title}: {line}" for line in worse]
         remarks += [f"{title}: {line}" for line in better]

@@ -212,6 +212,7 @@ def compare(directories: Sequence[FileName]) -> str:
         raise UserError(f"expected two folders of audits to compare, got {len(directories)}")
     first, second = (_Audit.read(directory) for directory in directories)
     lines = _compared(first, second)
+    parts = {**first.verdict.parts, **second.verdict.parts}
     context = {
         "measure": MEASURES["psnr"],
         "audits": list(
@@ -220,8 +221,8 @@ def compare(directories: Sequence[FileName]) -> str:
         "differences": _differences(first.facts, second.facts),
         "shared": [line for line in lines if line.examples_a and line.examples_b],
         "alone": [line for line in lines if not (line.examples_a and line.examples_b)],
-        "protocols": short_names(line.protocol for line in lines),
-        "defenses": short_names(line.defense for line in lines),
+        "protocols": short_names((line.protocol for line in lines), parts),
+        "defenses": short_names((line.defense for line in lines), parts),
         "strongest": STRONGEST,
     }
     return fill("compare.html.j2", context)

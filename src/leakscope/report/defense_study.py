@@ -13,6 +13,7 @@ from leakscope.report.words import DASH, figure, fixed, span
 from leakscope.results.defense_study import SAME_LEAKAGE, Choice, Study, StudyRow
 from leakscope.results.knowledge_worth import LEGIBLE, Worth
 from leakscope.results.names import Setting
+from leakscope.results.reasons import Scenario
 
 #: Examples whose pictures stand side by side, a line for each defence.
 MAX_PICTURES = 4
@@ -37,7 +38,7 @@ def study_section(
         "choices": [_choice(choice, study, named, len(protocols) > 1) for choice in study.choices],
         "heat": _heat(matrix, settings, rows),
         "pictures": _pictures(gallery, rows, named),
-        "worths": [_worth(worth, named) for worth in study.worths if (worth.protocol, worth.defense) in named],
+        "worths": [_worth(worth, named) for worth in study.worths if worth.scenario in named],
         "notes": _notes(rows, named),
     }
 
@@ -48,7 +49,7 @@ def utility_words(study: Study) -> str:
 
 
 def _front(
-    study: Study, protocol: str, rows: Sequence[StudyRow], named: Mapping[tuple[str, str], Setting], place: int
+    study: Study, protocol: str, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting], place: int
 ) -> dict[str, Any]:
     marks = [
         Mark(
@@ -73,7 +74,7 @@ def _front(
     }
 
 
-def _line(row: StudyRow, study: Study, named: Mapping[tuple[str, str], Setting]) -> dict[str, Any]:
+def _line(row: StudyRow, study: Study, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
     digits = None if study.accuracy else 3
     sign = 1.0 if study.accuracy else -1.0
     seeds = 0 if row.training is None else len(row.training.seeds)
@@ -119,18 +120,18 @@ def cost_words(row: StudyRow, study: Study) -> str:
     return f"{100 * row.cost:.1f} points" if study.accuracy else f"{row.cost:.3g} of test loss"
 
 
-def place_words(row: StudyRow, named: Mapping[tuple[str, str], Setting]) -> str:
+def place_words(row: StudyRow, named: Mapping[Scenario, Setting]) -> str:
     """Whether a setting is worth choosing."""
     if not row.comparable:
         return "not compared"
     if row.on_front:
         return "on the front"
-    better = named.get((row.protocol, row.beaten_by or ""))
+    better = named.get(Scenario(row.protocol, row.beaten_by or ""))
     name = better.name if better is not None else row.beaten_by
     return f"beaten by {name}{'' if row.beaten_clearly else ', though intervals overlap'}"
 
 
-def _choice(choice: Choice, study: Study, named: Mapping[tuple[str, str], Setting], several: bool) -> dict[str, Any]:
+def _choice(choice: Choice, study: Study, named: Mapping[Scenario, Setting], several: bool) -> dict[str, Any]:
     protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
     alike = ", ".join(named[other.setting].name for other in choice.alike if other.setting in named)
     return {
@@ -182,9 +183,7 @@ def _heat(matrix: Mapping[str, Any], settings: Sequence[Setting], rows: Sequence
     }
 
 
-def _pictures(
-    gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[tuple[str, str], Setting]
-) -> dict[str, Any] | None:
+def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> dict[str, Any] | None:
     """A line a defence: what the strongest attack made of the same few examples; None where none may be shown."""
     if not gallery.allowed:
         return None
@@ -206,10 +205,10 @@ def _pictures(
     return {"originals": [(index, originals.get(index)) for index in indices], "lines": lines}
 
 
-def _worth(worth: Worth, named: Mapping[tuple[str, str], Setting]) -> dict[str, Any]:
+def _worth(worth: Worth, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
     gain = f"{'+' if worth.gain >= 0 else ''}{fixed(worth.gain)}"
     return {
-        "setting": named[worth.protocol, worth.defense],
+        "setting": named[worth.scenario],
         "attack": worth.attack_name,
         "gain": gain,
         "interval": span(worth.interval, worth.examples),
@@ -217,7 +216,7 @@ def _worth(worth: Worth, named: Mapping[tuple[str, str], Setting]) -> dict[str, 
     }
 
 
-def _notes(rows: Sequence[StudyRow], named: Mapping[tuple[str, str], Setting]) -> list[str]:
+def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> list[str]:
     notes = []
     bare = next((row for row in rows if row.defense == "none"), None)
     if bare is None:

@@ -20,6 +20,7 @@ from leakscope.metrics import MEASURES
 from leakscope.report.sentences import reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
+from leakscope.results.reasons import Scenario
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
 from leakscope.results.store import Store
 from leakscope.results.strongest import StrongestExample
@@ -123,7 +124,7 @@ def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
     return {key: mapping(facts).get(key) for key in keys}
 
 
-def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _setting(setting: Setting, names: Mapping[Scenario, str]) -> dict[str, Any]:
     verdict = setting.verdict
     place = ("protocol", "defense", "outcome")
     numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
@@ -139,16 +140,16 @@ def _setting(setting: Setting, names: Mapping[tuple[str, str], str]) -> dict[str
     }
 
 
-def _strongest(example: StrongestExample, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _strongest(example: StrongestExample, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = ("index", "attack", "attack_name", "seed", "key", "leaks", "baseline_psnr", "lift", "values")
     return {
-        "setting": names[example.protocol, example.defense],
+        "setting": names[example.scenario],
         **{name: getattr(example, name) for name in same},
         **_proof(example),
     }
 
 
-def _row(row: Row, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _row(row: Row, names: Mapping[Scenario, str]) -> dict[str, Any]:
     facts = {
         "setting": names.get(row.job.setting) if row.counts else None,  # a control serves every defence
         **{name: getattr(row.job, name) for name in _ROW if name != "setting"},
@@ -178,7 +179,7 @@ def _diagnosis(row: Row) -> dict[str, Any] | None:
     return None if found is None else {"outcome": found.outcome, "reason": without_folders(found.reason)}
 
 
-def _study(study: Study | None, names: Mapping[tuple[str, str], str]) -> dict[str, Any] | None:
+def _study(study: Study | None, names: Mapping[Scenario, str]) -> dict[str, Any] | None:
     if study is None:
         return None
     rows = [{**_study_row(row, names), "training": _training(row)} for row in study.rows]
@@ -191,25 +192,27 @@ def _study(study: Study | None, names: Mapping[tuple[str, str], str]) -> dict[st
         }
         for choice in study.choices
     ]
-    worths = [
-        {"setting": names.get((worth.protocol, worth.defense)), **dataclasses.asdict(worth)} for worth in study.worths
-    ]
+    worths = [{"setting": names.get(worth.scenario), **dataclasses.asdict(worth)} for worth in study.worths]
     measured = "accuracy" if study.accuracy else "negative test loss"
     facts = {"tolerance": study.tolerance, "utility": measured}
     return {**facts, "rows": rows, "choices": choices, "worth_of_knowing": worths}
 
 
-def _study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = [field.name for field in dataclasses.fields(row) if field.name != "training"]
     facts = {name: getattr(row, name) for name in same} | {"doubts": [reason_text(doubt) for doubt in row.doubts]}
-    return {"setting": names.get(row.setting), **facts, "beaten_by": names.get((row.protocol, row.beaten_by or ""))}
+    return {
+        "setting": names.get(row.setting),
+        **facts,
+        "beaten_by": names.get(Scenario(row.protocol, row.beaten_by or "")),
+    }
 
 
 def _training(row: StudyRow) -> dict[str, Any] | None:
     return None if row.training is None else dataclasses.asdict(row.training)
 
 
-def _flat_study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _flat_study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     """A row with the ends of its intervals side by side, and of its trainings the means."""
     flat: dict[str, Any] = {}
     for name, value in _study_row(row, names).items():
@@ -226,6 +229,6 @@ def _flat_study_row(row: StudyRow, names: Mapping[tuple[str, str], str]) -> dict
     return {**flat, "seeds": len(training.seeds), **losses, **rest}
 
 
-def _finding(finding: FindingRow, names: Mapping[tuple[str, str], str]) -> dict[str, Any]:
+def _finding(finding: FindingRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = ("kind", "protocol", "defense", "seed", "batch", "key", "status", "reason", "seconds", "content")
     return {"setting": names.get(finding.setting), **{name: getattr(finding, name) for name in same}}

@@ -15,7 +15,7 @@ from leakscope.report.certificate import certificate_details
 from leakscope.report.limits import settled
 from leakscope.report.settings import PSNR, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
-from leakscope.results.names import Setting, short_names
+from leakscope.results.names import Setting, parts_of, short_names
 from leakscope.results.records import NAN, DiagnosisRecord, ExampleRecord, FindingRow, Row, mean, number
 from leakscope.results.store import Store
 from leakscope.results.summary import measures_of
@@ -160,7 +160,7 @@ def curves_section(store: Store, rows: Sequence[Row]) -> list[dict[str, Any]]:
     for row in rows:
         if row.result is not None and row.status == "done" and row.counts:
             attacks.setdefault(row.job.attack, []).append((row.result.best_psnr, row))
-    short = short_names(attacks)
+    short = short_names(attacks, parts_of(rows))
     sections: list[dict[str, Any]] = []
     for attack, candidates in attacks.items():
         for psnr, row in sorted(candidates, key=lambda c: (math.inf if math.isnan(c[0]) else -c[0], c[1].position)):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from leakscope.report.settings import PSNR, Setting
 from leakscope.report.words import fixed, span
 from leakscope.results.baselines import Baselines
 from leakscope.results.knowledge_worth import IGNORES
-from leakscope.results.names import short_names, split_repr
+from leakscope.results.names import Part, parts_of, telling_options
 from leakscope.results.records import Row, highest, mean
 
 #: Lifts in dB from which on a cell is coloured, each more strongly.
@@ -50,7 +50,8 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
         protocol: Baselines(row for row in rows if not row.counts and row.job.protocol == protocol)
         for protocol in protocols
     }
-    options = _options(attacks)
+    parts = parts_of(attempts)
+    options = _options(attacks, parts)
     lines = []
     whys: dict[tuple[str, str, str], list[str]] = {}
     for name, attack in attacks:
@@ -58,7 +59,8 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
         cells = []
         for setting in settings:
             jobs = [row for row in own if row.job.setting == setting.cell]
-            cell = _cell(jobs, attack, baselines[setting.protocol])
+            ignores = parts[attack].options.get(IGNORES) is True
+            cell = _cell(jobs, attack, baselines[setting.protocol], ignores)
             cells.append(cell)
             if cell.why:
                 whys.setdefault((name, cell.text, cell.why), []).append(setting.name)
@@ -72,21 +74,21 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
     }
 
 
-def _options(attacks: Sequence[tuple[str, str]]) -> dict[str, str]:
+def _options(attacks: Sequence[tuple[str, str]], parts: Mapping[str, Part]) -> dict[str, str]:
     """What tells attacks of the same name apart."""
     names = Counter(name for name, _ in attacks)
-    short = short_names(attack for _, attack in attacks)
-    return {attack: ", ".join(split_repr(short[attack])[1]) if names[name] > 1 else "" for name, attack in attacks}
+    told = telling_options((attack for _, attack in attacks), parts)
+    return {attack: ", ".join(told[attack]) if names[name] > 1 else "" for name, attack in attacks}
 
 
-def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines) -> Cell:
+def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines, ignores: bool) -> Cell:
     """For each example its best seed, as the verdict counts it; then the mean over the examples."""
     fates = Counter(row.status for row in jobs)
-    if not jobs and IGNORES in attack:
+    if not jobs and ignores:
         return Cell("nothing to ignore")
     if not fates["done"]:
         fate = " and ".join(fate for fate in ("refused", "failed") if fates[fate]) or "not run"
-        return Cell(fate, why=next((_why(row) for row in jobs if row.reason), ""))
+        return Cell(fate, why=next((row.refusal for row in jobs if row.reason), ""))
     seeds: dict[int, list[float]] = {}
     for row in jobs:
         for example in row.examples:
@@ -96,11 +98,6 @@ def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines) -> Cell:
     values = [psnr for psnr in best.values() if not math.isnan(psnr)]
     note = ", ".join(f"{fates[fate]} {fate}" for fate in ("failed", "refused") if fates[fate])
     return _measured(mean(values), interval(values), len(values), lift, note)
-
-
-def _why(row: Row) -> str:
-    """A refusal's reason without the name of its error, which the fate says already."""
-    return row.reason.partition(": ")[2] or row.reason if row.status == "refused" else row.reason
 
 
 def _strongest(setting: Setting) -> Cell:

@@ -196,7 +196,7 @@ def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict
     return {
         "example": worst,
         "label": gallery.label_of(worst),
-        "setting": next((s for s in named if s.cell == (worst.protocol, worst.defense)), None),
+        "setting": next((s for s in named if s.cell == worst.scenario), None),
         "original": original,
         "guess": guess,
     }

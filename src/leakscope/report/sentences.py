@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ from leakscope.results.verdict import Verdict
 
 #: Reasons in a paragraph; the others are counted.
 IN_A_PARAGRAPH = 3
-_REFUSAL = re.compile(r"^(NotApplicable|MissingKnowledge): ")
 
 _TOO_WEAK = "attack too weak to judge: "
 _LABELS = "{value:.0%} of the labels are recovered{chance}; "
@@ -288,10 +286,9 @@ class SharedFate:
 def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> list[SharedFate]:
     """Refused and failed jobs, a line for each attack and reason; of findings only what failed."""
     counts: dict[tuple[Status, str, str], int] = {}
-    told = [(row.status, row.job.attack_name, row.reason) for row in rows if row.status != "done"]
+    told = [(row.status, row.job.attack_name, row.refusal) for row in rows if row.status != "done"]
     told += [(row.status, finding_words(row.kind), row.reason) for row in findings if row.status == "failed"]
-    for status, name, reason in told:
-        fate = (status, name, _REFUSAL.sub("", reason))
+    for fate in told:
         counts[fate] = counts.get(fate, 0) + 1
     return [SharedFate(*fate, count) for fate, count in sorted(counts.items(), key=lambda item: item[0][0] == "failed")]
 
@@ -303,7 +300,7 @@ def paragraph(verdict: Verdict) -> str:
     sentences = [verdict.outcome.upper()]
     if (worst := verdict.worst) is not None:
         best = f"example {worst.index} at {worst.psnr:.1f} dB by {worst.attack_name}"
-        sentences.append(f"Strongest reconstruction: {best}, {names[worst.protocol, worst.defense]}")
+        sentences.append(f"Strongest reconstruction: {best}, {names[worst.scenario]}")
     reasons = shared_reasons(verdict)
     for reason in reasons[:IN_A_PARAGRAPH]:
         sentences += [str(reason), reason.remedy]

@@ -6,7 +6,6 @@ import math
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
-from leakscope.results.names import split_repr
 
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
@@ -160,8 +159,8 @@ def head(text: str) -> str:
     >>> head("DLG(iterations=300)"), head("LinearLayer()"), head("none")
     ('DLG(…)', 'LinearLayer()', 'none')
     """
-    name, arguments = split_repr(text)
-    return f"{name}(…)" if arguments else text
+    name, _, arguments = text.partition("(")
+    return text if arguments in ("", ")") else f"{name}(…)"
 
 
 def likeness(psnr: float) -> str:

@@ -128,12 +128,7 @@ def _residuals(row: Row) -> list[tuple[float, float]]:
 
 def _had_its_turn(row: Row) -> bool:
     """Whether the attack gave a result, or was refused because it does not apply to the model."""
-    return row.status == "done" or (row.status == "refused" and not starved(row))
-
-
-def starved(row: Row) -> bool:
-    """Whether the attack was refused because the threat model withholds what it requires."""
-    return row.status == "refused" and (row.error or "").startswith("MissingKnowledge")
+    return row.status == "done" or (row.status == "refused" and not row.starved)
 
 
 def _client(row: Row) -> Client:

@@ -21,8 +21,7 @@ from typing import Any
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
-from leakscope.results.pareto import dominates
-from leakscope.results.reasons import Reason, because
+from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.strength import WIDE_GAP
@@ -105,8 +104,8 @@ class StudyRow:
     beaten_clearly: bool = False
 
     @property
-    def setting(self) -> tuple[str, str]:
-        return self.protocol, self.defense
+    def setting(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
     @property
     def comparable(self) -> bool:
@@ -162,7 +161,7 @@ def make_study(
         [
             _row(setting, rows, findings, trainings, guesses[setting.protocol])
             for setting in verdict.settings
-            if (setting.protocol, setting.defense) in trainings
+            if setting.scenario in trainings
         ],
         tolerance,
     )
@@ -172,9 +171,9 @@ def make_study(
     )
 
 
-def _trainings(findings: Iterable[FindingRow]) -> dict[tuple[str, str], Training | None]:
+def _trainings(findings: Iterable[FindingRow]) -> dict[Scenario, Training | None]:
     """The trainings of each setting; None where they were asked for and none is done."""
-    by_setting: dict[tuple[str, str], list[FindingRow]] = defaultdict(list)
+    by_setting: dict[Scenario, list[FindingRow]] = defaultdict(list)
     for finding in findings:
         if finding.kind == UTILITY:
             by_setting[finding.setting].append(finding)
@@ -218,11 +217,11 @@ def _row(
     setting: SettingVerdict,
     rows: Sequence[Row],
     findings: Sequence[FindingRow],
-    trainings: Mapping[tuple[str, str], Training | None],
+    trainings: Mapping[Scenario, Training | None],
     guesses: Mapping[int, float],
 ) -> StudyRow:
-    cell = (setting.protocol, setting.defense)
-    training, undefended = trainings[cell], trainings.get((setting.protocol, "none"))
+    cell = setting.scenario
+    training, undefended = trainings[cell], trainings.get(Scenario(setting.protocol, "none"))
     attempts = [row for row in rows if row.counts and row.status == "done" and row.job.setting == cell]
     guessed = [guesses.get(example.index, NAN) for example in setting.examples]
     reached = [highest((example.psnr, guess)) for example, guess in zip(setting.examples, guessed, strict=True)]
@@ -332,6 +331,18 @@ def _beats(one: StudyRow, other: StudyRow, tolerance: float) -> bool:
         return False
     points = (one.leakage, one.utility), (other.leakage, other.utility)
     return dominates(*points, SAME_LEAKAGE, tolerance)
+
+
+def dominates(one: tuple[float, float], other: tuple[float, float], leakage: float = 0.0, utility: float = 0.0) -> bool:
+    """Whether ``one`` (leakage, utility) is better than ``other``, both told apart from these tolerances on.
+
+    >>> dominates((10.0, 0.9), (20.0, 0.9)), dominates((10.0, 0.9), (10.5, 0.9), leakage=1.0)
+    (True, False)
+    """
+    if not all(map(math.isfinite, (*one, *other))):
+        return False
+    less, more = other[0] - one[0], one[1] - other[1]
+    return less >= -leakage and more >= -utility and (less > leakage or more > utility)
 
 
 def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:

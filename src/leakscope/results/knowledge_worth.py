@@ -9,13 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from leakscope.metrics import interval
+from leakscope.results.names import parts_of
+from leakscope.results.reasons import Scenario
 from leakscope.results.records import NAN, Row, highest, mean
 
 Interval = tuple[float, float]
 #: Beyond this PSNR pictures look the same (dB): an exact copy leaks no more than one that no eye tells apart.
 LEGIBLE = 60.0
-#: How the repr of an attack says whether it leaves out what it knows of the defence.
-IGNORES, KNOWS = "ignore_defense=True", "ignore_defense=False"
+#: The option of an attack that leaves out what it knows of the defence.
+IGNORES = "ignore_defense"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +31,10 @@ class Worth:
     interval: Interval
     examples: int
 
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
+
 
 def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
     """For each defence and attack that was run with its knowledge of the defence and without: the difference in dB.
@@ -41,21 +47,25 @@ def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
     >>> worth.gain, worth.examples
     (8.5, 1)
     """
-    best: dict[tuple[str, str, str, str], dict[int, float]] = defaultdict(dict)
+    rows = list(rows)
+    parts = parts_of(rows)
+    best: dict[tuple[Scenario, str, str, bool], dict[int, float]] = defaultdict(dict)
     for row in rows:
-        if row.counts and row.status == "done":
-            own = best[row.job.protocol, row.job.defense, row.job.attack, row.job.attack_name]
+        options = parts[row.job.attack].options if row.counts and row.status == "done" else {}
+        if IGNORES in options:
+            others = str({name: value for name, value in options.items() if name != IGNORES})
+            own = best[row.job.setting, row.job.attack_name, others, options[IGNORES] is True]
             for example in row.examples:
                 own[example.index] = highest((own.get(example.index, NAN), example.value("psnr")))
     worths = []
-    for (protocol, defense, attack, name), blind in best.items():
-        knowing = best.get((protocol, defense, attack.replace(IGNORES, KNOWS, 1), name))
-        if IGNORES not in attack or knowing is None:
+    for (scenario, name, others, ignores), blind in best.items():
+        knowing = best.get((scenario, name, others, False))
+        if not ignores or knowing is None:
             continue
         pairs = [(knowing[index], psnr) for index, psnr in blind.items() if index in knowing]
         gains = [min(with_it, LEGIBLE) - min(without, LEGIBLE) for with_it, without in pairs]
         gains = [gain for gain in gains if not math.isnan(gain)]
         if gains:
-            facts: dict[str, Any] = {"protocol": protocol, "defense": defense, "attack_name": name}
+            facts: dict[str, Any] = {**scenario._asdict(), "attack_name": name}
             worths.append(Worth(**facts, gain=mean(gains), interval=interval(gains), examples=len(gains)))
     return worths

@@ -1,19 +1,90 @@
-"""Short names of settings, protocols, defences and attacks, the same on console and page."""
+"""Short names of scenarios, protocols, defences and attacks, the same on console and page."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+import ast
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from leakscope.results.reasons import Scenario
 
 if TYPE_CHECKING:
+    from leakscope.results.records import Row
     from leakscope.results.setting_verdict import SettingVerdict
     from leakscope.results.verdict import Verdict
 
 
 @dataclass(frozen=True)
+class Part:
+    """A protocol, defence or attack: the name of its class, and its options."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, text: str, facts: Any) -> Part:
+        """What a row says of the part with the repr ``text``; of rows before 0.13, which say nothing, its repr.
+
+        >>> Part.read("FedAvg(epochs=5, order=(1, 2))", None)
+        Part(name='FedAvg', options={'epochs': 5, 'order': (1, 2)})
+        """
+        if isinstance(facts, dict) and isinstance(facts.get("class"), str) and isinstance(facts.get("options"), dict):
+            return cls(facts["class"], {name: _shown(value) for name, value in facts["options"].items()})
+        with suppress(SyntaxError, ValueError, RecursionError, MemoryError):
+            call = ast.parse(text, mode="eval").body
+            if isinstance(call, ast.Call):
+                return cls(text.partition("(")[0], {str(word.arg): _literal(word.value) for word in call.keywords})
+        return cls(text)
+
+
+def _literal(node: ast.expr) -> Any:
+    with suppress(ValueError):
+        return ast.literal_eval(node)
+    return _Code(ast.unparse(node))
+
+
+class _Code(str):
+    """Text that stands for itself and is not quoted: the value of an option that is a part with options of its own."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
+def _shown(value: Any) -> Any:
+    """The value of an option; the parts of a chain, which a spec names by mappings, as they would be called.
+
+    >>> _shown([{"gradient-noise": {"sigma": 0.1}}, {"top-k": {"fraction": 0.5}}])
+    (gradient-noise(sigma=0.1), top-k(fraction=0.5))
+    """
+    if isinstance(value, dict):
+        calls = {name: ", ".join(f"{k}={_shown(v)!r}" for k, v in _options(told)) for name, told in value.items()}
+        return _Code(", ".join(f"{name}({arguments})" for name, arguments in calls.items()))
+    if isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        return _Code(f"({', '.join(repr(_shown(item)) for item in value)})")
+    return value
+
+
+def _options(value: Any) -> Iterable[tuple[str, Any]]:
+    return value.items() if isinstance(value, dict) else ()
+
+
+def parts_of(rows: Iterable[Row]) -> dict[str, Part]:
+    """Every protocol, defence and attack of ``rows`` by its repr."""
+    places = ((getattr(row.job, name), row.job.parts.get(name)) for row in rows for name in _PARTS)
+    facts = {text: told for text, told in places if told or text != "none"}
+    return {text: Part.read(text, told) for text, told in facts.items()}
+
+
+_PARTS = ("protocol", "defense", "attack")
+
+
+@dataclass(frozen=True)
 class Setting:
-    """One protocol with one defence, as console and page name it."""
+    """One scenario, as console and page name it."""
 
     name: str
     verdict: SettingVerdict
@@ -29,9 +100,8 @@ class Setting:
         return self.verdict.defense
 
     @property
-    def cell(self) -> tuple[str, str]:
-        """Protocol and defence, as records name their setting."""
-        return self.protocol, self.defense
+    def cell(self) -> Scenario:
+        return self.verdict.scenario
 
     @property
     def title(self) -> str:
@@ -49,70 +119,45 @@ class Setting:
 
 
 def name_settings(verdict: Verdict) -> list[Setting]:
-    """Every setting in the order of the verdict."""
-    protocols = short_names(s.protocol for s in verdict.settings)
-    defenses = short_names(s.defense for s in verdict.settings)
+    """Every scenario in the order of the verdict."""
+    protocols = short_names((s.protocol for s in verdict.settings), verdict.parts)
+    defenses = short_names((s.defense for s in verdict.settings), verdict.parts)
     return [
         Setting(f"S{position}", setting, protocols[setting.protocol], defenses[setting.defense])
         for position, setting in enumerate(verdict.settings, start=1)
     ]
 
 
-def split_repr(text: str) -> tuple[str, list[str]]:
-    """Name and top-level arguments of a repr.
-
-    >>> split_repr("FedAvg(epochs=5, order=(1, 2))")
-    ('FedAvg', ['epochs=5', 'order=(1, 2)'])
-    >>> split_repr("none")
-    ('none', [])
-    """
-    name, bracket, rest = text.partition("(")
-    if not bracket or not rest.endswith(")"):
-        return text, []
-    arguments, depth, current = [], 0, ""
-    for character in rest[:-1]:
-        depth += character in "([{"
-        depth -= character in ")]}"
-        if character == "," and depth == 0:
-            arguments.append(current.strip())
-            current = ""
+def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, list[str]]:
+    """For each repr those options that tell it from others of the same name; of a single one its first numbers."""
+    found = {text: (parts or {}).get(text) or Part.read(text, None) for text in dict.fromkeys(reprs)}
+    options = {
+        text: {f"{name}={value!r}": value for name, value in part.options.items()} for text, part in found.items()
+    }
+    told = {}
+    for text, part in found.items():
+        family = [options[other] for other, one in found.items() if one.name == part.name]
+        if len(family) > 1:
+            told[text] = [option for option in options[text] if not all(option in other for other in family)]
         else:
-            current += character
-    return name, [a for a in (*arguments, current.strip()) if a]
+            # A single one is told by its numbers; words such as scope='tensor' are mostly defaults.
+            told[text] = [option for option, value in options[text].items() if not _is_word(value)][:3]
+    return told
 
 
-def short_names(reprs: Iterable[str]) -> dict[str, str]:
-    """For each repr its name with only those arguments that tell it from others of the same name.
+def short_names(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, str]:
+    """For each repr its name with only those options that tell it from others of the same name.
 
     >>> short_names(["Noise(sigma=1, kind='a')", "Noise(sigma=2, kind='a')", "Prune(fraction=0.9)", "none"])
     {"Noise(sigma=1, kind='a')": 'Noise(sigma=1)', "Noise(sigma=2, kind='a')": 'Noise(sigma=2)', \
 'Prune(fraction=0.9)': 'Prune(fraction=0.9)', 'none': 'no defence'}
     """
-    unique = list(dict.fromkeys(reprs))
-    families: dict[str, list[set[str]]] = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        families.setdefault(name, []).append(set(arguments))
-    result = {}
-    for text in unique:
-        name, arguments = split_repr(text)
-        family = families[name]
-        if len(family) > 1:
-            arguments = [a for a in arguments if not all(a in other for other in family)]
-        elif any(is_word(a) for a in arguments):
-            # A single one is told by its numbers; words such as scope='tensor' are mostly defaults.
-            arguments = [a for a in arguments if not is_word(a)][:3]
-        else:
-            arguments = arguments[:3]
-        result[text] = "no defence" if text == "none" else name + (f"({', '.join(arguments)})" if arguments else "")
-    return result
+    names = {}
+    for text, options in telling_options(reprs, parts).items():
+        part = (parts or {}).get(text) or Part.read(text, None)
+        names[text] = "no defence" if text == "none" else part.name + (f"({', '.join(options)})" if options else "")
+    return names
 
 
-def is_word(argument: str) -> bool:
-    """Whether an argument of a repr is a word or a switch and not a number.
-
-    >>> is_word("scope='tensor'"), is_word("fraction=0.9")
-    (True, False)
-    """
-    value = argument.partition("=")[2]
-    return value[:1] in ("'", '"') or value in ("True", "False", "None")
+def _is_word(value: Any) -> bool:
+    return value is None or (isinstance(value, str | bool) and not isinstance(value, _Code))

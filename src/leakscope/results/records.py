@@ -12,10 +12,12 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from functools import cache
+from typing import Any, Literal, Self, get_type_hints
 
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import DIAGNOSES
+from leakscope.results.reasons import Scenario
 
 Status = Literal["done", "failed", "refused"]
 #: What a control is for: an attack with nothing to learn from, a guess without any attack, or an attack that must find.
@@ -156,14 +158,16 @@ class _Record:
 
     @classmethod
     def read(cls, raw: Any) -> Self:
-        facts, fields = mapping(raw), dataclasses.fields(cls)  # type: ignore[arg-type]
-        return cls(**{entry.name: _READERS[str(entry.type)](facts.get(entry.name)) for entry in fields})
+        facts = mapping(raw)
+        readers: dict[str, Callable[[Any], Any]] = _readers_of(cls)  # type: ignore[arg-type]
+        return cls(**{name: read(facts.get(name)) for name, read in readers.items()})
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(_Record):
     """What a job was: a cell of the grid.
 
+    ``protocol``, ``defense`` and ``attack`` are reprs; ``parts`` says the same as name, class and options.
     ``control`` is the control's name and ``control_kind`` what it is for, both None for an attempt that counts.
     """
 
@@ -177,11 +181,11 @@ class JobRecord(_Record):
     control_kind: str | None = None
     indices: tuple[int, ...] = ()
     knowledge: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
-    def setting(self) -> tuple[str, str]:
-        """Protocol and defence."""
-        return self.protocol, self.defense
+    def setting(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -284,6 +288,16 @@ class Row:
         return first_line(self.error)
 
     @property
+    def refusal(self) -> str:
+        """Why the job was refused, without the name of the error; what happened where it failed."""
+        return self.reason.partition(": ")[2] or self.reason if self.status == "refused" else self.reason
+
+    @property
+    def starved(self) -> bool:
+        """Whether the attack was refused because the threat model withholds what it requires."""
+        return self.status == "refused" and self.reason.startswith("MissingKnowledge")
+
+    @property
     def counts(self) -> bool:
         """Whether it is an attempt, and no control."""
         return self.job.control is None
@@ -320,8 +334,8 @@ class FindingRow:
         return number(self.content.get(name))
 
     @property
-    def setting(self) -> tuple[str, str]:
-        return self.protocol, self.defense
+    def setting(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
     @property
     def reason(self) -> str:
@@ -377,23 +391,26 @@ def _items(value: Any) -> Sequence[Any]:
 
 
 #: How a field of a record is read, by its type; each takes any JSON value, and None where there is none.
-_READERS: Mapping[str, Callable[[Any], Any]] = {
-    "Any": lambda value: value,
-    "str": str,
-    "str | None": lambda value: str(value) if value else None,
-    "int": _whole,
-    "float": number,
-    "bool": lambda value: value is True,
-    "tuple[str, ...]": texts,
-    "tuple[int, ...]": lambda value: tuple(map(_whole, _items(value))),
-    "Mapping[str, Any]": mapping,
-    "Mapping[str, str]": lambda value: {str(k): str(v) for k, v in mapping(value).items() if v},
-    "Mapping[str, float]": lambda value: {k: float(v) if isinstance(v, bool) else number(v) for k, v in value.items()},
-    "tuple[ExampleRecord, ...]": lambda value: tuple(
-        ExampleRecord.read(item) for item in _items(value) if isinstance(item, dict)
-    ),
-    "Certificate | None": _certificate,
-    "DiagnosisRecord | None": lambda value: (
+_READERS: Mapping[Any, Callable[[Any], Any]] = {
+    Any: lambda value: value,
+    str: str,
+    str | None: lambda value: str(value) if value else None,
+    int: _whole,
+    float: number,
+    bool: lambda value: value is True,
+    tuple[str, ...]: texts,
+    tuple[int, ...]: lambda value: tuple(map(_whole, _items(value))),
+    Mapping[str, Any]: mapping,
+    Mapping[str, str]: lambda value: {str(k): str(v) for k, v in mapping(value).items() if v},
+    Mapping[str, float]: lambda value: {k: float(v) if isinstance(v, bool) else number(v) for k, v in value.items()},
+    tuple[ExampleRecord, ...]: lambda value: tuple(ExampleRecord.read(e) for e in _items(value) if isinstance(e, dict)),
+    Certificate | None: _certificate,
+    DiagnosisRecord | None: lambda value: (
         DiagnosisRecord.read(value) if mapping(value).get("outcome") in DIAGNOSES else None
     ),
 }
+
+
+@cache
+def _readers_of(record: type) -> dict[str, Callable[[Any], Any]]:
+    return {name: _READERS[hint] for name, hint in get_type_hints(record).items()}

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
-from leakscope.results.coverage import MISSED, Coverage, raised, starved
+from leakscope.results.coverage import MISSED, Coverage, raised
 from leakscope.results.label_leakage import (
     UNCERTAIN_LABELS,
     Share,
@@ -299,7 +299,7 @@ class Judge:
     def _doubts_of_jobs(self) -> list[Reason]:
         """Say what became of the jobs; those without a result count only where they stand in the way of a pass."""
         broken = [row for row in self.rows if self.coverage.matters(row)]
-        failed, lacking = sum(row.status == "failed" for row in broken), sum(map(starved, broken))
+        failed, lacking = sum(row.status == "failed" for row in broken), sum(row.starved for row in broken)
         waiting = self.missing and self.expected.budget is not None and not self.rows
         doubts = {
             because("no-result", "other-attacks"): not self.done and not waiting,

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from filelock import FileLock, Timeout
 from torch import Tensor
@@ -25,7 +25,6 @@ from leakscope.contracts.checks import brief, is_whole
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
-from leakscope.results.database import connect
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, job_facts, mapping, number, plain, storable_error
 
@@ -107,7 +106,7 @@ class Store:
             temporary.unlink(missing_ok=True)
             _release_lock(lock)
             raise
-        return cls(folder, connect(target, "write"), lock)
+        return cls(folder, _connect(target, "write"), lock)
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Store:
@@ -119,7 +118,7 @@ class Store:
         _check(target)
         lock = _take_lock(folder) if write else None
         try:
-            store = cls(folder, connect(target, "write" if write else "read"), lock)
+            store = cls(folder, _connect(target, "write" if write else "read"), lock)
         except BaseException as error:
             _release_lock(lock)
             if isinstance(error, sqlite3.Error):
@@ -339,7 +338,7 @@ def _check(path: Path) -> None:
         if stream.read(16) != b"SQLite format 3\x00":
             raise StoreError(stranger)
     try:
-        with closing(connect(path, "look")) as connection:
+        with closing(_connect(path, "look")) as connection:
             schema = set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
             if not {("table", "meta"), ("table", "jobs")} <= {entry[:2] for entry in schema}:
                 raise StoreError(stranger)
@@ -381,6 +380,30 @@ def _own_schema() -> set[tuple[str, str, str]]:
     with closing(sqlite3.connect(":memory:")) as connection:
         connection.executescript(SCHEMA)
         return set(connection.execute("SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+
+
+def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Connection:
+    """A connection to write with, to read with, or to look at a file that may be a stranger's."""
+    if mode == "write":
+        connection = sqlite3.connect(path, isolation_level=None, timeout=30)
+        connection.execute("PRAGMA journal_mode=WAL")
+        connection.execute("PRAGMA synchronous=FULL")
+        return connection
+    uri = path.resolve().as_uri()
+    # A reader that could write clears up the files of the log when it closes last; a mere onlooker cannot.
+    access = "rw" if mode == "read" else "ro"
+    connection = sqlite3.connect(f"{uri}?mode={access}", uri=True, isolation_level=None, timeout=30)
+    try:
+        connection.execute("PRAGMA query_only=ON")
+        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
+        return connection
+    except sqlite3.OperationalError:
+        connection.close()
+        log = path.with_name(path.name + "-wal")
+        if log.exists() and log.stat().st_size:
+            raise
+        # A folder that may not be written to, and no pending log: the file itself is complete.
+        return sqlite3.connect(f"{uri}?mode=ro&immutable=1", uri=True, isolation_level=None)
 
 
 def _sweep(folder: Path) -> None:

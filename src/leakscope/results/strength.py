@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import Reason, because
+from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, POSITIVE, ExampleRecord, FindingRow, Row, highest
 
 #: A reconstruction this good is beyond doubt, whatever the policy allows (dB).
@@ -58,7 +58,7 @@ class AttackStrength:
         rows: Iterable[Row],
         baselines: Baselines,
         policy: Policy,
-        floors: Mapping[tuple[str, str], float],
+        floors: Mapping[Scenario, float],
         has_floor: bool,
     ) -> AttackStrength:
         every = [row for row in rows if row.job.protocol == protocol]
@@ -68,7 +68,7 @@ class AttackStrength:
         bare += [row for row in positive if row.job.control == "undefended"]
         easy = [row for row in positive if row.job.control == "planted"]
         broken = tuple(row for row in every if not row.counts and row.status == "failed")
-        return cls(bare, easy, baselines, policy, has_floor, floors.get((protocol, "none"), NAN), broken)
+        return cls(bare, easy, baselines, policy, has_floor, floors.get(Scenario(protocol, "none"), NAN), broken)
 
     @property
     def bar(self) -> float:

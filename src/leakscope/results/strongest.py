@@ -11,6 +11,7 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.policy import Policy
+from leakscope.results.reasons import Scenario
 from leakscope.results.records import NAN, ExampleRecord, Row
 from leakscope.results.strength import BEYOND_DOUBT
 
@@ -32,6 +33,10 @@ class StrongestExample:
     certificate: Certificate | None = None
     baseline_psnr: float = NAN
     leaks: bool = False
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
 
     def value(self, key: str) -> float:
         """The measure with this key; NaN where it is missing."""

@@ -23,6 +23,7 @@ from typing import Any
 
 from leakscope.contracts.tables import data_frame, in_words, latex_table
 from leakscope.results.baselines import Baselines
+from leakscope.results.names import Part, parts_of
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, mapping, number, plain, texts
@@ -42,6 +43,8 @@ class Verdict:
     reasons: list[Reason] = field(default_factory=list)
     settings: list[SettingVerdict] = field(default_factory=list)
     worst: StrongestExample | None = None
+    #: Every protocol, defence and attack by its repr.
+    parts: Mapping[str, Part] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def doubts_of_all(self) -> list[Reason]:
@@ -104,21 +107,20 @@ def judge(
     floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
     settings = []
-    for protocol in dict.fromkeys(cell[0] for cell in cells):
+    for protocol in dict.fromkeys(cell.protocol for cell in cells):
         controls = [row for row in rows if not row.counts and row.job.protocol == protocol]
         baselines = Baselines(controls)
         strength = AttackStrength.of(protocol, rows, baselines, limits, floors, protocol in with_floor)
         for cell, planned in cells.items():
-            if cell[0] == protocol:
+            if cell.protocol == protocol:
                 attempts = [row for row in rows if row.counts and row.job.setting == cell]
                 left = planned.findings - sum(finding.setting == cell for finding in findings)
                 expected = dataclasses.replace(planned, findings_missing=max(0, left))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
-                scenario = Scenario(*cell)
-                judge_ = Judge(scenario, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
+                judge_ = Judge(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
                 settings.append(judge_.verdict())
     order = list(cells)
-    settings.sort(key=lambda setting: order.index((setting.protocol, setting.defense)))
+    settings.sort(key=lambda setting: order.index(setting.scenario))
     reasons = [reason for setting in settings for reason in setting.reasons]
     doubts = _doubts_of_all(rows, total - _spared(plan)[1], settings, _ended_budget(plan))
     every = [example for setting in settings for example in setting.examples]
@@ -129,7 +131,7 @@ def judge(
     elif outcomes == {"within policy"} and not doubts:
         outcome = "within policy"
     worst = max(every, key=lambda example: (example.leaks, example.exposure), default=None)
-    return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst)
+    return Verdict(outcome=outcome, reasons=[*reasons, *doubts], settings=settings, worst=worst, parts=parts_of(rows))
 
 
 def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
@@ -150,22 +152,22 @@ def _ended_budget(plan: Mapping[str, Any] | int | None) -> str | None:
     return budget if isinstance(budget, str) else None
 
 
-def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[tuple[str, str], int], int]:
+def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[Scenario, int], int]:
     """Attempts that a time budget was not spent on, by setting, and how many jobs that are with their controls."""
     told = mapping(plan.get("spared")) if isinstance(plan, Mapping) else {}
     attempts = [mapping(entry) for entry in told.get("attempts") or ()]
-    cells = {(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
+    cells = {Scenario(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
     return cells, sum(cells.values()) + int(told.get("controls") or 0)
 
 
 def _expectations(
     rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
-) -> tuple[int, dict[tuple[str, str], Expected], set[str]]:
+) -> tuple[int, dict[Scenario, Expected], set[str]]:
     """How many jobs there should be, in all and per setting, and the protocols of which theory can say something.
 
     Without a plan the rows' own grid is the guide.
     """
-    grid: dict[tuple[str, str], set[tuple[Any, ...]]] = defaultdict(set)
+    grid: dict[Scenario, set[tuple[Any, ...]]] = defaultdict(set)
     for row in rows:
         if row.counts:
             grid[row.job.setting].add((row.job.attack, row.job.seed, row.job.batch))
@@ -189,7 +191,7 @@ def _expectations(
             **facts,
         )
         for entry in entries
-        for cell in [(entry["protocol"], entry["defense"])]
+        for cell in [Scenario(entry["protocol"], entry["defense"])]
     }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor
