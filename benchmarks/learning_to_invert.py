@@ -48,8 +48,7 @@ def measure(
         seen = ls.FedSGD().observe(
             model, x, y, defense, ls.Knowledge.informed_server, draws, auxiliary=(others.x, others.y)
         )
-        with shared.in_use():
-            inputs = attack(seen, seed=place).inputs
+        inputs = attack(seen.with_facts(shared=shared), seed=place).inputs
         found.append(float(psnr(x, inputs.clamp(0, 1)).mean()))
     return found, time.process_time() - started
 

@@ -219,15 +219,14 @@ def test_images_of_a_setting_share_one_regression() -> None:
     second = FedSGD().observe(net(), smooth(1, seed=9), torch.tensor([2]), None, SERVER, auxiliary=OTHERS)
     alone = QUICK(second, seed=4).inputs
     shared = SharedWork()
-    with shared.in_use():
-        QUICK(first, seed=3, progress=progress)
-        learned = len(steps)
-        assert learned == 300 + 30
-        assert torch.equal(QUICK(second, seed=4, progress=progress).inputs, alone)
-        assert len(steps) == learned
-        assert shared.recalled_seconds > 0
-        QUICK(look(Signs())[0], progress=progress)
-        assert len(steps) == 2 * learned
+    QUICK(first.with_facts(shared=shared), seed=3, progress=progress)
+    learned = len(steps)
+    assert learned == 300 + 30
+    assert torch.equal(QUICK(second.with_facts(shared=shared), seed=4, progress=progress).inputs, alone)
+    assert len(steps) == learned
+    assert shared.recalled_seconds > 0
+    QUICK(look(Signs())[0].with_facts(shared=shared), progress=progress)
+    assert len(steps) == 2 * learned
 
 
 # --- the regressions --------------------------------------------------------------------------------------------------

@@ -68,38 +68,35 @@ def same(one: Reconstruction, other: Reconstruction) -> bool:
 def test_an_equal_search_is_run_once_and_handed_out_to_the_last_bit(runs: list[Matcher]) -> None:
     alone = QUICK(look(), seed=3)
     shared = SharedWork()
-    with shared.in_use():
-        first, second = QUICK(look(), seed=3), QUICK(look(), seed=3)
+    first, second = (QUICK(look().with_facts(shared=shared), seed=3) for _ in range(2))
     assert len(runs) == 2, "one alone, and one for both"
     assert same(alone, first)
     assert same(alone, second)
     assert shared.recalled_seconds > 0
 
 
-def test_outside_of_the_block_nothing_is_shared(runs: list[Matcher]) -> None:
-    with SharedWork().in_use():
-        QUICK(look())
+def test_observations_without_the_store_share_nothing(runs: list[Matcher]) -> None:
+    QUICK(look().with_facts(shared=SharedWork()))
     QUICK(look())
     QUICK(look())
     assert len(runs) == 3
 
 
 def test_head_first_and_inverting_gradients_share_the_match_of_the_whole_update(runs: list[Matcher]) -> None:
-    pruned = look(defense=GradientPruning(fraction=0.9))
-    with SharedWork().in_use():
-        ours = HeadFirst(iterations=4)(pruned, seed=1)
-        before = len(runs)
-        theirs = QUICK(pruned, seed=1)
+    pruned = look(defense=GradientPruning(fraction=0.9)).with_facts(shared=SharedWork())
+    ours = HeadFirst(iterations=4)(pruned, seed=1)
+    before = len(runs)
+    theirs = QUICK(pruned, seed=1)
     assert ours.info["way"] == "whole update"
     assert len(runs) == before, "the second ran no search of its own"
     assert torch.equal(ours.inputs, theirs.inputs)
-    assert same(theirs, QUICK(pruned, seed=1))
+    assert same(theirs, QUICK(pruned.with_facts(shared=None), seed=1))
 
 
 def test_labels_that_are_known_are_as_good_as_the_same_ones_read(runs: list[Matcher]) -> None:
     knowing = dataclasses.replace(Knowledge.honest_server, labels="yes")
-    with SharedWork().in_use():
-        read, known = QUICK(look()), QUICK(look(knowledge=knowing))
+    shared = SharedWork()
+    read, known = (QUICK(one.with_facts(shared=shared)) for one in (look(), look(knowledge=knowing)))
     assert torch.equal(read.inputs, known.inputs)
     assert len(runs) == 1
     assert read.info["labels"] != known.info["labels"] == "known", "how labels were come by is told of each"
@@ -121,8 +118,9 @@ def test_labels_are_read_once_and_by_whoever_knows_more_anew(monkeypatch: pytest
         label_counts=torch.tensor([0, 1, 0]),
     )
     other = dataclasses.replace(QUICK, tv=0.5)
-    with SharedWork().in_use():
-        shared = [attack(seen, seed=2) for attack in (QUICK, other) for seen in (noise, counting)]
+    store = SharedWork()
+    both = [seen.with_facts(shared=store) for seen in (noise, counting)]
+    shared = [attack(seen, seed=2) for attack in (QUICK, other) for seen in both]
     assert len(read) == 2, "once for each observation, whatever the attack"
     alone = [attack(seen, seed=2) for attack in (QUICK, other) for seen in (noise, counting)]
     assert len(read) == 6
@@ -152,21 +150,21 @@ def _other_buffer() -> nn.Module:
 def test_whatever_the_result_depends_on_makes_another_search(
     attack: Attack, observation: Observation, seed: int, runs: list[Matcher]
 ) -> None:
-    with SharedWork().in_use():
-        QUICK(look(), seed=0)
-        found = attack(observation, seed=seed)
+    shared = SharedWork()
+    QUICK(look().with_facts(shared=shared), seed=0)
+    found = attack(observation.with_facts(shared=shared), seed=seed)
     assert len(runs) == 2
     assert same(found, attack(observation, seed=seed))
 
 
 def test_what_was_handed_out_may_be_changed(runs: list[Matcher]) -> None:
-    with SharedWork().in_use():
-        first = QUICK(look())
-        truth = first.inputs.clone()
-        first.inputs.zero_()
-        second = QUICK(look())
-        second.inputs.zero_()
-        third = QUICK(look())
+    seen = look().with_facts(shared=SharedWork())
+    first = QUICK(seen)
+    truth = first.inputs.clone()
+    first.inputs.zero_()
+    second = QUICK(seen)
+    second.inputs.zero_()
+    third = QUICK(seen)
     assert torch.equal(third.inputs, truth)
     assert len(runs) == 1
 
@@ -175,20 +173,19 @@ def test_a_search_that_is_stopped_leaves_nothing(runs: list[Matcher]) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    shared = SharedWork()
-    with shared.in_use():
-        with pytest.raises(KeyboardInterrupt):
-            QUICK(look(), progress=stop)
-        found = QUICK(look())
+    seen = look().with_facts(shared=SharedWork())
+    with pytest.raises(KeyboardInterrupt):
+        QUICK(seen, progress=stop)
+    found = QUICK(seen)
     assert len(runs) == 2
     assert same(found, QUICK(look()))
 
 
 def test_the_oldest_results_make_room(runs: list[Matcher], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_work, "MOST_NUMBERS", 2 * 36 + 8)  # and a few labels
-    with SharedWork().in_use():
-        for seed in (0, 1, 2, 2, 1, 0):
-            QUICK(look(), seed=seed)
+    seen = look().with_facts(shared=SharedWork())
+    for seed in (0, 1, 2, 2, 1, 0):
+        QUICK(seen, seed=seed)
     assert len(runs) == 4, "the first of three was gone"
 
 
@@ -201,7 +198,7 @@ def test_what_cannot_be_compared_is_not_shared(runs: list[Matcher]) -> None:
         def matcher(self, observation: Observation) -> Matcher:
             return dataclasses.replace(super().matcher(observation), distance=Listed())
 
-    with SharedWork().in_use():
-        one, two = Own(iterations=4)(look()), Own(iterations=4)(look())
+    seen = look().with_facts(shared=SharedWork())
+    one, two = Own(iterations=4)(seen), Own(iterations=4)(seen)
     assert len(runs) == 2
     assert same(one, two)

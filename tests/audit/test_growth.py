@@ -10,8 +10,7 @@ import pytest
 from audit_doubles import run, timeless
 
 from leakscope.audit import Audit
-from leakscope.audit.growth import Plan
-from leakscope.audit.plan import make_plan
+from leakscope.audit.plan import Plan, make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.data import from_tensors

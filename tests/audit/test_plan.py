@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from leakscope.audit import AuditSpec, SpecError
-from leakscope.audit.growth import Plan
-from leakscope.audit.plan import canonical, content_hash, derived_seed, identity, make_plan
+from leakscope.audit.keys import canonical, content_hash, derived_seed, identity
+from leakscope.audit.plan import Plan, make_plan
 from leakscope.audit.setup import Setup, build_setup, model_fingerprint, rehearse
 
 BASE: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -112,6 +113,20 @@ def test_observation_is_immutable_and_its_own_copy(batch) -> None:
         for parameter in net.parameters():
             parameter.add_(1)
     assert all(torch.equal(before[k], v) for k, v in seen.model.state_dict().items())
+
+
+def test_the_model_is_copied_once_and_other_facts_are_checked_again(batch, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = FedSGD().observe(small_net(), *batch)
+    copies: list[Any] = []
+    original = copy.deepcopy
+    monkeypatch.setattr(copy, "deepcopy", lambda *given: copies.append(given[0]) or original(*given))
+    for same in (seen.without_channel(), seen.with_update(seen.message.update), seen.with_facts(model_name="mine")):
+        assert same.model is seen.model
+    assert not [one for one in copies if isinstance(one, nn.Module)]
+    assert seen.to(dtype=torch.float64).model is not dataclasses.replace(seen).model is not seen.model
+    assert [one for one in copies if one is seen.model] == [seen.model] * 2
+    with pytest.raises(ValueError, match="labels"):
+        seen.with_facts(labels=torch.tensor([0]))
 
 
 @pytest.mark.parametrize("preset", KNOWLEDGE_PRESETS)

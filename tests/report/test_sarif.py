@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from leakscope.audit.spec_file import item_lines
+from leakscope.audit.yaml_text import item_lines
 from leakscope.report.sarif import RULES, sarif_log
 from leakscope.results import Store, judge_store
 from leakscope.results.records import Row

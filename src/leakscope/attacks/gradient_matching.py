@@ -78,6 +78,7 @@ class GradientMatching(Attack):
 
         def match_with(matcher: Matcher, targets: Tensor | None, before: int = 0) -> Match:
             return run_matcher(
+                observation.shared,
                 matcher,
                 Victim.of(observation, matcher.record),
                 self._observed(observation, matcher),

@@ -61,7 +61,7 @@ def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
     """What the head tells of the mixtures; without ways where it tells nothing, and a note says why."""
     assert observation.channel is not None
     channel = dataclasses.replace(observation.channel, mixed=1)
-    bare = dataclasses.replace(observation, channel=channel)
+    bare = observation.with_facts(channel=channel)
     try:
         head = recover_mixtures(observation, generator)
     except NotApplicable as error:
@@ -69,7 +69,7 @@ def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
     assert head.labels is not None
     like = next(iter(observation.message.update.values()))
     known = dataclasses.replace(observation.knowledge, labels="yes")
-    seen = dataclasses.replace(bare, knowledge=known, labels=head.labels.to(like), label_counts=None)
+    seen = bare.with_facts(knowledge=known, labels=head.labels.to(like), label_counts=None)
     try:
         return Mixing(seen, tuple(possible_shares(head.labels, observation.channel.mixed)), head.notes)
     except NotApplicable as error:

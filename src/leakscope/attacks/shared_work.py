@@ -3,26 +3,24 @@
 ``head-first`` matches the whole update just as ``inverting-gradients`` does where the head tells nothing, and as its
 rival; a planted example is often the undefended update once more; and attacks read labels by the same rules. What comes
 of it follows from the settings, the victim, the observed update, the labels and the draws, so that equal work need not
-be done twice: with ``SharedWork().in_use()`` around several attacks, the second is handed what the first has found, to
-the last bit.
+be done twice: where observations carry the same :class:`SharedWork`, the second attack is handed what the first has
+found, to the last bit.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from leakscope.contracts.observation import Observation
+from leakscope.contracts.observation import Observation, WorkStore
 from leakscope.labels import RecoveredLabels, label_candidates
 from leakscope.matching import Match, Matcher, Victim
 
@@ -48,15 +46,6 @@ class SharedWork:
         self.recalled_seconds = 0.0
         self._results: OrderedDict[Hashable, _Result] = OrderedDict()
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Work in this block is shared."""
-        token = _IN_USE.set(self)
-        try:
-            yield
-        finally:
-            _IN_USE.reset(token)
-
     def recall(self, key: Hashable, generator: torch.Generator, numbers: int, work: Callable[[], Any]) -> Any:
         """What ``work`` finds, drawing from ``generator``; done unless it is known from before."""
         result = self._results.get(key)
@@ -73,10 +62,8 @@ class SharedWork:
         return found
 
 
-_IN_USE: ContextVar[SharedWork | None] = ContextVar("shared_work", default=None)
-
-
 def shared(
+    store: WorkStore | None,
     kind: str,
     parts: Hashable,
     model: nn.Module,
@@ -90,22 +77,22 @@ def shared(
     It must depend on nothing but ``parts``, the model, the tensors in ``tables`` and draws from ``generator``; what is
     found has so many ``numbers``.
     """
-    together = _IN_USE.get()
-    key = None if together is None else _key(kind, parts, model, tables, generator)
-    return work() if together is None or key is None else together.recall(key, generator, numbers, work)
+    key = None if store is None else _key(kind, parts, model, tables, generator)
+    return work() if store is None or key is None else store.recall(key, generator, numbers, work)
 
 
-def run_matcher(matcher: Matcher, victim: Victim, observed: dict[str, Tensor], **problem: Any) -> Match:
+def run_matcher(
+    store: WorkStore | None, matcher: Matcher, victim: Victim, observed: dict[str, Tensor], **problem: Any
+) -> Match:
     """``matcher.run``, or what an equal search has found where work is shared."""
 
     def work() -> Match:
         return matcher.run(victim, observed, **problem)
 
-    together = _IN_USE.get()
-    key = None if together is None else _search_key(matcher, victim, observed, **problem)
-    if together is None or key is None:
+    key = None if store is None else _search_key(matcher, victim, observed, **problem)
+    if store is None or key is None:
         return work()
-    found: Match = together.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
+    found: Match = store.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
     return found
 
 
@@ -115,11 +102,11 @@ def read_labels(observation: Observation, generator: torch.Generator) -> list[Re
     def work() -> list[RecoveredLabels]:
         return label_candidates(observation, generator)
 
-    together = _IN_USE.get()
-    key = None if together is None else _labels_key(observation, generator)
-    if together is None or key is None:
+    store = observation.shared
+    key = None if store is None else _labels_key(observation, generator)
+    if store is None or key is None:
         return work()
-    found: list[RecoveredLabels] = together.recall(key, generator, observation.num_examples or 1, work)
+    found: list[RecoveredLabels] = store.recall(key, generator, observation.num_examples or 1, work)
     return found
 
 

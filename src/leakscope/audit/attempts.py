@@ -6,7 +6,6 @@ them. Seconds are those that a job takes by itself, shared work included.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import time
@@ -23,9 +22,10 @@ from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.explained import labels_of, left_by, with_flag
 from leakscope.audit.findings import FINDINGS, Subject
+from leakscope.audit.keys import derived_seed, is_training
 from leakscope.audit.memory import PeakMemory, Updates
 from leakscope.audit.parts import Part
-from leakscope.audit.plan import Job, client_of, derived_seed, describe, is_training
+from leakscope.audit.plan import Job, client_of, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.utility import describe_utility
 from leakscope.contracts.attack import Attack
@@ -231,16 +231,16 @@ class Bench:
         dtype = None if spec.dtype is None else getattr(torch, spec.dtype)
         recalled = self._shared.recalled_seconds
         # Whoever sends out a model of its own may have changed its code, which no comparison of models sees.
-        with contextlib.nullcontext() if attack.chooses_model else self._shared.in_use():
-            found = attack(
-                # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
-                dataclasses.replace(observation),
-                seed=derived_seed(job.seed, job.batch, "attack"),
-                # What is there already is not copied there: hundreds of rounds are large.
-                device=None if torch.device(spec.device) == observation.device else spec.device,
-                dtype=None if dtype == observation.dtype else dtype,
-                progress=progress,
-            )
+        shared = None if attack.chooses_model else self._shared
+        found = attack(
+            # A model of its own, so that an attack that changes it spoils nothing that is computed afterwards.
+            dataclasses.replace(observation, shared=shared),
+            seed=derived_seed(job.seed, job.batch, "attack"),
+            # What is there already is not copied there: hundreds of rounds are large.
+            device=None if torch.device(spec.device) == observation.device else spec.device,
+            dtype=None if dtype == observation.dtype else dtype,
+            progress=progress,
+        )
         seconds = found.info["seconds"] + self._shared.recalled_seconds - recalled
         return dataclasses.replace(found, info={**found.info, "seconds": seconds})
 

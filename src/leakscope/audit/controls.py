@@ -78,7 +78,7 @@ def noise_of_equal_norm(observation: Observation, generator: torch.Generator) ->
 
     All else the adversary knows stays, so what an attack still recovers did not come from the update.
     """
-    return dataclasses.replace(observation, messages=gathered(_noise_messages(observation, generator)))
+    return observation.with_facts(messages=gathered(_noise_messages(observation, generator)))
 
 
 def noise_as_update(case: Case) -> Observation:

@@ -25,9 +25,10 @@ from typing import Any
 import psutil
 
 from leakscope.audit.attempts import Bench
+from leakscope.audit.keys import is_training
 from leakscope.audit.memory import MOST_BYTES, PeakMemory, update_bytes
 from leakscope.audit.parts import Part
-from leakscope.audit.plan import Job, count_plan, describe, is_training
+from leakscope.audit.plan import Job, count_plan, describe
 from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse, torch_threads
 from leakscope.audit.spec import AuditSpec

@@ -2,29 +2,34 @@
 
 Three kinds of jobs: attempts, controls, and findings. Those on the same client form a group, so that its update is made
 once for all of them.
+
+A folder grows: what is asked for now joins what was asked for before, and what is done is not done again. The union of
+two grids is no grid, so the store keeps the list of all jobs that were ever planned in it: only then are those of an
+earlier run that never finished still missed.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
 import torch
 
-from leakscope import __version__
-from leakscope.attacks import ATTACKS
+from leakscope.attacks import ATTACKS, standard_attacks
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.loading import tensor_bytes
+from leakscope.audit.keys import Keys, content_hash, is_training
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.utility import Course
 from leakscope.results.records import JobRecord
+from leakscope.results.store import Store, StoreError
+
+#: Keys of a spec that are lists and may grow; the number of examples grows too.
+AXES = ("protocols", "defenses", "attacks", "seeds", "controls", "findings")
 
 
 @dataclass(frozen=True)
@@ -46,66 +51,9 @@ class Job:
     finding: str | None = None
 
 
-def canonical(value: Any) -> str:
-    """One text for equal JSON values; infinity and NaN, which a setting may be, have theirs too.
-
-    >>> canonical({"b": 1, "a": [1.0, None]})
-    '{"a":[1.0,null],"b":1}'
-    """
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def content_hash(value: Any) -> str:
-    """sha256 of the canonical text, in hex.
-
-    >>> content_hash({})[:8]
-    '44136fa3'
-    """
-    return hashlib.sha256(canonical(value).encode()).hexdigest()
-
-
-def derived_seed(seed: int, batch: int, purpose: str) -> int:
-    """A seed for each batch and purpose, the same for every defence, so that they are compared fairly.
-
-    >>> derived_seed(0, 0, "attack") == derived_seed(0, 1, "attack")
-    False
-    """
-    return int.from_bytes(hashlib.sha256(f"{seed}/{batch}/{purpose}".encode()).digest()[:4], "big") >> 1
-
-
-def identity(setup: Setup) -> dict[str, Any]:
-    """What all runs in a store have in common; the rest may grow (``audit/growth.py``).
-
-    How the work is spread and judged is left out, for it changes no result.
-    """
-    spec = setup.spec
-    utility = {} if setup.course is None else {"utility": _training_of(setup.course)}
-    return {
-        "leakscope version": __version__,
-        "torch version": torch.__version__,
-        "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
-        "data": {"name": setup.spec.data.name, "fingerprint": setup.data_fingerprint},
-        "task": spec.task.identity(),
-        "candidates for identification": setup.candidates_fingerprint,
-        "LPIPS weights": setup.lpips_fingerprint,
-        "batch": spec.batch,
-        "knowledge": spec.knowledge,
-        "pictures": setup.pictures,
-        "device": spec.device,
-        "dtype": spec.dtype,
-        "threads": spec.threads,
-        **utility,
-    }
-
-
-def _training_of(course: Course) -> dict[str, Any]:
-    """What trainings under different defences must have in common to be compared."""
-    return {**course.spec.identity(), "examples": course.fingerprint}
-
-
 def make_plan(setup: Setup) -> list[Job]:
     """Every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
-    keys = _Keys(setup)
+    keys = Keys(setup)
     return [Job(keys.of(**place), number, **place) for number, place in enumerate(_places(setup))]
 
 
@@ -164,7 +112,7 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
     for protocol, part in enumerate(spec.protocols):
         of_protocol = part.instance.findings()
         for kind in [kind for kind in FINDINGS if kind in of_protocol and _is_asked(spec, kind)]:
-            if FINDINGS[kind].per == "training":
+            if is_training(kind):
                 seeds = [] if spec.utility is None else spec.utility.seeds
                 for defense, seed in product(range(len(spec.defenses)), seeds):
                     yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": 0, "finding": kind}
@@ -177,57 +125,7 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
 
 def _is_asked(spec: AuditSpec, kind: str) -> bool:
     """Trainings are asked for by their own section, other findings by their kind."""
-    return spec.utility is not None if FINDINGS[kind].per == "training" else kind in spec.findings
-
-
-class _Keys:
-    """Hashes of everything that a result depends on."""
-
-    def __init__(self, setup: Setup) -> None:
-        spec = self._spec = setup.spec
-        self._auxiliary = _auxiliary_fingerprint(setup)
-        self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
-        self._training = {
-            "leakscope": __version__,
-            "torch": torch.__version__,
-            "task": spec.task.identity(),
-            "threads": spec.threads,
-            "training": None if setup.course is None else _training_of(setup.course),
-        }
-        self._common = {
-            "leakscope": __version__,
-            "torch": torch.__version__,
-            "model": setup.model_fingerprint,
-            "task": spec.task.identity(),
-            "candidates": setup.candidates_fingerprint,
-            "lpips": setup.lpips_fingerprint,
-            "knowledge": spec.knowledge,
-            "device": spec.device,
-            "dtype": spec.dtype,
-            "threads": spec.threads,
-            "pictures": setup.pictures,
-        }
-
-    def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
-        setting = {
-            "protocol": self._spec.protocols[protocol].identity(),
-            "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
-            "seed": seed,
-        }
-        if is_training(job.get("finding")):  # owes nothing to the attacks, nor to the examples they are about
-            return content_hash({**self._training, **job, **setting})
-        if job.get("attack") is not None:
-            attack = self._spec.attacks[job["attack"]]
-            job["attack"] = attack.identity()
-            if "auxiliary_data" in attack.instance.requires:
-                job["auxiliary"] = self._auxiliary
-        client = {"batch": batch, "examples": self._prints[batch]}
-        return content_hash({**self._common, **job, **setting, **client})
-
-
-def is_training(finding: str | None) -> bool:
-    """Whether a finding is a training of its own."""
-    return finding is not None and FINDINGS[finding].per == "training"
+    return spec.utility is not None if is_training(kind) else kind in spec.findings
 
 
 def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
@@ -308,18 +206,133 @@ def label_chance(setup: Setup) -> float | None:
     return float(torch.unique(labels, return_counts=True)[1].max()) / len(labels)
 
 
-def _auxiliary_fingerprint(setup: Setup) -> str:
-    """Of the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
-    digest = hashlib.sha256(setup.salt.encode())
-    for part in setup.auxiliary or ():
-        digest.update(tensor_bytes(part))
-    return digest.hexdigest()
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a folder holds or waits for: jobs in order, whose numbers point into the lists of ``axes``."""
+
+    axes: Mapping[str, Any]
+    jobs: tuple[Job, ...] = ()
+    floors: Mapping[str, bool] = dataclasses.field(default_factory=dict)
+    #: The standard attacks of each protocol, without which the verdict passes nothing.
+    standard: Mapping[str, list[str]] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, setup: Setup, jobs: Sequence[Job]) -> Plan:
+        """What a spec asks for."""
+        spec = setup.spec
+        parts = {name: [part.identity() for part in getattr(spec, name)] for name in AXES[:3]}
+        kinds = {name: list(getattr(spec, name)) for name in AXES[3:]}
+        axes = {"examples": sum(len(batch) for batch in setup.batches), **parts, **kinds}
+        floors = {part.identity(): "floor" in part.instance.findings() for part in spec.protocols}
+        standard = {part.identity(): standard_attacks([part.instance], setup.knowledge) for part in spec.protocols}
+        return cls(axes, tuple(jobs), floors, standard)
+
+    @classmethod
+    def read(cls, store: Store) -> Plan:
+        """What was planned in ``store`` so far; StoreError where that is damaged."""
+        planned = store.meta("planned")
+        try:
+            jobs = tuple(Job(*values) for values in planned["jobs"])
+            plan = cls(planned["axes"], jobs, planned["floors"], planned.get("standard", {}))
+            _numbered(plan.jobs, plan.axes)
+            for job in plan.jobs:
+                _moved(job, plan.axes, plan.axes)
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise StoreError(
+                f"{store.directory}: its list of planned jobs is damaged ({error!r}). Restore it from a copy, or "
+                "choose another --out."
+            ) from error
+        return plan
+
+    def grown(self, new: Plan, finished: Mapping[str, str]) -> Plan:
+        """This plan and ``new`` as one, in the order in which one run of all of it would have had them."""
+        axes = {name: [*self.axes[name], *(x for x in new.axes[name] if x not in self.axes[name])] for name in AXES}
+        examples = max(self.axes["examples"], new.axes["examples"])
+        union = {job.key: job for job in self.jobs}
+        told = {_subject(job): job.key for job in self.jobs if _per_setting(job)}
+        for job in new.jobs:
+            moved = _moved(job, new.axes, axes)
+            if _per_setting(moved):  # one client stands for a setting; which one an earlier run may have chosen
+                key = told.get(_subject(moved), moved.key)
+                if key != moved.key and finished.get(key) in ("done", "refused"):
+                    continue
+                union.pop(key, None)
+            union[moved.key] = moved
+        floors, standard = {**self.floors, **new.floors}, {**self.standard, **new.standard}
+        return Plan({"examples": examples, **axes}, _numbered(union.values(), axes), floors, standard)
+
+    def numbered(self, jobs: Sequence[Job]) -> list[Job]:
+        """Those of ``jobs`` that belong to this plan, in their places."""
+        places = {job.key: job.position for job in self.jobs}
+        return [dataclasses.replace(job, position=places[job.key]) for job in jobs if job.key in places]
+
+    def meta(self, setup: Setup, known: Mapping[str, Any]) -> dict[str, Any]:
+        """What the store keeps of it; ``known`` is what all of its runs have in common."""
+        lists = {name: values for name, values in self.axes.items() if name != "findings"}
+        jobs = [dataclasses.astuple(job) for job in self.jobs]
+        return {
+            "spec_hash": content_hash({**known, **lists}),
+            "identity": known,
+            "plan": self.summary(setup),
+            "planned": {"axes": self.axes, "jobs": jobs, "floors": self.floors, "standard": self.standard},
+        }
+
+    def summary(self, setup: Setup) -> dict[str, Any]:
+        """How many attempts, controls and findings there are, in all and per setting, so that missing ones are noticed.
+
+        ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the
+        share of the most frequent label, which a guess from no information names. ``standard`` names the attacks that
+        a pass of each protocol needs.
+        """
+        counts: dict[tuple[str, str], int] = {}
+        theory: Counter[tuple[str, str]] = Counter()
+        for job in self.jobs:
+            if job.control is None and job.defense is not None:
+                cell = self.axes["protocols"][job.protocol], self.axes["defenses"][job.defense]
+                counts[cell] = counts.get(cell, 0) + (job.finding is None)
+                theory[cell] += job.finding is not None and not is_training(job.finding)
+        settings = [
+            {"protocol": p, "defense": d, "jobs": n, "has_floor": self.floors[p], "findings": theory[p, d]}
+            for (p, d), n in counts.items()
+        ]
+        findings = sum(job.finding is not None for job in self.jobs)
+        total = len(self.jobs) - findings
+        examples = self.axes["examples"]
+        facts = {"total": total, "findings": findings, "settings": settings, "examples": examples}
+        return {**facts, "label_chance": label_chance(setup), "standard": self.standard}
 
 
-def _batch_fingerprint(setup: Setup, number: int) -> str:
-    x, y = setup.batch(number)
-    facts = f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}"
-    digest = hashlib.sha256(f"{setup.salt}{facts}".encode())
-    digest.update(tensor_bytes(x))
-    digest.update(tensor_bytes(y))
-    return digest.hexdigest()
+def _moved(job: Job, before: Mapping[str, Any], after: Mapping[str, Any]) -> Job:
+    """The job with its numbers pointing into longer lists."""
+
+    def place(name: str, number: int | None) -> Any:
+        return None if number is None else after[name].index(before[name][number])
+
+    protocol, defense = place("protocols", job.protocol), place("defenses", job.defense)
+    return dataclasses.replace(job, protocol=protocol, defense=defense, attack=place("attacks", job.attack))
+
+
+def _numbered(jobs: Any, axes: Mapping[str, Any]) -> tuple[Job, ...]:
+    """In the order of a plan (see ``make_plan``), with positions from 0: attempts and controls, then findings."""
+    controls, findings = list(CONTROLS), list(FINDINGS)
+
+    def order(job: Job) -> tuple[int, ...]:
+        kind = -1 if job.finding is None else findings.index(job.finding)
+        control = -1 if job.control is None else controls.index(job.control)
+        numbers = (-1 if number is None else number for number in (job.defense, job.attack))
+        return (int(job.finding is not None), job.protocol, kind, control, *numbers, *_client(job, axes))
+
+    ordered = sorted(jobs, key=order)
+    return tuple(dataclasses.replace(job, position=number) for number, job in enumerate(ordered))
+
+
+def _client(job: Job, axes: Mapping[str, Any]) -> tuple[int, int]:
+    return seed_place(job, axes["seeds"]), job.batch
+
+
+def _per_setting(job: Job) -> bool:
+    return job.finding is not None and FINDINGS[job.finding].per == "setting"
+
+
+def _subject(job: Job) -> tuple[Any, ...]:
+    return job.finding, job.protocol, job.defense

@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import secrets
 import tempfile
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from leakscope.audit.attempts import Outcome
-from leakscope.audit.audited import describe_audited
 from leakscope.audit.budget import Budget, Spared
 from leakscope.audit.executors import EXECUTORS, Executor
-from leakscope.audit.growth import Plan, grown_identity, grown_spec, grown_statements
-from leakscope.audit.origin import source_of
-from leakscope.audit.plan import Job, describe, grouped, identity, in_turn, make_plan
+from leakscope.audit.folder import open_store
+from leakscope.audit.plan import Job, Plan, describe, grouped, in_turn, make_plan
 from leakscope.audit.progress import Tell, listener
 from leakscope.audit.result import Audit
 from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse
 from leakscope.audit.spec import AuditSpec, load_spec
-from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.inputs import ValueRange
-from leakscope.results.records import UTILITY, job_facts, mapping, plain, without_folders
-from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit, stored_salt
+from leakscope.results.records import job_facts
+from leakscope.results.store import Store, stored_salt
 
 
 def audit(
@@ -116,7 +111,7 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Tell |
     temporary = tempfile.TemporaryDirectory(prefix="leakscope-") if out is None else None
     directory = Path(temporary.name if temporary is not None else str(out))
     try:
-        store, plan = _open_store(setup, Plan.of(setup, jobs), directory)
+        store, plan = open_store(setup, Plan.of(setup, jobs), directory)
         with store:
             _run(setup, plan.numbered(jobs), store, executor, spared, progress)
         return Audit(directory, temporary)
@@ -140,99 +135,6 @@ def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None
         return from_object(data, limit=limit, num_classes=num_classes, value_range=value_range)
     except (TypeError, ValueError) as error:
         raise SpecError([f"data: {error}"], "audit") from error
-
-
-def _open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
-    """The folder's store, and the plan of all that was ever asked for in it."""
-    if directory.exists() and not directory.is_dir():
-        raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
-    if not (directory / DATABASE).exists():
-        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
-        return Store.create(directory, {**_meta(setup), **plan.meta(setup, identity(setup)), **audited}), plan
-    store = Store.open(directory, write=True)
-    try:
-        known = grown_identity(mapping(store.meta("identity")), identity(setup))
-        check_same_audit(store, known, may_be_new=(UTILITY,))
-        plan = Plan.read(store).grown(plan, store.finished())
-        spec = grown_spec(store.meta("spec"), _told_spec(setup))
-        changes = {
-            **plan.meta(setup, known),
-            "spec": spec,
-            "data": _told_data(setup),
-            "source": source_of(setup.spec, setup.model).as_dict(),
-            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
-            "audited": grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
-        }
-        store.update(changes, {job.key: job.position for job in plan.jobs})
-    except BaseException:
-        store.close()
-        raise
-    return store, plan
-
-
-def _meta(setup: Setup) -> dict[str, Any]:
-    spec = setup.spec
-    return {
-        "spec": _told_spec(setup),
-        "salt": setup.salt,
-        "versions": versions(),
-        "threat_model": setup.knowledge.describe(),
-        "model": {
-            "name": spec.model.name,
-            "parameters": sum(p.numel() for p in setup.model.parameters()),
-            "repr": repr(setup.model),
-            "fingerprint": setup.model_fingerprint,
-            "training": None if spec.training is None else spec.training.describe(),
-            "training_losses": plain(setup.training_losses),
-        },
-        "data": _told_data(setup),
-        "source": source_of(spec, setup.model).as_dict(),
-        "policy": dataclasses.asdict(spec.policy),
-        "pictures": setup.pictures,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _told_data(setup: Setup) -> dict[str, Any]:
-    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
-    return {
-        "name": setup.data_name,
-        "private": data.private,
-        "credits": "" if hidden else data.credits,
-        "shape": list(data.x.shape[1:]),
-        "inputs": data.public_inputs.facts(),
-        "num_classes": data.num_classes,
-        "task": setup.spec.task.identity(),
-        "class_names": None if setup.class_names is None else list(setup.class_names),
-        "count": len(data),
-        "fingerprint": setup.data_fingerprint,
-    }
-
-
-def _told_spec(setup: Setup) -> dict[str, Any]:
-    """The spec as results tell it: without folders, addresses of machines, and the file of private data."""
-    spec = {**setup.spec.normalised(), "executor": setup.spec.executor.name}
-    if setup.spec.show_names:
-        return spec
-    sections = [spec["data"], *((spec["utility"] or {}).get(name) for name in ("train", "test"))]
-    for section in sections if setup.data.private else ():
-        if section is not None and section["path"] is not None:
-            section["path"] = "(private)"
-    told: dict[str, Any] = _without_folders(spec)
-    return told
-
-
-def _without_folders(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_folders(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_without_folders(item) for item in value]
-    return without_folders(value) if isinstance(value, str) else value
-
-
-def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
-    asked = {**spec, "examples": plan.axes["examples"]}
-    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
 
 
 def _run(

@@ -30,8 +30,7 @@ from leakscope.audit.sections import (
     seed_list,
     whole_training,
 )
-from leakscope.audit.spec_file import SpecFile
-from leakscope.audit.yaml_text import SpecError, read_yaml
+from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
 from leakscope.contracts.checks import SPEC_BYTES, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import UserError

@@ -11,8 +11,7 @@ import typer
 
 from leakscope.audit.sections import DataSpec, ModelSpec
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.spec_file import SpecFile
-from leakscope.audit.yaml_text import SpecError, read_yaml
+from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
 from leakscope.cli.output import (
     AsCsv,
     AsJson,

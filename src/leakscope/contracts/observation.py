@@ -11,10 +11,10 @@ import dataclasses
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from torch import Tensor, nn
@@ -126,6 +126,13 @@ class Message:
         return dataclasses.replace(self, update=moved(self.update), batchnorm_statistics=statistics)
 
 
+class WorkStore(Protocol):
+    """Where equal work of several attacks is kept, so that it is done once."""
+
+    def recall(self, key: Hashable, generator: torch.Generator, numbers: int, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` finds, drawing from ``generator``, or what equal work has found before."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Observation:
     """All that an adversary sees: the model as the client received it, the messages, and what else is known.
@@ -134,7 +141,8 @@ class Observation:
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
     ``randomness`` is where the client's draws came from, None where nobody knows. ``defense`` is the defence itself,
     whose code an adversary who knows it can run; ``auxiliary`` are inputs and targets of examples of the same kind,
-    none of them the client's. ``made`` says how a captured one came about; no attack reads it.
+    none of them the client's. ``made`` says how a captured one came about; no attack reads it. ``shared`` keeps
+    work that several attacks have in common, where somebody gives them such a store.
     """
 
     model: nn.Module = field(repr=False)
@@ -156,14 +164,19 @@ class Observation:
     model_name: str | None = None
     randomness: Randomness | None = None
     made: Made | None = field(default=None, repr=False)
+    shared: WorkStore | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
+        # A copy, so that neither the caller's later training nor an attack can change what was observed.
+        object.__setattr__(self, "model", copy.deepcopy(self.model))
+        self._settle()
+
+    def _settle(self) -> None:
+        """Bring the facts into shape and check them."""
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
         order = {name: place for place, (name, _) in enumerate(self.model.named_parameters())}
         object.__setattr__(self, "messages", tuple(message.sorted_by(order) for message in self.messages))
         object.__setattr__(self, "output_shape", tuple(self.output_shape) or (self.num_classes,))
-        # A copy, so that neither the caller's later training nor an attack can change what was observed.
-        object.__setattr__(self, "model", copy.deepcopy(self.model))
         problems = [*self._problems(), *(f"{fact} although the knowledge denies it" for fact in self._denied_facts())]
         refuse("not a valid observation", problems)
 
@@ -289,8 +302,7 @@ class Observation:
         if not self.inputs.discrete:
             return self
         space = self.inputs.relaxed_space()
-        return dataclasses.replace(
-            self,
+        return self.with_facts(
             model=self.inputs.relaxed(self.model),
             inputs=space if self.knowledge.normalisation else space.unknown(),
             auxiliary=None if self.auxiliary is None else (self.relax(self.auxiliary[0]), self.auxiliary[1]),
@@ -300,10 +312,17 @@ class Observation:
         """Inputs of the client's model as the model of :meth:`relaxed` reads them."""
         return self.inputs.to_unit(x).to(self.dtype) if self.inputs.discrete else x
 
+    def with_facts(self, **facts: Any) -> Observation:
+        """The same observation with other facts, checked again; it shares the model, which nobody may change."""
+        changed = copy.copy(self)
+        for name, value in facts.items():
+            object.__setattr__(changed, name, value)
+        changed._settle()
+        return changed
+
     def without_channel(self) -> Observation:
         """The same observation for somebody who does not know the defence."""
-        knowledge = dataclasses.replace(self.knowledge, defense=False)
-        return dataclasses.replace(self, channel=None, defense=None, knowledge=knowledge)
+        return self.with_facts(channel=None, defense=None, knowledge=dataclasses.replace(self.knowledge, defense=False))
 
     @property
     def message(self) -> Message:
@@ -330,8 +349,7 @@ class Observation:
         if self.auxiliary is not None:
             x, y = self.auxiliary
             auxiliary = self.inputs.cast(x, dtype or x.dtype).to(device), y.to(device=device)
-        return dataclasses.replace(
-            self,
+        return self.with_facts(
             model=copy.deepcopy(self.model).to(device=device, dtype=dtype),
             messages=tuple(m.to(device, dtype) for m in self.messages),
             labels=move(self.labels),
@@ -341,7 +359,7 @@ class Observation:
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:
         """The same observation with another update, for blind controls and for defences of a captured update."""
-        return dataclasses.replace(self, messages=(dataclasses.replace(self.message, update=update),))
+        return self.with_facts(messages=(dataclasses.replace(self.message, update=update),))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write PATH.safetensors (tensors) and PATH.json (facts), each atomically."""

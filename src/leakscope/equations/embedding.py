@@ -103,7 +103,7 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
         raise NotApplicable("the client is not known to train on mixtures of its examples")
     if not isinstance(observation.task, Classification):
         raise NotApplicable("the task has no classes whose shares would tell how examples were mixed")
-    plain = dataclasses.replace(observation, channel=dataclasses.replace(channel, mixed=1))
+    plain = observation.with_facts(channel=dataclasses.replace(channel, mixed=1))
     head = _observed_head(plain)
     if channel.clip is not None or channel.survivors(observation.message.update):
         raise NotApplicable("the head's gradient is clipped or has holes, and its scale or its values are not known")

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks.cafe import CAFE
-from leakscope.audit.plan import derived_seed
+from leakscope.audit.keys import derived_seed
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.data import Examples

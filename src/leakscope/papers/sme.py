@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from leakscope.attacks import DLFA, SME
 from leakscope.audit.findings import Subject
+from leakscope.audit.keys import derived_seed
 from leakscope.audit.memory import PeakMemory
-from leakscope.audit.plan import derived_seed
 from leakscope.audit.trajectory import describe_update
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.errors import UserError

@@ -116,7 +116,9 @@ class LearningToInvert(Attack):
         parts = (self, seen.defense, count, *facts)
         tables: list[Mapping[str, Tensor]] = [seen.model.state_dict(), {"auxiliary inputs": x, "auxiliary targets": y}]
         numbers = self.clients * (self.features + count * seen.inputs.size)
-        inversion: Inversion = shared("learning-to-invert", parts, seen.model, tables, draws, numbers, work)
+        inversion: Inversion = shared(
+            *(seen.shared, "learning-to-invert", parts, seen.model, tables, draws, numbers, work)
+        )
         flat, alike = inversion(message.update)
         inputs = seen.inputs.project(flat.reshape(count, *seen.input_shape))
         labels = seen.labels

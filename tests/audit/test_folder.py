@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from leakscope.audit.audited import describe_audited
+from leakscope.audit.folder import describe_audited
 from leakscope.audit.run import run_spec
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec

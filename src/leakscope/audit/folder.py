@@ -1,0 +1,301 @@
+"""The folder of an audit: what it tells of what was audited, where that was asked for, and how it grows.
+
+Statements go on top of page and console; they are warnings where a verdict may not be what it seems.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from leakscope.audit.keys import identity
+from leakscope.audit.plan import AXES, Plan
+from leakscope.audit.setup import Setup
+from leakscope.audit.spec import AuditSpec
+from leakscope.audit.versions import versions
+from leakscope.audit.yaml_text import item_lines
+from leakscope.contracts.protocol import BATCHNORM, client_copy
+from leakscope.contracts.task import outputs_of
+from leakscope.results.records import UTILITY, counted, mapping, plain, without_folders
+from leakscope.results.source import Place, Source, place_of
+from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
+
+#: Settings of attacks that say how long they try.
+_EFFORTS = ("iterations", "steps", "restarts")
+EFFORT = "Effort"
+WAIVED = "Waived"
+_DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
+    """The folder's store, and the plan of all that was ever asked for in it."""
+    if directory.exists() and not directory.is_dir():
+        raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
+    if not (directory / DATABASE).exists():
+        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
+        return Store.create(directory, {**_meta(setup), **plan.meta(setup, identity(setup)), **audited}), plan
+    store = Store.open(directory, write=True)
+    try:
+        known = _grown_identity(mapping(store.meta("identity")), identity(setup))
+        check_same_audit(store, known, may_be_new=(UTILITY,))
+        plan = Plan.read(store).grown(plan, store.finished())
+        spec = _grown_spec(store.meta("spec"), _told_spec(setup))
+        changes = {
+            **plan.meta(setup, known),
+            "spec": spec,
+            "data": _told_data(setup),
+            "source": source_of(setup.spec, setup.model).as_dict(),
+            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
+            "audited": _grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
+        }
+        store.update(changes, {job.key: job.position for job in plan.jobs})
+    except BaseException:
+        store.close()
+        raise
+    return store, plan
+
+
+def _meta(setup: Setup) -> dict[str, Any]:
+    spec = setup.spec
+    return {
+        "spec": _told_spec(setup),
+        "salt": setup.salt,
+        "versions": versions(),
+        "threat_model": setup.knowledge.describe(),
+        "model": {
+            "name": spec.model.name,
+            "parameters": sum(p.numel() for p in setup.model.parameters()),
+            "repr": repr(setup.model),
+            "fingerprint": setup.model_fingerprint,
+            "training": None if spec.training is None else spec.training.describe(),
+            "training_losses": plain(setup.training_losses),
+        },
+        "data": _told_data(setup),
+        "source": source_of(spec, setup.model).as_dict(),
+        "policy": dataclasses.asdict(spec.policy),
+        "pictures": setup.pictures,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _told_data(setup: Setup) -> dict[str, Any]:
+    data, hidden = setup.data, setup.data.private and not setup.spec.show_names
+    return {
+        "name": setup.data_name,
+        "private": data.private,
+        "credits": "" if hidden else data.credits,
+        "shape": list(data.x.shape[1:]),
+        "inputs": data.public_inputs.facts(),
+        "num_classes": data.num_classes,
+        "task": setup.spec.task.identity(),
+        "class_names": None if setup.class_names is None else list(setup.class_names),
+        "count": len(data),
+        "fingerprint": setup.data_fingerprint,
+    }
+
+
+def _told_spec(setup: Setup) -> dict[str, Any]:
+    """The spec as results tell it: without folders, addresses of machines, and the file of private data."""
+    spec = {**setup.spec.normalised(), "executor": setup.spec.executor.name}
+    if setup.spec.show_names:
+        return spec
+    sections = [spec["data"], *((spec["utility"] or {}).get(name) for name in ("train", "test"))]
+    for section in sections if setup.data.private else ():
+        if section is not None and section["path"] is not None:
+            section["path"] = "(private)"
+    told: dict[str, Any] = _without_folders(spec)
+    return told
+
+
+def _without_folders(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return without_folders(value) if isinstance(value, str) else value
+
+
+def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
+    asked = {**spec, "examples": plan.axes["examples"]}
+    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
+
+
+def _grown_identity(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """What the runs of a folder have in common: trainings, once asked for, stay the same."""
+    before = {} if UTILITY in now or UTILITY not in stored else {UTILITY: stored[UTILITY]}
+    return {**now, **before}
+
+
+def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
+    """The newest spec, its lists joined with those of the runs before."""
+    before = {name: stored[name] if isinstance(stored.get(name), list) else [] for name in AXES}
+    lists = {name: [*before[name], *(x for x in now[name] if x not in before[name])] for name in AXES}
+    counts = [spec["examples"] for spec in (stored, now) if isinstance(spec.get("examples"), int)]
+    return {**now, **lists, "examples": max(counts, default=None), UTILITY: _grown_utility(stored, now)}
+
+
+def _grown_utility(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The section of the newest run that has one, with the seeds of all."""
+    sections = [spec[UTILITY] for spec in (stored, now) if isinstance(spec.get(UTILITY), dict)]
+    seeds = dict.fromkeys(seed for section in sections for seed in section.get("seeds", []))
+    return {**sections[-1], "seeds": list(seeds)} if sections else None
+
+
+def _grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What was audited: the newest statements, and those on protocols and defences that only earlier runs had."""
+    before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
+    return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith((EFFORT, WAIVED)))]
+
+
+def source_of(spec: AuditSpec, model: nn.Module) -> Source:
+    """Where ``spec`` was written; without a file, where ``model`` is made."""
+    made = _model_place(spec.model.name, model)
+    if spec.file is None:
+        return Source(whole=made)
+    path = spec.file.path
+    lines = item_lines(spec.file.text)
+    tables = {}
+    for name, parts in (("protocols", spec.protocols), ("defenses", spec.defenses)):
+        starts = [] if name in spec.file.replaced else lines.get(name, [])
+        pairs = zip(parts, starts, strict=False)
+        tables[name] = {part.identity(): place_of(path, line) for part, line in pairs}
+    first = next(iter(lines.get("model", [])), 1)
+    return Source(whole=place_of(path, first), model=made, **tables)
+
+
+def _model_place(name: str, model: nn.Module) -> Place:
+    """Where the model's code is: its factory, its class, the script, or the class of torch that it is made of."""
+    module, _, attribute = name.partition(":")
+    factory = getattr(sys.modules.get(module), attribute, None) if attribute else None
+    places = [place for target in (factory, *type(model).__mro__) if (place := _defined(target)) is not None]
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    own = [place for place in places if not place.installed]
+    if not own and script is not None and not (place := place_of(script)).installed:
+        own = [place]
+    return [*own, *places][0]
+
+
+def _defined(target: Any) -> Place | None:
+    """The first line of a function or class; None where its source is not at hand, as in a notebook."""
+    try:
+        file, line = inspect.getsourcefile(target), inspect.findsource(target)[1] + 1
+    except (TypeError, OSError):
+        return None
+    return None if file is None else place_of(file, line)
+
+
+@dataclass(frozen=True)
+class Statement:
+    """One sentence on what was audited; a ``warning`` where it limits what the verdict says."""
+
+    text: str
+    warning: bool = False
+
+
+def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
+    """What the verdict is about, most important first; ``asked`` is the spec of all runs in the folder."""
+    return [
+        _weights(setup),
+        *_modes(setup),
+        *_outputs(setup),
+        _effort(asked),
+        *_waived(setup),
+        *_knowing(setup),
+        *_privacy(setup),
+        Statement(
+            "Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."
+        ),
+    ]
+
+
+def _weights(setup: Setup) -> Statement:
+    spec, mark = setup.spec, f"fingerprint {setup.model_fingerprint[:12]}"
+    if spec.training is not None:
+        return Statement(f"Weights: trained here, {spec.training.describe()} ({mark}).")
+    if spec.model.weights is not None:
+        return Statement(f"Weights: loaded from {spec.model.weights.name} ({mark}).")
+    if spec.model.instance is not None:
+        return Statement(f"Weights: those of the model given ({mark}).")
+    text = f"Weights: random, seed {spec.model.seed} ({mark}): a trained model may leak less or more"
+    return Statement(f"{text}. Load yours with --weights, or train first (training).", warning=True)
+
+
+def _modes(setup: Setup) -> Iterator[Statement]:
+    norms = [module for module in setup.model.modules() if isinstance(module, BATCHNORM)]
+    modes = {part.instance.batchnorm for part in setup.spec.protocols}
+    if norms:
+        own = "train" if any(module.training for module in norms) else "eval"
+        text = f"BatchNorm: {' and '.join(sorted(modes))} mode in the client"
+        if own in modes:
+            yield Statement(f"{text}, as in the model given.")
+        else:
+            words = f"{text}, but the model given is in {own} mode. Set batchnorm: {own} in the protocol if clients"
+            yield Statement(f"{words} train so.", warning=True)
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in setup.model.modules()):
+        yield Statement("Dropout: off in the client, which leaks more than training with it.", warning=True)
+
+
+def _outputs(setup: Setup) -> Iterator[Statement]:
+    task, data = setup.spec.task.instance, setup.data
+    if not task.has_classes:
+        return
+    x, _ = setup.inputs(torch.tensor([0]))
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        answer = outputs_of(client_copy(setup.model, "eval")(x))
+    outputs = answer.shape[1] if answer.dim() > 1 else 1
+    if outputs > max(data.num_classes, 2):
+        unused = f"{outputs - data.num_classes} outputs belong to no class"
+        text = f"Outputs: {outputs} for {data.num_classes} classes; {unused}, which makes labels easier to read"
+        yield Statement(f"{text}. Check the number of classes.", warning=True)
+
+
+def _effort(asked: Mapping[str, Any]) -> Statement:
+    attacks = []
+    for part in asked["attacks"]:
+        told = [f"{name} {part['options'][name]}" for name in _EFFORTS if part["options"].get(name) is not None]
+        attacks.append(f"{part['name']} ({', '.join(told)})" if told else part["name"])
+    clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
+    count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
+    return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
+
+
+def _waived(setup: Setup) -> Iterator[Statement]:
+    """Standard attacks that the policy does without."""
+    if names := setup.spec.policy.waive:
+        text = f"{WAIVED}: the policy allows a pass without the standard attacks {', '.join(names)}"
+        yield Statement(f"{text}. They may recover more.", warning=True)
+
+
+def _knowing(setup: Setup) -> Iterator[Statement]:
+    """That an attack which leaves out what it knows of a defence is run only where there is something to leave out."""
+    ignoring = [part.name for part in setup.spec.attacks if part.instance.ignore_defense]
+    if ignoring:
+        text = f"Knowledge of the defence: {', '.join(dict.fromkeys(ignoring))} is also run without it"
+        yield Statement(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
+
+
+def _privacy(setup: Setup) -> Iterator[Statement]:
+    """Epsilon for what a client really sends, where a defence promises one."""
+    for part in setup.spec.protocols:
+        for defense in setup.spec.defenses:
+            if defense.instance is None:
+                continue
+            passes = part.instance.passes(setup.spec.batch)
+            spent, promised = defense.instance.epsilon_for(passes), defense.instance.epsilon_for(None)
+            if spent is None or promised is None:
+                continue
+            text = f"Privacy: {defense.name} under {part.name} spends epsilon {spent:.3g} in one round"
+            if spent > 1.001 * promised:
+                why = f"for {passes} passes over its data, not the {promised:.3g} promised"
+                yield Statement(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
+            else:
+                yield Statement(f"{text} of a client; more rounds spend more.")

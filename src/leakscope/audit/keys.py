@@ -1,0 +1,139 @@
+"""Keys of jobs: hashes of everything that a result depends on; and seeds that follow from a job."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+
+from leakscope import __version__
+from leakscope.audit.findings import FINDINGS
+from leakscope.audit.loading import tensor_bytes
+from leakscope.audit.setup import Setup
+from leakscope.audit.utility import Course
+
+
+def canonical(value: Any) -> str:
+    """One text for equal JSON values; infinity and NaN, which a setting may be, have theirs too.
+
+    >>> canonical({"b": 1, "a": [1.0, None]})
+    '{"a":[1.0,null],"b":1}'
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def content_hash(value: Any) -> str:
+    """sha256 of the canonical text, in hex.
+
+    >>> content_hash({})[:8]
+    '44136fa3'
+    """
+    return hashlib.sha256(canonical(value).encode()).hexdigest()
+
+
+def derived_seed(seed: int, batch: int, purpose: str) -> int:
+    """A seed for each batch and purpose, the same for every defence, so that they are compared fairly.
+
+    >>> derived_seed(0, 0, "attack") == derived_seed(0, 1, "attack")
+    False
+    """
+    return int.from_bytes(hashlib.sha256(f"{seed}/{batch}/{purpose}".encode()).digest()[:4], "big") >> 1
+
+
+def identity(setup: Setup) -> dict[str, Any]:
+    """What all runs in a store have in common; the rest may grow (``Plan.grown``).
+
+    How the work is spread and judged is left out, for it changes no result.
+    """
+    spec = setup.spec
+    utility = {} if setup.course is None else {"utility": _training_of(setup.course)}
+    return {
+        "leakscope version": __version__,
+        "torch version": torch.__version__,
+        "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
+        "data": {"name": setup.spec.data.name, "fingerprint": setup.data_fingerprint},
+        "task": spec.task.identity(),
+        "candidates for identification": setup.candidates_fingerprint,
+        "LPIPS weights": setup.lpips_fingerprint,
+        "batch": spec.batch,
+        "knowledge": spec.knowledge,
+        "pictures": setup.pictures,
+        "device": spec.device,
+        "dtype": spec.dtype,
+        "threads": spec.threads,
+        **utility,
+    }
+
+
+def _training_of(course: Course) -> dict[str, Any]:
+    """What trainings under different defences must have in common to be compared."""
+    return {**course.spec.identity(), "examples": course.fingerprint}
+
+
+class Keys:
+    """Hashes of everything that a result depends on."""
+
+    def __init__(self, setup: Setup) -> None:
+        spec = self._spec = setup.spec
+        self._auxiliary = _auxiliary_fingerprint(setup)
+        self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
+        self._training = {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "task": spec.task.identity(),
+            "threads": spec.threads,
+            "training": None if setup.course is None else _training_of(setup.course),
+        }
+        self._common = {
+            "leakscope": __version__,
+            "torch": torch.__version__,
+            "model": setup.model_fingerprint,
+            "task": spec.task.identity(),
+            "candidates": setup.candidates_fingerprint,
+            "lpips": setup.lpips_fingerprint,
+            "knowledge": spec.knowledge,
+            "device": spec.device,
+            "dtype": spec.dtype,
+            "threads": spec.threads,
+            "pictures": setup.pictures,
+        }
+
+    def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
+        setting = {
+            "protocol": self._spec.protocols[protocol].identity(),
+            "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
+            "seed": seed,
+        }
+        if is_training(job.get("finding")):  # owes nothing to the attacks, nor to the examples they are about
+            return content_hash({**self._training, **job, **setting})
+        if job.get("attack") is not None:
+            attack = self._spec.attacks[job["attack"]]
+            job["attack"] = attack.identity()
+            if "auxiliary_data" in attack.instance.requires:
+                job["auxiliary"] = self._auxiliary
+        client = {"batch": batch, "examples": self._prints[batch]}
+        return content_hash({**self._common, **job, **setting, **client})
+
+
+def _auxiliary_fingerprint(setup: Setup) -> str:
+    """Of the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
+    digest = hashlib.sha256(setup.salt.encode())
+    for part in setup.auxiliary or ():
+        digest.update(tensor_bytes(part))
+    return digest.hexdigest()
+
+
+def _batch_fingerprint(setup: Setup, number: int) -> str:
+    x, y = setup.batch(number)
+    facts = f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}"
+    digest = hashlib.sha256(f"{setup.salt}{facts}".encode())
+    digest.update(tensor_bytes(x))
+    digest.update(tensor_bytes(y))
+    return digest.hexdigest()
+
+
+def is_training(finding: str | None) -> bool:
+    """Tell whether a finding is a training of its own."""
+    return finding is not None and FINDINGS[finding].per == "training"
