@@ -33,8 +33,8 @@ import torch
 from leakscope.attacks.shared_work import SharedWork
 from leakscope.audit import attempts
 from leakscope.audit.attempts import Bench
-from leakscope.audit.default import DEFAULT_SPEC
 from leakscope.audit.run import run_spec
+from leakscope.audit.spec import DEFAULT_SPEC
 
 #: Parts of a job, by the function that does it.
 PARTS = {

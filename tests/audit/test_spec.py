@@ -11,7 +11,7 @@ import pytest
 
 from leakscope.attacks import DLG
 from leakscope.audit import DEFAULT_SPEC, AuditSpec, SpecError, load_spec, parse_yaml, read_yaml
-from leakscope.audit.default import DEFAULT_SPEC as DIRECT
+from leakscope.audit.spec import DEFAULT_SPEC as DIRECT
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.federation import FedAvg, Vertical
 

@@ -22,22 +22,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from leakscope.audit.controls import CONTROLS
-    from leakscope.audit.default import DEFAULT_SPEC
     from leakscope.audit.executors import EXECUTORS, Executor, ExecutorError
     from leakscope.audit.findings import FINDINGS
     from leakscope.audit.result import Audit
     from leakscope.audit.run import audit, run_spec
-    from leakscope.audit.spec import AuditSpec, load_spec, parse_yaml
+    from leakscope.audit.spec import DEFAULT_SPEC, AuditSpec, load_spec, parse_yaml
     from leakscope.audit.yaml_text import SpecError, read_yaml
 
 _NAMES = {
     "controls": ("CONTROLS",),
-    "default": ("DEFAULT_SPEC",),
     "executors": ("EXECUTORS", "Executor", "ExecutorError"),
     "findings": ("FINDINGS",),
     "result": ("Audit",),
     "run": ("audit", "run_spec"),
-    "spec": ("AuditSpec", "load_spec", "parse_yaml"),
+    "spec": ("DEFAULT_SPEC", "AuditSpec", "load_spec", "parse_yaml"),
     "yaml_text": ("SpecError", "read_yaml"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
@@ -48,7 +46,7 @@ __all__ = ["audit"]
 
 
 class _Room(ModuleType):
-    """Lets the name of the room serve as the name of its main function."""
+    """Lets the name of the room serve as that of its main function: Python binds ``leakscope.audit`` to the package."""
 
     def __call__(self, **settings: Any) -> Audit:
         """Audit ``model`` on ``data``; help(leakscope.audit.audit) tells of every argument."""

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from leakscope.audit.keys import identity
+from leakscope.audit.keys import identity, versions
 from leakscope.audit.plan import AXES, Plan
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.versions import versions
 from leakscope.audit.yaml_text import item_lines
 from leakscope.contracts.protocol import BATCHNORM, client_copy
 from leakscope.contracts.task import outputs_of

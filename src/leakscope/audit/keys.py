@@ -1,11 +1,13 @@
-"""Keys of jobs: hashes of everything that a result depends on; and seeds that follow from a job."""
+"""Keys of jobs: hashes of everything that a result depends on; seeds that follow from a job; and what computed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from typing import Any
 
+import numpy
 import torch
 
 from leakscope import __version__
@@ -137,3 +139,14 @@ def _batch_fingerprint(setup: Setup, number: int) -> str:
 def is_training(finding: str | None) -> bool:
     """Tell whether a finding is a training of its own."""
     return finding is not None and FINDINGS[finding].per == "training"
+
+
+def versions() -> dict[str, str]:
+    """The versions that numbers may depend on; no name of a host or a user."""
+    return {
+        "leakscope": __version__,
+        "torch": str(torch.__version__),
+        "numpy": numpy.__version__,
+        "python": platform.python_version(),
+        "platform": f"{platform.system()}-{platform.machine()}",
+    }

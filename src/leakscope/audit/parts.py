@@ -6,16 +6,13 @@ import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Registry, find_name, folded
 from leakscope.contracts.settings import Described
-
-if TYPE_CHECKING:
-    from leakscope.contracts.protocol import Protocol
 
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 
@@ -113,51 +110,6 @@ def executor_part(value: Any) -> Part:
     except ValueError as error:
         raise UserError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=options)
-
-
-def protocol_objects(parts: Sequence[Part]) -> list[Protocol]:
-    return [part.instance for part in parts]
-
-
-def model_names() -> list[str]:
-    from leakscope.models import MODELS
-
-    return list(MODELS)
-
-
-def data_names() -> list[str]:
-    from leakscope.data import DATA
-
-    return list(DATA)
-
-
-def check_own_model(name: str, seed: int) -> None:
-    """ValueError where ``package.module:factory`` cannot be imported, or may not be."""
-    from leakscope.models import model_factory
-
-    model_factory(name, seed)
-
-
-def check_own_data(name: str) -> None:
-    """ValueError where ``package.module:function`` cannot be imported, or may not be."""
-    from leakscope.contracts.registry import import_object
-
-    import_object("data", name)
-
-
-def in_memory_model(value: Any) -> dict[str, Any]:
-    from torch import nn
-
-    if not isinstance(value, nn.Module):
-        raise UserError(f"expected a name, a mapping or a torch.nn.Module, got {type(value).__name__}")
-    return {"name": type(value).__name__, "instance": value}
-
-
-def in_memory_data(value: Any) -> dict[str, Any]:
-    from leakscope.data import from_object
-
-    examples = from_object(value)
-    return {"name": examples.name, "instance": examples}
 
 
 def knowledge_fields(value: Any) -> dict[str, Any]:

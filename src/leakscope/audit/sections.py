@@ -11,15 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from leakscope.audit.parts import (
-    Part,
-    check_own_data,
-    check_own_model,
-    data_names,
-    in_memory_data,
-    in_memory_model,
-    model_names,
-)
+from leakscope.audit.parts import Part
 from leakscope.contracts.checks import COUNT, JOBS, brief
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name
@@ -67,30 +59,39 @@ class DataSpec(Strict):
     instance: Any = Field(default=None, exclude=True, repr=False)
 
 
-def _model(value: Any) -> Any:
-    return _named(value, ModelSpec, in_memory_model)
-
-
-def _data(value: Any) -> Any:
-    return _named(value, DataSpec, in_memory_data)
-
-
-def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], dict[str, Any]]) -> Any:
+def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], Any]) -> Any:
     """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "instance" in value:
         raise UserError("unknown key 'instance'")
-    return value if value is None or isinstance(value, Mapping | kind) else kind(**in_memory(value))
+    return value if value is None or isinstance(value, Mapping | kind) else in_memory(value)
+
+
+def _own_model(value: Any) -> ModelSpec:
+    from torch import nn
+
+    if not isinstance(value, nn.Module):
+        raise UserError(f"expected a name, a mapping or a torch.nn.Module, got {type(value).__name__}")
+    return ModelSpec(name=type(value).__name__, instance=value)
+
+
+def _own_data(value: Any) -> DataSpec:
+    from leakscope.data import from_object
+
+    examples = from_object(value)
+    return DataSpec(name=examples.name, instance=examples)
 
 
 def _model_name(model: ModelSpec) -> ModelSpec:
     if model.instance is not None:
         return model
+    from leakscope.models import MODELS, model_factory
+
     if ":" in model.name:
-        check_own_model(model.name, model.seed)  # now, while it is known who named it
+        model_factory(model.name, model.seed)  # imported now, while it is known who named it
         return model
-    return model.model_copy(update={"name": find_name(model.name, model_names())})
+    return model.model_copy(update={"name": find_name(model.name, list(MODELS))})
 
 
 def _data_name(data: DataSpec | None) -> DataSpec | None:
@@ -100,15 +101,21 @@ def _data_name(data: DataSpec | None) -> DataSpec | None:
         raise UserError("expected both mean and std, or neither")
     if data.instance is not None:
         return data
+    from leakscope.contracts.registry import import_object
+    from leakscope.data import DATA
+
     if ":" in data.name:
-        check_own_data(data.name)
+        import_object("data", data.name)
         return data
-    return data.model_copy(update={"name": find_name(data.name, data_names())})
+    return data.model_copy(update={"name": find_name(data.name, list(DATA))})
 
 
-ModelKey = Annotated[ModelSpec, BeforeValidator(_model), AfterValidator(_model_name)]
-DataKey = Annotated[DataSpec, BeforeValidator(_data), AfterValidator(_data_name)]
-_OptionalData = Annotated[DataSpec | None, BeforeValidator(_data), AfterValidator(_data_name)]
+_AS_DATA = BeforeValidator(lambda value: _named(value, DataSpec, _own_data)), AfterValidator(_data_name)
+ModelKey = Annotated[
+    ModelSpec, BeforeValidator(lambda value: _named(value, ModelSpec, _own_model)), AfterValidator(_model_name)
+]
+DataKey = Annotated[DataSpec, *_AS_DATA]
+_OptionalData = Annotated[DataSpec | None, *_AS_DATA]
 
 
 def seed_list(value: Any) -> Any:

@@ -37,6 +37,18 @@ from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import find_name, folded, names_of_a_spec
 from leakscope.results.policy import Policy
 
+#: The audit that runs when nobody says what to audit: embedded pictures, a small network, two defences.
+DEFAULT_SPEC: dict[str, Any] = {
+    "model": "convnet",
+    "data": "tiles",
+    "examples": 6,
+    "batch": 1,
+    "protocols": ["fedsgd"],
+    "defenses": ["none", {"gradient-noise": {"sigma": 0.01}}, {"gradient-pruning": {"fraction": 0.9}}],
+    "attacks": "standard",
+    "seeds": [0],
+}
+
 
 def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
@@ -64,7 +76,7 @@ def _standard(info: ValidationInfo) -> list[str]:
     from leakscope.contracts.knowledge import Knowledge
 
     granted = info.data.get("knowledge")  # missing where it is wrong, which is told anyway
-    return standard_attacks(parts.protocol_objects(_protocols(info)), Knowledge(**granted) if granted else None)
+    return standard_attacks(_protocols(info), Knowledge(**granted) if granted else None)
 
 
 def _ignoring(names: list[str], info: ValidationInfo) -> list[Any]:
@@ -109,13 +121,13 @@ def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
     if value is None:
         from leakscope.contracts.protocol import default_knowledge
 
-        value = default_knowledge(parts.protocol_objects(_protocols(info)))
+        value = default_knowledge(_protocols(info))
     return parts.knowledge_fields(value)
 
 
-def _protocols(info: ValidationInfo) -> list[Part]:
+def _protocols(info: ValidationInfo) -> list[Any]:
     """Those of the spec that is being checked; the default where they are wrong, which is told anyway."""
-    return info.data.get("protocols") or [parts.protocol_part("fedsgd")]
+    return [part.instance for part in info.data.get("protocols") or [parts.protocol_part("fedsgd")]]
 
 
 def _workers(value: Any) -> Any:

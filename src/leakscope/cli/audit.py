@@ -203,7 +203,7 @@ def _merged(written: Any, spec: Path, options: dict[str, Any]) -> dict[str, Any]
 
 def _default(options: dict[str, Any]) -> dict[str, Any]:
     """The embedded audit, changed by the options."""
-    from leakscope.audit.default import DEFAULT_SPEC
+    from leakscope.audit.spec import DEFAULT_SPEC
 
     settings: dict[str, Any] = {**DEFAULT_SPEC, **options}
     if ("data" in options or "batch" in options) and "examples" not in options:

@@ -33,9 +33,8 @@ def plan(
     Some steps of each attack are timed on the first client; nothing is written.
     """
     output = Output.of(as_json=as_json, as_csv=as_csv)
-    from leakscope.audit.default import DEFAULT_SPEC
     from leakscope.audit.estimate import size_audit
-    from leakscope.audit.spec import load_spec
+    from leakscope.audit.spec import DEFAULT_SPEC, load_spec
 
     checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
     sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds)

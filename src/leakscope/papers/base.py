@@ -14,7 +14,7 @@ from scipy.stats import beta
 from scipy.stats import t as student
 from torch import Tensor
 
-from leakscope.audit.versions import versions
+from leakscope.audit.keys import versions
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Entry
 from leakscope.data import Examples, load_data

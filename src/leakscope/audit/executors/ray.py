@@ -35,10 +35,10 @@ from leakscope.audit.executors.ray_cluster import (
     places,
     resource_problem,
 )
+from leakscope.audit.keys import versions
 from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, is_intact
-from leakscope.audit.versions import versions
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import own_folders
 from leakscope.contracts.settings import setting
