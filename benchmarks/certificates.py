@@ -198,7 +198,7 @@ def measure(run: Run) -> dict[str, Any]:
         "diagnosis": told.outcome,
         "hidden": told.hidden,
         "reason": told.reason,
-        "way": result.info.get("way"),
+        "method": result.info.get("method"),
         "seconds": round(seconds, 1),
         "diagnosis_seconds": round(time.process_time() - started - seconds, 1),
     }

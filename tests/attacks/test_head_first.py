@@ -13,8 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leakscope.attacks import ATTACKS, HeadFirst, InvertingGradients, head_first
-from leakscope.attacks.head_first import NOISY_TRIES, WHOLE_UPDATE
+from leakscope.attacks import ATTACKS, HeadFirst, InvertingGradients
+from leakscope.attacks.candidates import Candidate
+from leakscope.attacks.head_first import case
+from leakscope.attacks.head_first.case import NOISY_TRIES
+from leakscope.attacks.head_first.stages import WHOLE_UPDATE
 from leakscope.contracts.inputs import Box
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
@@ -79,7 +82,7 @@ def test_an_mlp_is_solved_by_algebra(labels: list[int]) -> None:
     net = build_model("mlp", input_shape=SHAPE, num_classes=CLASSES, hidden=(64, 48))
     x = pictures(len(labels))
     result = HeadFirst()(look(net, x, labels))
-    assert result.info["way"] == "algebra"
+    assert result.info["method"] == "algebra"
     assert result.info["steps"] == 0
     assert is_certified(result)
     assert decibel(x, result) > 90
@@ -91,7 +94,7 @@ def test_a_head_alone_is_solved_by_algebra() -> None:
     net = nn.Sequential(nn.Flatten(), nn.Linear(3 * 144, CLASSES))
     x = pictures(3)
     result = HeadFirst()(look(net, x, [0, 2, 2]))
-    assert result.info["way"] == "algebra"
+    assert result.info["method"] == "algebra"
     assert is_certified(result)
     assert decibel(x, result) > 100
 
@@ -103,7 +106,7 @@ def test_one_picture_is_exact_and_certified(net: Callable[[], nn.Module], seed: 
     result = HeadFirst()(look(net(), x, [seed + 1]), seed=seed)
     assert is_certified(result)
     assert decibel(x, result) > 80
-    assert result.info["way"].endswith("masks decoded")
+    assert result.info["method"].endswith("masks decoded")
     assert result.flags == ()
     assert result.labels is not None
     assert result.labels.tolist() == [seed + 1]
@@ -121,7 +124,7 @@ def test_a_smooth_net_is_finished_by_gauss_newton() -> None:
     x = pictures(1, (3, 8, 8))
     net = build_model("dlg-lenet", input_shape=(3, 8, 8), num_classes=CLASSES, activation="tanh")
     result = HeadFirst(iterations=60)(look(net, x, [4]))
-    assert result.info["way"].endswith("Gauss-Newton")
+    assert result.info["method"].endswith("Gauss-Newton")
     assert is_certified(result)
     assert decibel(x, result) > 80
 
@@ -157,7 +160,7 @@ FALLBACKS: dict[str, Callable[[], tuple[Observation, str]]] = {
 def test_where_the_head_tells_nothing_it_is_inverting_gradients_and_says_so(name: str) -> None:
     seen, words = FALLBACKS[name]()
     result = HeadFirst(iterations=20)(seen, seed=0)
-    assert result.info["way"] == WHOLE_UPDATE
+    assert result.info["method"] == WHOLE_UPDATE
     assert not result.certificates
     assert "inverting-gradients" in result.notes[0]
     assert words in result.notes[0]
@@ -189,7 +192,7 @@ def test_further_rounds_go_on_from_the_best_and_never_lose_it(monkeypatch: pytes
     starts: list[Tensor] = []
     run = HeldMatching.run
     monkeypatch.setattr(HeldMatching, "run", lambda self, start, *rest: starts.append(start) or run(self, start, *rest))
-    monkeypatch.setattr(head_first, "SETTLED", 0.0)
+    monkeypatch.setattr(case, "SETTLED", 0.0)
     result = HeadFirst(iterations=6, tries=3, rival=False)(seen)
     assert result.info["restarts"] == 3
     assert is_certified(result)
@@ -199,9 +202,9 @@ def test_further_rounds_go_on_from_the_best_and_never_lose_it(monkeypatch: pytes
 
 def test_the_rival_is_inverting_gradients_with_the_same_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = look(conv_net(), pictures(1), [1])
-    monkeypatch.setattr(head_first, "_better", lambda first, second: second)
+    monkeypatch.setattr(Candidate, "better_than", lambda self, other: True)
     result = HeadFirst(iterations=10, solve=False)(seen, seed=4)
-    assert result.info["way"] == WHOLE_UPDATE
+    assert result.info["method"] == WHOLE_UPDATE
     assert torch.equal(result.inputs, InvertingGradients(iterations=10)(seen, seed=4).inputs)
 
 

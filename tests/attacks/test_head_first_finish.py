@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from leakscope.attacks.head_first import finish as head_first_finish
-from leakscope.attacks.head_first.finish import MOST_MOVEMENT, SILENT_ERRORS, Finisher, inputs_movement
+from leakscope.attacks import HeadFirst
+from leakscope.attacks.head_first import stages
+from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.observation import Observation
-from leakscope.equations.embedding import recover_embedding
-from leakscope.equations.gated_inverse import SILENT
+from leakscope.equations.embedding import SILENT, SILENT_ERRORS, recover_embedding
 from leakscope.federation import FedSGD
-from leakscope.matching import GradientMap, Victim
+from leakscope.matching import GradientMap
+from leakscope.matching.determinacy import movement
 
 
 def smooth_net(scale: float) -> nn.Module:
@@ -44,36 +45,31 @@ def test_the_movement_is_that_of_least_squares(scale: float) -> None:
     noise = torch.randn(len(jacobian), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     noise = noise * (1e-3 / noise.norm())
     expected = torch.linalg.lstsq(jacobian, noise[:, None], driver="gelsd").solution.square().mean().sqrt()
-    assert inputs_movement(mapping, flat, 1e-3) == pytest.approx(float(expected), rel=1e-3)
-
-
-def finisher(seen: Observation) -> Finisher:
-    embedding = recover_embedding(seen)
-    assert embedding.labels is not None
-    return Finisher(seen, embedding, Victim.of(seen), embedding.labels)
+    assert movement(mapping.linearise(flat), 1e-3, mapping.shape) == [pytest.approx(float(expected), rel=1e-3)]
 
 
 def test_only_an_update_that_determines_the_inputs_is_certified(monkeypatch: pytest.MonkeyPatch) -> None:
     seen, x = observed(1.0)
-    finish = finisher(seen)
+    case = Case(HeadFirst(), seen, torch.Generator())
+    case.hold(recover_embedding(seen))
     near = x + 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
-    solution = finish.gauss_newton(near)
-    assert solution is not None
+    case.latest = case.candidate(near, "near")
+    stage = stages.GaussNewtonSteps()
+    assert stage.applies(case)
+    (solution,) = stage.propose(case)
     assert solution.residual < EXPLAINED
-    assert solution.free == (0,)
+    assert [proof.free_directions for proof in solution.certificates] == [0]
     assert float((solution.inputs - x).abs().max()) < 1e-5
-    assert not finish.notes
+    assert not case.notes
     # As a badly conditioned network would have it: nothing is begun.
-    monkeypatch.setattr(head_first_finish, "inputs_movement", lambda *_: 2 * MOST_MOVEMENT)
-    assert finish.gauss_newton(near) is None
-    assert "no Gauss-Newton steps" in finish.notes[-1]
+    monkeypatch.setattr(stages, "movement", lambda *_: [2 * stages.MOST_MOVEMENT])
+    assert not list(stage.propose(case))
+    assert "no Gauss-Newton steps" in case.notes[-1]
 
 
 def test_features_may_be_zero_as_far_as_their_error_tells() -> None:
-    seen, _ = observed(1.0)
-    exact = finisher(seen)
-    assert exact.silence() == SILENT
-    noisy = dataclasses.replace(exact, embedding=dataclasses.replace(exact.embedding, exact=False, error=1e-2))
-    features = noisy.embedding.features
-    share = 1e-2 * float(features.square().mean().sqrt() / features.abs().max())
-    assert noisy.silence() == pytest.approx(SILENT_ERRORS * share)
+    exact = recover_embedding(observed(1.0)[0])
+    assert exact.silence == SILENT
+    noisy = dataclasses.replace(exact, exact=False, error=1e-2)
+    share = 1e-2 * float(noisy.features.square().mean().sqrt() / noisy.features.abs().max())
+    assert noisy.silence == pytest.approx(SILENT_ERRORS * share)

@@ -10,19 +10,19 @@ from torch import Tensor, nn
 
 import leakscope as ls
 from leakscope.attacks import HeadFirst
+from leakscope.attacks.head_first.case import Case
 from leakscope.attacks.head_first.noise import (
     MOST_PROBABLE,
     RATE,
+    MostProbable,
     _differences,
     _leading,
     _Posterior,
     noise_channel,
-    with_known_noise,
 )
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.defenses import GradientNoise
 from leakscope.metrics import psnr
 
@@ -53,6 +53,13 @@ def len_ratio(seen: Observation, x: Tensor) -> float:
     return entries / (entries - x.numel())
 
 
+def known(seen: Observation, x: Tensor, y: Tensor, iterations: int = 1) -> Case:
+    """The case with a result, before known noise is looked at."""
+    case = Case(HeadFirst(iterations=iterations), seen, draws(0))
+    case.best = dataclasses.replace(case.candidate(x, "known", labels=y), distance=0.0)
+    return case
+
+
 def observe(net: nn.Module, x: Tensor, y: Tensor, law: str = "gaussian", sigma: float = SIGMA) -> Observation:
     defense = GradientNoise(sigma=sigma, law=law)
     return ls.FedSGD().observe(net, x, y, defense, Knowledge.adaptive_server, draws(5))
@@ -64,7 +71,7 @@ def test_knowing_the_level_helps(net: nn.Module, pictures: tuple[Tensor, Tensor]
     seen = observe(net, x, y, law)
     attack = HeadFirst(iterations=100, tries=1)
     knowing, ignoring = attack(seen), dataclasses.replace(attack, ignore_defense=True)(seen)
-    assert knowing.info["way"] == MOST_PROBABLE
+    assert knowing.info["method"] == MOST_PROBABLE
     assert knowing.info["noise_ratio"] < 1.2
     assert float(psnr(x, knowing.inputs)) > float(psnr(x, ignoring.inputs.clamp(0, 1))) + 1.5
     assert "noise_ratio" not in ignoring.info
@@ -74,20 +81,19 @@ def test_a_result_is_replaced_by_a_more_probable_one_only(net: nn.Module, pictur
     """The true picture, handed in as a result, stays: a few steps from grey do not come near it."""
     x, y = pictures[0][:1], pictures[1][:1]
     seen = observe(net, x, y, sigma=1e-3)
-    true = Reconstruction(inputs=x, labels=y, scores=torch.zeros(1))
-    kept = with_known_noise(true, seen, None, draws(0), iterations=1)
-    assert torch.equal(kept.inputs, x)
-    assert kept.info["noise_ratio"] == pytest.approx(len_ratio(seen, x), abs=0.03)
-    grey = dataclasses.replace(true, inputs=torch.full_like(x, 0.5))
-    better = with_known_noise(grey, seen, None, draws(0), iterations=60)
-    assert better.info["way"] == MOST_PROBABLE
-    assert float(psnr(x, better.inputs)) > float(psnr(x, grey.inputs)) + 6
+    kept = known(seen, x, y)
+    kept.take(MostProbable())
+    assert torch.equal(kept.result().inputs, x)
+    assert kept.result().info["noise_ratio"] == pytest.approx(len_ratio(seen, x), abs=0.03)
+    better = known(seen, torch.full_like(x, 0.5), y, iterations=60)
+    better.take(MostProbable())
+    assert better.result().info["method"] == MOST_PROBABLE
+    assert float(psnr(x, better.result().inputs)) > float(psnr(x, torch.full_like(x, 0.5))) + 6
 
 
 def test_without_knowledge_of_noise_nothing_changes(net: nn.Module, pictures: tuple[Tensor, Tensor]) -> None:
     x, y = pictures[0][:1], pictures[1][:1]
     seen = observe(net, x, y)
-    result = Reconstruction(inputs=x, labels=y, scores=torch.zeros(1))
     others = [
         seen.without_channel(),
         *(
@@ -103,7 +109,11 @@ def test_without_knowledge_of_noise_nothing_changes(net: nn.Module, pictures: tu
     ]
     for other in others:
         assert noise_channel(other) is None
-        assert with_known_noise(result, other, None, draws(0), iterations=1) is result
+        case = known(other, x, y)
+        best = case.best
+        case.take(MostProbable())
+        assert case.best is best
+        assert case.noise is None
     assert noise_channel(seen) is seen.channel
 
 
@@ -138,7 +148,9 @@ def test_the_leading_singular_vector_is_the_output_gradient(net: nn.Module, pict
 def test_a_batch_is_searched_with_its_labels(net: nn.Module, pictures: tuple[Tensor, Tensor]) -> None:
     x, y = pictures
     seen = observe(net, x, y, sigma=1e-3)
-    grey = Reconstruction(inputs=torch.full_like(x, 0.5), labels=y, scores=torch.zeros(3))
-    found = with_known_noise(grey, seen, None, draws(0), iterations=100)
-    assert found.info["way"] == MOST_PROBABLE
-    assert float(psnr(x, found.inputs).mean()) > float(psnr(x, grey.inputs).mean()) + 3
+    grey = torch.full_like(x, 0.5)
+    case = known(seen, grey, y, iterations=100)
+    case.take(MostProbable())
+    found = case.result()
+    assert found.info["method"] == MOST_PROBABLE
+    assert float(psnr(x, found.inputs).mean()) > float(psnr(x, grey).mean()) + 3

@@ -10,7 +10,9 @@ from torch import Tensor
 
 import leakscope as ls
 from leakscope.attacks import HeadFirst, InvertingGradients
-from leakscope.attacks.head_first.rivals import rivals_for
+from leakscope.attacks.candidates import Candidate
+from leakscope.attacks.head_first.case import Case
+from leakscope.attacks.head_first.stages import rivals_for
 from leakscope.contracts.observation import Observation
 
 
@@ -33,7 +35,7 @@ def observe(model: str, x: Tensor, noise: float) -> Observation:
 
 
 def names(seen: Observation) -> list[str]:
-    return [type(rival).__name__ for rival in rivals_for(seen, 300)]
+    return [type(rival).__name__ for rival in rivals_for(Case(HeadFirst(), seen, torch.Generator()))]
 
 
 @pytest.mark.parametrize("noise, gain", [(1e-3, 6), (0.3, -1)])
@@ -56,3 +58,33 @@ def test_several_local_steps_are_not_one_gradient() -> None:
     protocol = ls.FedAvg(epochs=3, batch_size=1, lr=0.1)
     seen = protocol.observe(net, smooth_picture((1, 12, 12)), torch.tensor([2]))
     assert names(seen) == ["InvertingGradients"]
+
+
+def found(distance: float, rough: float = 0.1, **facts: float) -> Candidate:
+    """A candidate whose neighbours differ by so much."""
+    inputs = rough * torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])
+    return Candidate(inputs=inputs, method="", distance=distance, **facts)
+
+
+@pytest.mark.parametrize(
+    "better, worse",
+    [
+        (found(0.2), found(0.3)),
+        (found(0.2), found(float("nan"))),
+        # Equations that are met but for a few masks tell more than the update; others do not.
+        (found(0.3, residual=5e-5), found(0.2)),
+        (found(0.2), found(0.3, residual=2e-4)),
+        (found(0.3, residual=1e-7), found(0.2, residual=1e-6)),
+        # The more probable one, whatever is left.
+        (found(0.3, surprise=5.0), found(0.2, surprise=6.0)),
+        # Least squares fit noise, and must gain what they lose in smoothness.
+        (found(0.9), found(0.88, fair=0.9)),
+        (found(0.8, fair=0.9), found(0.9)),
+        (found(0.5), found(0.25, 0.3, fair=0.99)),
+        (found(0.1, 0.3, fair=0.99), found(0.5)),
+    ],
+)
+def test_candidates_are_ranked_by_one_rule(better: Candidate, worse: Candidate) -> None:
+    assert better.better_than(worse)
+    assert not worse.better_than(better)
+    assert worse.better_than(None)

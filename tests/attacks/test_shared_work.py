@@ -87,7 +87,7 @@ def test_head_first_and_inverting_gradients_share_the_match_of_the_whole_update(
     ours = HeadFirst(iterations=4)(pruned, seed=1)
     before = len(runs)
     theirs = QUICK(pruned, seed=1)
-    assert ours.info["way"] == "whole update"
+    assert ours.info["method"] == "whole update"
     assert len(runs) == before, "the second ran no search of its own"
     assert torch.equal(ours.inputs, theirs.inputs)
     assert same(theirs, QUICK(pruned.with_facts(shared=None), seed=1))

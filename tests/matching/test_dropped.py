@@ -64,7 +64,7 @@ def test_masks_of_dense_layers_are_read_and_the_input_follows(activation: nn.Mod
     result = HeadFirst()(seen, seed=0)
     guess = result.inputs[assign(x.flatten(1), result.inputs.flatten(1))]
     assert float(psnr(x, guess).min()) > 60
-    assert result.info["way"] == "algebra"
+    assert result.info["method"] == "algebra"
     assert "defence approximated" not in result.flags
 
 

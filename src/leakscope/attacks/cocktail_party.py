@@ -34,8 +34,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks.candidates import certify
 from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.proof import certify
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.errors import NotApplicable
@@ -167,7 +167,7 @@ class _Party:
         info = {
             "layer": self.entry.name,
             "sources": len(rows),
-            "way": "unmixed, solved" if rows is not near else "unmixed",
+            "method": "unmixed, solved" if rows is not near else "unmixed",
             "steps": max(1, self._steps() + (0 if separated is None else separated.rounds)),
             "restarts": 1,
             "compiled": False,
@@ -294,7 +294,7 @@ class _Party:
         self.notes.append(f"the gradient of {self.entry.name!r} is zero: nothing is mixed in it")
         start = self.observation.inputs.start("grey", count, self.generator, self.gradient)
         inputs = self.observation.inputs.from_unit(start)
-        info = {"layer": self.entry.name, "way": "none", "steps": 0, "restarts": 1, "compiled": False}
+        info = {"layer": self.entry.name, "method": "none", "steps": 0, "restarts": 1, "compiled": False}
         self.flags.append("ill-conditioned")
         return self._result(inputs.flatten(1), None, math.inf, info)
 
@@ -332,6 +332,6 @@ class _Party:
         distance = float(found.judged[0, 0])
         if found.still_falling(0, steps):
             self.flags.append("did not converge")
-        info = {**info, "way": f"{info['way']}, features inverted", "steps": steps, "feature_distance": distance}
+        info = {**info, "method": f"{info['method']}, features inverted", "steps": steps, "feature_distance": distance}
         result = self._result(pictures.flatten(1), labels, distance, info)
         return dataclasses.replace(result, history={"objective": [[float(value[0]) for value in found.curves]]})

@@ -28,8 +28,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from leakscope.attacks.candidates import certify
 from leakscope.attacks.gradient_matching import as_gradient, find_targets, several_steps
-from leakscope.attacks.proof import gives_update
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.channel import Channel
@@ -141,10 +141,11 @@ class GaussNewton(Attack):
         if relative > EXPLAINED or mapping.scales is not None or several_steps(observation):
             return ()
         inputs, labels = mapping.pictures(best.x), None if method == "joint" else mapping.targets
-        if not gives_update(observation, inputs, labels):
-            return ()
-        free = free_directions(mapping, best.x, best.preconditioner)
-        return tuple(Certificate.of_share(relative, count, "Gauss-Newton") for count in free)
+
+        def free() -> tuple[int | None, ...]:
+            return free_directions(mapping, best.x, best.preconditioner)
+
+        return certify(observation, inputs, labels, relative, free, "Gauss-Newton")
 
     def _search(
         self,

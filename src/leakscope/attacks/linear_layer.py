@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.attacks.proof import certify
+from leakscope.attacks.candidates import certify
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.errors import NotApplicable

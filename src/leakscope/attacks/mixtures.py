@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,7 +95,8 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
         result,
         labels=way.labels.to(observation.device),
         notes=(*result.notes, *mixing.notes, note),
-        info={**result.info, "labels": "head", "defence_undone": way.certain and way.growth <= MOST_GROWTH},
+        info={**result.info, "labels": "head"},
+        defence_undone=way.certain and way.growth <= MOST_GROWTH,
     )
 
 
@@ -104,8 +104,7 @@ def solve_parts(observation: Observation, generator: torch.Generator, solve: Run
     """What a solver finds of the mixtures, taken apart; its residual tells how near they are."""
     mixing = read_mixing(observation, generator)
     result = solve(mixing.observation)
-    residual = result.info.get("residual")
-    return _apart(mixing, result, SEARCHED if residual is None else min(residual, SEARCHED))
+    return _apart(mixing, result, SEARCHED if result.residual is None else min(result.residual, SEARCHED))
 
 
 def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:
@@ -122,14 +121,14 @@ def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstructi
     note = f"the mixtures were taken apart; their errors grow by up to {growth:.1f}"
     if not parts.forced:
         note += f", in the division of {len(mixing.ways)} that looks most like pictures"
-    # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
-    facts: dict[str, Any] = {"labels": "head", "defence_undone": parts.forced and error < SEARCHED}
     return dataclasses.replace(
         result,
         inputs=space.from_unit(parts.pictures.to(result.inputs)),
         labels=parts.shares.labels.to(result.inputs.device),
         notes=(*notes, note),
-        info={**result.info, **facts},
+        info={**result.info, "labels": "head"},
+        # Mixtures that are not certified were damped on their way back: others that explain the update may tell more.
+        defence_undone=parts.forced and error < SEARCHED,
         certificates=_of_parts(result.certificates, growth, len(parts.pictures)) if parts.forced else (),
     )
 

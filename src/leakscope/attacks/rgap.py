@@ -36,8 +36,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from leakscope.attacks.candidates import certify
 from leakscope.attacks.gradient_matching import several_steps
-from leakscope.attacks.proof import certify
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation

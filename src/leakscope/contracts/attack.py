@@ -136,8 +136,8 @@ class Attack(Described, ABC):
             "dtype": str(observation.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
         }
-        channel, undone = observation.channel, result.info.get("defence_undone", False)
-        if channel is not None and (channel.inexact or channel.mixed > 1) and not undone:
+        channel = observation.channel
+        if channel is not None and (channel.inexact or channel.mixed > 1) and not result.defence_undone:
             result = dataclasses.replace(result, flags=tuple(dict.fromkeys((*result.flags, "defence approximated"))))
         expected = observation.input_shape
         if tuple(result.inputs.shape[1:]) != expected:

@@ -70,8 +70,10 @@ class Reconstruction:
     """An adversary's guess, with its own opinion of it; nothing here was compared with the truth.
 
     ``certificates`` holds one entry for each example, None where nothing was proved; it is empty where the attack
-    proves nothing at all. ``diagnosis`` is the attack's own where it has one; ``leakscope.limits.diagnose`` makes one
-    from the certificates, or from the Jacobian of any result.
+    proves nothing at all. ``residual``: what the inputs leave of the equations that were solved, where some were.
+    ``defence_undone``: what a known defence makes random or mixes was read for certain. ``diagnosis`` is the attack's
+    own where it has one; ``leakscope.limits.diagnose`` makes one from the certificates, or from the Jacobian of any
+    result.
     """
 
     inputs: Tensor
@@ -83,6 +85,8 @@ class Reconstruction:
     info: Mapping[str, Any] = field(default_factory=dict)
     diagnosis: Diagnosis | None = None
     certificates: tuple[Certificate | None, ...] = ()
+    residual: float | None = None
+    defence_undone: bool = False
 
     def __post_init__(self) -> None:
         if self.certificates and len(self.certificates) != len(self.inputs):

@@ -25,7 +25,7 @@ from leakscope.equations.head_search import HeadProblem
 from leakscope.equations.head_solution import HeadSolution
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.counts import dummy_inputs
-from leakscope.network.dense_path import DensePath, dense_path
+from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import Head, find_head
 from leakscope.network.recorder import probe
 
@@ -33,7 +33,7 @@ from leakscope.network.recorder import probe
 LOOSEST = 0.03
 #: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
 #: dropped, or of silent units.
-DROPPED, SILENT_ERRORS = 1e-6, 4.0
+SILENT, SILENT_ERRORS = 1e-6, 4.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -57,6 +57,14 @@ class Embedding(HeadSolution):
     peeled: tuple[str, ...] = ()
     reaches_input: bool = False
     seen: Tensor | None = None
+
+    @property
+    def silence(self) -> float:
+        """The share of the largest feature below which one may be zero: rounding, or the noise of the update."""
+        if self.exact:
+            return SILENT
+        error = self.error * float(self.features.square().mean().sqrt())
+        return max(SILENT, SILENT_ERRORS * error / float(self.features.abs().max().clamp_min(1e-300)))
 
 
 def recover_embedding(
@@ -84,16 +92,15 @@ def recover_embedding(
     if solution.features is None:
         raise NotApplicable("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
-    path = dense_path(observation.model, head.module_name)
     at_head = Embedding(
         **vars(solution),
         layer=head.module_name,
         adjoints=solution.output_gradients @ weight,
         signals=solution.output_gradients,
-        reaches_input=path.reads_input[0],
+        reaches_input=dense_path(observation.model, head.module_name).reads_input[0],
     )
     at_head = _undropped(at_head, observation.channel)
-    return _peeled(observation, at_head, path) if peel else at_head
+    return peel_embedding(observation, at_head) if peel else at_head
 
 
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
@@ -166,8 +173,11 @@ def _completed(observation: Observation, channel: Channel, head: Head) -> Embedd
     )
 
 
-def _peeled(observation: Observation, found: Embedding, path: DensePath) -> Embedding:
-    """The embedding as far down as each dense layer's certificate holds."""
+def peel_embedding(observation: Observation, found: Embedding) -> Embedding:
+    """The embedding at the head, taken down as far as each dense layer's certificate holds."""
+    if observation.channel is not None and observation.channel.survivors(observation.message.update):
+        return found  # entries of the layers' gradients are missing
+    path = dense_path(observation.model, found.layer)
     parameters = {id(parameter): name for name, parameter in observation.model.named_parameters()}
     update, reason = observation.message.update, path.reason
     tolerance = max(TOLERANCE, min(3 * found.residual, LOOSEST))
@@ -218,7 +228,7 @@ def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
         return found
     left, sizes = 1 - channel.units_dropped, found.features.abs()
     errors = SILENT_ERRORS * found.error * sizes.square().mean(1, keepdim=True).sqrt()
-    seen = (sizes > torch.maximum(errors, DROPPED * sizes.amax(1, keepdim=True))).to(found.features)
+    seen = (sizes > torch.maximum(errors, SILENT * sizes.amax(1, keepdim=True))).to(found.features)
     return dataclasses.replace(
         found,
         features=left * found.features * seen,

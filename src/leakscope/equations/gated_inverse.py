@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.equations.embedding import SILENT
 from leakscope.equations.gated_equations import LayerState, LinearStep, blocks_of
 from leakscope.equations.masks import MOST_FREE, LayerEquations, decode_masks
 from leakscope.network.gates import GatedNetwork, Gates, Pass, WeightedLayer
 
-#: Features below this share of the largest are zero, as far as the rounding of an exact solution tells.
-SILENT = 1e-6
 #: A unit that is nearer to zero than so many times that share may be active behind such a feature.
 UNTOLD = 10.0
 #: Units whose pre-activation is within so many times its expected error may be on the other side of zero.

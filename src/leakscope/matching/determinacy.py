@@ -49,14 +49,14 @@ def free_directions(
     if preconditioner is None:
         return counts
     # A preconditioner makes weak directions as quick as strong ones, so that their weakness must be looked for.
-    moved = _movement(products, preconditioner, EXPLAINED * math.hypot(*sizes), mapping.shape)
+    moved = movement(products, EXPLAINED * math.hypot(*sizes), mapping.shape, preconditioner)
     return tuple(None if count == 0 and move > ACCURATE else count for count, move in zip(counts, moved, strict=True))
 
 
-def _movement(
-    products: Linearisation, preconditioner: Preconditioner, noise: float, shape: tuple[int, ...]
+def movement(
+    products: Linearisation, noise: float, shape: tuple[int, ...], preconditioner: Preconditioner | None = None
 ) -> list[float]:
-    """Return the root mean square by which each example moves with random noise of this length in the update."""
+    """Return the root mean square by which each example moves, at least, with random noise of this length."""
     draws = torch.Generator().manual_seed(0)
     disturbance = torch.randn(products.value.shape, generator=draws, dtype=torch.float64).to(products.value)
     right = products.backward(disturbance * (noise / disturbance.norm()))

@@ -1,4 +1,4 @@
-"""What ``head-first`` does under noise of a known level: the most probable pictures instead of an exact solution.
+"""The last stage of ``head-first``, under noise of a known level: the most probable pictures.
 
 Minus the logarithm of the probability of pictures x, given an update of which every entry carries noise of level s:
 ``sum over entries of rho((observed - g(x)) / s) + RATE * sum over pixels of |all differences there|``, the noise's
@@ -16,16 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from leakscope.attacks.candidates import Candidate, Stage
+from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.attack import Progress
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.equations.embedding import Embedding
 from leakscope.equations.noise_test import drowned, noise_test
 from leakscope.matching import Adam, Pixels, Victim
@@ -46,14 +47,14 @@ WITH_BIASES = 0.02
 
 
 @dataclass(frozen=True)
-class _Way:
+class _Course:
     """A search: the step size of Adam, and the level's inflation in its first step."""
 
     lr: float
     first: float
 
 
-FROM_AFAR, FROM_NEAR = _Way(lr=0.1, first=1.0), _Way(lr=0.01, first=0.1)
+FROM_AFAR, FROM_NEAR = _Course(lr=0.1, first=1.0), _Course(lr=0.01, first=0.1)
 
 
 def noise_channel(observation: Observation) -> Channel | None:
@@ -74,58 +75,39 @@ def noise_channel(observation: Observation) -> Channel | None:
     return channel if all(channel.level(name) > 0 for name in observation.message.update) else None
 
 
-def with_known_noise(
-    result: Reconstruction,
-    observation: Observation,
-    embedding: Embedding | None,
-    generator: torch.Generator,
-    iterations: int,
-    progress: Progress | None = None,
-) -> Reconstruction:
-    """``result``, or more probable pictures, and whether they explain the update down to its noise."""
-    channel = noise_channel(observation)
-    # Of inputs that are no pictures there is no prior to search with, but what is left can be looked at.
-    noisy = observation.channel if channel is None else channel
-    if noisy is None or not noisy.noisy or result.labels is None or observation.message.kind != "gradient":
-        return result
-    labels = result.labels if observation.labels is None else observation.labels  # soft ones, where they are known
-    posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, embedding))
-    if channel is not None and not drowned(observation):
-        result = _more_probable(result, posterior, generator, iterations, progress)
-    test = noise_test(observation.message.update, posterior.sent(result.inputs), noisy, result.inputs.numel())
-    if test is None:
-        return result
-    facts = {"noise_p_value": test.p_value, "noise_ratio": test.ratio}
-    return dataclasses.replace(result, notes=(*result.notes, test.describe()), info={**result.info, **facts})
+class MostProbable(Stage[Case]):
+    """The most probable of what was found and of what two searches find; and whether it explains all but the noise."""
 
+    def applies(self, case: Case) -> bool:
+        channel = noise_channel(case.observation) or case.observation.channel
+        known = channel is not None and channel.noisy and case.labels is not None
+        return known and case.observation.message.kind == "gradient"
 
-def _more_probable(
-    result: Reconstruction,
-    posterior: _Posterior,
-    generator: torch.Generator,
-    iterations: int,
-    progress: Progress | None,
-) -> Reconstruction:
-    """``result``, or what two searches find where that is more probable."""
-    own = posterior.value(result.inputs)
-    steps = int(result.info.get("steps", 0))
-    tell = None if progress is None else _after(progress, steps, 2 * iterations)
-    afar = posterior.start(len(result.inputs), generator)
-    near = posterior.to_unit(posterior.observation.inputs.project(result.inputs))
-    found = [
-        posterior.search(near, FROM_NEAR, iterations, tell),
-        posterior.search(afar, FROM_AFAR, iterations, None if tell is None else _after(tell, iterations, iterations)),
-    ]
-    values = [posterior.value(inputs) for inputs in found]
-    best = min(range(len(found)), key=values.__getitem__)
-    info = {**result.info, "steps": steps + 2 * iterations, "surprise": min(own, *values)}
-    if values[best] >= own:
-        return dataclasses.replace(result, info=info)
-    # In the units of what was searched: minus the logarithm of the probability, an entry of the update.
-    score = values[best] / posterior.count
-    info |= {"way": MOST_PROBABLE, "distance": score}
-    scores = torch.full_like(result.scores, score)
-    return dataclasses.replace(result, inputs=found[best], scores=scores, history={}, info=info, certificates=())
+    def propose(self, case: Case) -> Iterator[Candidate]:
+        observation, best, labels = case.observation, case.best, case.labels
+        channel = noise_channel(observation)
+        # Of inputs that are no pictures there is no prior to search with, but what is left can be looked at.
+        noisy = observation.channel if channel is None else channel
+        assert best is not None and labels is not None and noisy is not None
+        posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, case.held))
+        if channel is not None and not drowned(observation):
+            case.best = dataclasses.replace(best, surprise=posterior.value(best.inputs))
+            steps = case.attack.iterations
+            near = posterior.to_unit(observation.inputs.project(best.inputs))
+            afar = posterior.start(len(best.inputs), case.untouched)
+            for start, course in ((near, FROM_NEAR), (afar, FROM_AFAR)):
+                inputs = posterior.search(start, course, steps, case.told(steps))
+                value = posterior.value(inputs)
+                yield dataclasses.replace(
+                    best,
+                    inputs=inputs,
+                    method=MOST_PROBABLE,
+                    # In the units of what was searched: minus the logarithm of the probability, an entry of the update.
+                    **{"distance": value / posterior.count, "surprise": value, "residual": math.inf},
+                    **{"certificates": (), "curve": (), "score": None},
+                )
+        inputs = (case.best or best).inputs
+        case.noise = noise_test(observation.message.update, posterior.sent(inputs), noisy, inputs.numel())
 
 
 class _Posterior:
@@ -157,12 +139,12 @@ class _Posterior:
             value = float(self._objective(self.to_unit(inputs), self.sent(inputs), inflation=0.0))
         return value if math.isfinite(value) else math.inf
 
-    def search(self, pictures: Tensor, way: _Way, iterations: int, progress: Progress | None) -> Tensor:
+    def search(self, pictures: Tensor, course: _Course, iterations: int, progress: Progress | None) -> Tensor:
         """The inputs to which a search leads from ``pictures`` in [0, 1]."""
         space = self.observation.inputs
 
         def evaluate(rows: Tensor, step: int) -> Evaluation:
-            inflation = way.first * (LAST / way.first) ** (step / iterations)
+            inflation = course.first * (LAST / course.first) ** (step / iterations)
             with torch.enable_grad():
                 point = rows.detach().requires_grad_()
                 drawn = point.reshape(pictures.shape)
@@ -174,7 +156,7 @@ class _Posterior:
         result = search(
             evaluate,
             pictures.detach().flatten()[None],
-            Adam(lr=way.lr),
+            Adam(lr=course.lr),
             project=lambda rows: self.canvas.project_rows(rows, space),
             iterations=iterations,
             keep="last",
@@ -224,7 +206,3 @@ def _leading(observation: Observation) -> Tensor | None:
         return None
     direction = torch.linalg.svd(update[head.weight_name].double(), full_matrices=False).U[:, 0]
     return (direction * (direction @ update[head.bias_name].double()))[None]
-
-
-def _after(progress: Progress, before: int, steps: int) -> Callable[[int, int, float], None]:
-    return lambda done, _, value: progress(before + done, before + steps, value)

@@ -1,0 +1,170 @@
+"""Candidates: inputs that some stage of an attack found, the one ranking among them, and their certificates.
+
+A layer's equations may be met by inputs that are not the client's: one unit alone explains any gradient, and a layer
+that is used twice, a mixture of examples or a defence change the update in ways that its own equations do not show. The
+gradient of the solved inputs, taken through the whole model, does; so it is replayed before anything is certified. What
+no adversary can see stays open: a client that altered its input before the model read it.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from leakscope.contracts.certificate import EXPLAINED, Certificate
+from leakscope.contracts.observation import Observation
+from leakscope.labels import recover_labels
+from leakscope.matching import GradientMap
+from leakscope.matching.determinacy import free_directions
+from leakscope.matching.priors import total_variation
+from leakscope.matching.unexplained import unexplained
+
+#: What solved inputs may leave of the whole update, each tensor relative to its size. Rounding leaves 1e-7 to 1e-5; an
+#: update that is off by more says less than 80 dB of an input that one unit alone determines. With a residual of the
+#: equations below this masks are right but for a few, and it tells more than the whole update, in which one wrong mask
+#: outweighs all pixels.
+REPLAYED = 1e-4
+#: Products that counting behind a first dense layer may take: its own equations are well conditioned.
+DENSE_PROBES = 200
+
+Counts = Sequence[int | None]
+#: What the stages of an attack share.
+Case = TypeVar("Case")
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Candidate:
+    """Inputs in the model's space, the ``method`` that found them, and what speaks for them.
+
+    ``distance``: what they leave of the whole update. ``residual``: what they leave of the equations that were solved;
+    infinite where none were. ``surprise``: minus the logarithm of their probability, where known noise gives them one.
+    ``fair``: what the method leaves of noise, relative to what the true inputs leave; below one for least squares,
+    which fit the noise and have no prior in their favour. ``curve``, ``flags``, ``notes``, ``score``, ``labels`` and
+    ``info`` go into the result.
+    """
+
+    inputs: Tensor
+    method: str
+    distance: float
+    residual: float = math.inf
+    surprise: float = 0.0
+    fair: float = 1.0
+    certificates: tuple[Certificate, ...] = ()
+    labels: Tensor | None = None
+    score: float | None = None
+    curve: tuple[float, ...] = ()
+    flags: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def better_than(self, other: Candidate | None) -> bool:
+        """Whether this one is preferred: the more probable, the smaller residual where it is small, the less is left.
+
+        Least squares must leave less than their fit of noise explains, and gain at least what they lose in smoothness.
+        """
+        return other is None or self._rank(other) < other._rank(self)
+
+    def _rank(self, other: Candidate) -> tuple[float, bool, float]:
+        if self.residual < REPLAYED:
+            return self.surprise, False, self.residual
+        distance = self.distance if math.isfinite(self.distance) else math.inf
+        if self.fair < 1:
+            distance = distance / self.fair * rougher(self.inputs, other.inputs) if self.fair else math.inf
+        return self.surprise, True, distance
+
+
+class Stage(ABC, Generic[Case]):
+    """One step of an attack on a case: it may add to what is known there, and proposes candidates."""
+
+    #: Whether it belongs to the rounds that are repeated until nothing is left to gain.
+    repeats: ClassVar[bool] = False
+
+    @abstractmethod
+    def applies(self, case: Case) -> bool:
+        """Whether there is anything to do; the case's notes say why not, where somebody may ask."""
+
+    @abstractmethod
+    def propose(self, case: Case) -> Iterator[Candidate]:
+        """Find candidates; each is compared with the best before the next is looked for."""
+
+
+def rougher(pictures: Tensor, others: Tensor) -> float:
+    """By how much neighbours differ more than in other pictures; at least one, and one of what is no picture.
+
+    >>> stripes = torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])
+    >>> rougher(stripes, stripes / 4), rougher(stripes / 4, stripes)
+    (4.0, 1.0)
+    """
+    if pictures.dim() < 3:
+        return 1.0
+    own, other = (float(total_variation(one, "l1mean_avg")) for one in (pictures, others))
+    return max(1.0, own / other) if other else math.inf
+
+
+def fair_ratio(equations: int, unknowns: int) -> float:
+    """What least squares leave of noise, relative to what the true inputs leave of it; root mean squares.
+
+    >>> round(fair_ratio(8308, 256), 4), fair_ratio(100, 400)
+    (0.9845, 0.0)
+    """
+    return math.sqrt(max(0.0, 1 - unknowns / equations))
+
+
+def certify(
+    observation: Observation,
+    inputs: Tensor,
+    labels: Tensor | None,
+    share: float,
+    free: Counts | Callable[[], Counts] | None,
+    method: str,
+    tolerance: float = EXPLAINED,
+    *,
+    replay: bool = True,
+) -> tuple[Certificate, ...]:
+    """Certify each of the ``inputs``, which leave this ``share`` of the equations that were solved.
+
+    There are none where the equations are not explained, or where the inputs do not give the whole update; without
+    ``replay`` the equations are all of it. ``free``: the directions that the equations leave to each example, or how to
+    count them; None for those that the whole update leaves.
+    """
+    if not share <= tolerance or len(inputs) != observation.num_examples:
+        return ()
+    if replay and not gives_update(observation, inputs, labels):
+        return ()
+    if free is None:
+        targets = _targets(observation, labels)
+        assert targets is not None  # or the update would not have been replayed
+        wide = observation.to(dtype=torch.float64)
+        mapping = GradientMap.of(wide, targets.to(wide.device))
+        free = free_directions(mapping, mapping.flat(inputs.detach().to(wide.device).double()), limit=DENSE_PROBES)
+    counts = free() if callable(free) else free
+    return tuple(Certificate.of_share(share, count, method, tolerance) for count in counts)
+
+
+def gives_update(observation: Observation, inputs: Tensor, labels: Tensor | None) -> bool:
+    """Whether the update of these inputs, computed in float64, is the observed one but for rounding."""
+    targets = _targets(observation, labels)
+    if targets is None:
+        return False
+    try:
+        wide = observation.to(dtype=torch.float64)
+        left = unexplained(wide, inputs.detach().to(wide.device).double(), targets.to(wide.device))
+    except RuntimeError:  # a model that insists on float32
+        return False
+    return left <= REPLAYED
+
+
+def _targets(observation: Observation, labels: Tensor | None) -> Tensor | None:
+    """The labels that are known, those that an attack found, or those that the update tells; None without any."""
+    if observation.labels is not None or labels is not None:
+        return labels if observation.labels is None else observation.labels
+    try:
+        return recover_labels(observation).labels
+    except ValueError:
+        return None
