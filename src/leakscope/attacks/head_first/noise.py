@@ -88,7 +88,9 @@ class MostProbable(Stage[Case]):
         channel = noise_channel(observation)
         # Of inputs that are no pictures there is no prior to search with, but what is left can be looked at.
         noisy = observation.channel if channel is None else channel
-        assert best is not None and labels is not None and noisy is not None
+        assert best is not None
+        assert labels is not None
+        assert noisy is not None
         posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, case.held))
         if channel is not None and not drowned(observation):
             case.best = dataclasses.replace(best, surprise=posterior.value(best.inputs))
@@ -103,8 +105,12 @@ class MostProbable(Stage[Case]):
                     inputs=inputs,
                     method=MOST_PROBABLE,
                     # In the units of what was searched: minus the logarithm of the probability, an entry of the update.
-                    **{"distance": value / posterior.count, "surprise": value, "residual": math.inf},
-                    **{"certificates": (), "curve": (), "score": None},
+                    distance=value / posterior.count,
+                    surprise=value,
+                    residual=math.inf,
+                    certificates=(),
+                    curve=(),
+                    score=None,
                 )
         inputs = (case.best or best).inputs
         case.noise = noise_test(observation.message.update, posterior.sent(inputs), noisy, inputs.numel())

@@ -150,8 +150,10 @@ class DecodeMasks(Stage[Case]):
         return case.solvable and not case.smooth
 
     def propose(self, case: Case) -> Iterator[Candidate]:
-        near, problem = case.latest, case.gated
-        assert near is not None and problem is not None and case.held is not None
+        near, problem, held = case.latest, case.gated, case.held
+        assert near is not None
+        assert problem is not None
+        assert held is not None
         solution = problem.solve(near.inputs.cpu(), SolverSettings(exact=EXPLAINED))
         method = f"{near.method}, masks decoded"
         yield dataclasses.replace(
@@ -160,7 +162,7 @@ class DecodeMasks(Stage[Case]):
             flags=near.flags,
             # Decoded masks were checked in every layer of the update.
             certificates=certify(
-                *(case.observation, solution.inputs, case.held.labels, solution.certificate),
+                *(case.observation, solution.inputs, held.labels, solution.certificate),
                 *(lambda: problem.free_directions(solution.inputs), method),
                 replay=False,
             ),
@@ -176,7 +178,8 @@ class GaussNewtonSteps(Stage[Case]):
         return case.solvable and case.smooth
 
     def propose(self, case: Case) -> Iterator[Candidate]:
-        assert case.held is not None and case.latest is not None
+        assert case.held is not None
+        assert case.latest is not None
         wide = case.observation.to(dtype=torch.float64)
         mapping = GradientMap.of(wide, case.targets, case.held.output_gradients.to(wide.device))
         if affordable_steps(mapping) < LEAST_PRODUCTS / 2:  # half as many as of decoded masks: they converge faster
