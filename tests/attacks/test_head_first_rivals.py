@@ -77,11 +77,12 @@ def found(distance: float, rough: float = 0.1, **facts: float) -> Candidate:
         (found(0.3, residual=1e-7), found(0.2, residual=1e-6)),
         # The more probable one, whatever is left.
         (found(0.3, surprise=5.0), found(0.2, surprise=6.0)),
-        # Least squares fit noise, and must gain what they lose in smoothness.
+        # Least squares fit noise, and must gain what they lose in smoothness where they are far rougher.
         (found(0.9), found(0.88, fair=0.9)),
         (found(0.8, fair=0.9), found(0.9)),
-        (found(0.5), found(0.25, 0.3, fair=0.99)),
-        (found(0.1, 0.3, fair=0.99), found(0.5)),
+        (found(0.25, 0.29, fair=0.99), found(0.5)),
+        (found(0.5), found(0.25, 0.8, fair=0.99)),
+        (found(0.1, 0.8, fair=0.99), found(0.5)),
     ],
 )
 def test_candidates_are_ranked_by_one_rule(better: Candidate, worse: Candidate) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.head import solve_head
-from leakscope.equations.head_solution import HeadSolution
+from leakscope.equations.head_system import HeadProblem, HeadSolution
 from leakscope.metrics.assignment import assign
 
 CLASSES = 10
@@ -18,6 +18,17 @@ CLASSES = 10
 
 def generator(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
+
+
+def solve(
+    *gradients: Tensor | None, examples: int, reduction: str = "mean", nonnegative: bool = False, **options: Any
+) -> HeadSolution:
+    """Weight, bias and their gradients solved for."""
+    weight, bias, *observed = gradients
+    assert weight is not None
+    facts = {"unit": 1 / examples if reduction == "mean" else 1.0, "scale": options.pop("scale", 1.0)}
+    problem = HeadProblem(weight, bias, *observed, examples=examples, nonnegative=nonnegative, **facts)
+    return solve_head(problem, **options)
 
 
 def relu_net(trained: bool, seed: int = 0) -> nn.Sequential:
@@ -62,7 +73,7 @@ class Case:
     def solve(self, gradients: tuple[Tensor, ...] | None = None, **options: Any) -> HeadSolution:
         weight, bias = gradients or self.gradients
         facts = {"examples": len(self.labels), "labels": self.labels, "nonnegative": True, "generator": generator()}
-        return solve_head(self.head.weight, self.head.bias, weight, bias, **{**facts, **options})
+        return solve(self.head.weight, self.head.bias, weight, bias, **{**facts, **options})
 
     def error(self, found: HeadSolution) -> float:
         assert found.features is not None
@@ -141,11 +152,11 @@ def test_without_a_bias() -> None:
         features = torch.rand((count, 40), generator=draws).double()
         labels = torch.arange(count)
         signal = (torch.softmax(features @ weight.T, 1) - torch.eye(6).double()[labels]) / count
-        found = solve_head(weight, None, signal.T @ features, None, examples=count, labels=labels, nonnegative=True)
+        found = solve(weight, None, signal.T @ features, None, examples=count, labels=labels, nonnegative=True)
         assert found.features is not None
         assert float((found.features - features).norm() / features.norm()) < 1e-6
     with pytest.raises(NotApplicable, match="at most 4 examples without a bias"):
-        solve_head(weight, None, torch.ones(6, 40), None, examples=5, labels=torch.arange(5))
+        solve(weight, None, torch.ones(6, 40), None, examples=5, labels=torch.arange(5))
 
 
 def test_soft_labels() -> None:
@@ -154,14 +165,14 @@ def test_soft_labels() -> None:
     soft = torch.softmax(2 * torch.randn((3, 5), generator=draws), 1).double()
     signal = (torch.softmax(features @ weight.T, 1) - soft) / 3
     gradients = (signal.T @ features, signal.sum(0))
-    found = solve_head(weight, torch.zeros(5), *gradients, examples=3, labels=soft, nonnegative=True)
+    found = solve(weight, torch.zeros(5), *gradients, examples=3, labels=soft, nonnegative=True)
     assert found.features is not None
     assert float((found.features - features).norm() / features.norm()) < 1e-6
     one = 3 * signal[:1]
-    found = solve_head(weight, torch.zeros(5), one.T @ features[:1], one[0], examples=1, labels=soft[:1])
+    found = solve(weight, torch.zeros(5), one.T @ features[:1], one[0], examples=1, labels=soft[:1])
     assert found.exact
     assert found.notes == ()
-    found = solve_head(weight, torch.zeros(5), one.T @ features[:1], one[0], examples=1)
+    found = solve(weight, torch.zeros(5), one.T @ features[:1], one[0], examples=1)
     assert found.features is not None
     assert float((found.features - features[:1]).norm()) < 1e-12
     assert found.labels is None
@@ -171,13 +182,13 @@ def test_soft_labels() -> None:
 def test_one_example_needs_no_loss() -> None:
     draws = generator(5)
     signal, features = torch.randn(1, generator=draws), torch.randn((1, 20), generator=draws)
-    found = solve_head(
+    found = solve(
         torch.randn((1, 20)), torch.zeros(1), signal[:, None] * features, signal, examples=1, cross_entropy=False
     )
     assert found.features is not None
     assert torch.allclose(found.features.float(), features, rtol=1e-5)
     with pytest.raises(NotApplicable, match="not cross-entropy"):
-        solve_head(torch.ones(1, 20), torch.zeros(1), features, signal, examples=2, cross_entropy=False)
+        solve(torch.ones(1, 20), torch.zeros(1), features, signal, examples=2, cross_entropy=False)
 
 
 def test_refused_with_what_was_seen() -> None:
@@ -232,7 +243,7 @@ def test_wrong_features_never_have_the_certificate(seed: int) -> None:
     other = torch.softmax(features @ weight.T + 0.3 * torch.randn((4, 8), generator=draws).double(), 1)
     signal = (other - torch.eye(8).double()[labels]) / 4
     try:
-        found = solve_head(weight, torch.zeros(8), signal.T @ features, signal.sum(0), examples=4, labels=labels)
+        found = solve(weight, torch.zeros(8), signal.T @ features, signal.sum(0), examples=4, labels=labels)
     except NotApplicable:
         return
     assert found.residual > 1e-8

@@ -12,7 +12,8 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.defenses import GradientDropout, GradientPruning
 from leakscope.equations.embedding import recover_embedding
-from leakscope.equations.head_completion import complete_head
+from leakscope.equations.head import complete_head
+from leakscope.equations.head_system import HeadProblem, HeadSolution
 
 
 def head(classes: int = 10, width: int = 200, seed: int = 0, examples: int = 1) -> tuple[Tensor, ...]:
@@ -30,12 +31,16 @@ def pruned(value: Tensor, fraction: float) -> Tensor:
     return GradientPruning(fraction=fraction).protect_message({"w": value}, torch.Generator())["w"]
 
 
+def complete(*gradients: Tensor | None, label: int | None = None) -> tuple[HeadSolution, Tensor]:
+    facts = {"examples": 1, "nonnegative": True, "unit": 1.0, "scale": 1.0}
+    return complete_head(HeadProblem(*gradients, **facts), label)
+
+
 @pytest.mark.parametrize("fraction", [0.3, 0.9])
 @pytest.mark.parametrize("seed", range(4))
 def test_what_pruning_left_is_exact(fraction: float, seed: int) -> None:
     weight, bias, features, delta, labels = head(seed=seed)
-    found = complete_head(weight, bias, pruned(delta.T @ features, fraction), pruned(delta[0], fraction))
-    seen, solution = found.seen, found.solution
+    solution, seen = complete(weight, bias, pruned(delta.T @ features, fraction), pruned(delta[0], fraction))
     assert int(solution.labels[0]) == int(labels[0])
     assert solution.residual < 1e-9
     assert float((solution.features[0] - features[0])[seen].abs().max()) < 1e-9
@@ -53,28 +58,28 @@ def test_random_zeros_are_filled_from_other_rows(seed: int) -> None:
     own = delta[0, labels[0]]
     sums = sent["b"].clone()
     sums[labels[0]] = own
-    found = complete_head(weight, bias, sent["w"], sums, label=int(labels[0]))
-    assert float((found.solution.features[0] - features[0]).norm() / features.norm()) < 0.05
-    assert float((found.solution.features[0] - features[0])[found.seen].abs().max()) < 1e-6
+    found, seen = complete(weight, bias, sent["w"], sums, label=int(labels[0]))
+    assert float((found.features[0] - features[0]).norm() / features.norm()) < 0.05
+    assert float((found.features[0] - features[0])[seen].abs().max()) < 1e-6
 
 
 def test_without_a_bias_the_features_tell_their_own_scale() -> None:
     weight, _, features, _, labels = head(seed=5)
     delta = torch.softmax(features @ weight.T, 1) - torch.nn.functional.one_hot(labels, 10)
-    found = complete_head(weight, None, pruned(delta.T @ features, 0.5), None)
-    assert float((found.solution.features[0] - features[0]).norm() / features.norm()) < 0.05
+    found, _ = complete(weight, None, pruned(delta.T @ features, 0.5), None)
+    assert float((found.features[0] - features[0]).norm() / features.norm()) < 0.05
 
 
 def test_two_examples_are_refused() -> None:
     weight, bias, features, delta, _ = head(examples=2, seed=1)
     with pytest.raises(NotApplicable, match="not of one example"):
-        complete_head(weight, bias, pruned(delta.T @ features, 0.5), pruned(delta.sum(0), 0.5))
+        complete(weight, bias, pruned(delta.T @ features, 0.5), pruned(delta.sum(0), 0.5))
 
 
 def test_nothing_left_is_refused() -> None:
     weight, bias, features, delta, _ = head()
     with pytest.raises(NotApplicable, match="nothing is left"):
-        complete_head(weight, bias, torch.zeros_like(delta.T @ features), delta[0])
+        complete(weight, bias, torch.zeros_like(delta.T @ features), delta[0])
 
 
 def test_an_adversary_who_does_not_know_of_the_zeros_does_not_fill_them() -> None:

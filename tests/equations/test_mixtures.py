@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.head_mixtures import solve_mixed_head
-from leakscope.equations.head_search import HeadProblem
-from leakscope.equations.mixtures import Shares, outside, possible_shares, take_apart
+from leakscope.equations.head_system import HeadProblem
+from leakscope.equations.mixtures import Shares, outside, possible_shares, solve_mixed_head, take_apart
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -48,7 +47,6 @@ def head_of(soft: Tensor, seed: int = 0, scale: float = 1.0) -> tuple[HeadProble
         nonnegative=True,
         unit=1 / n,
         scale=scale,
-        rounding=1e-16,
     )
     return problem, features
 

@@ -1,6 +1,6 @@
 """What attacks that know of MixUp do with it: recover the mixtures, read the shares, take the mixtures apart.
 
-The gradient of the head gives the soft label of every mixture (:mod:`leakscope.equations.head_mixtures`). With them the
+The gradient of the head gives the soft label of every mixture (:mod:`leakscope.equations.mixtures`). With them the
 mixtures are examples like any others, which an attack recovers as it does. Their parts then follow from the shares
 (:mod:`leakscope.equations.mixtures`): a solver's mixtures are taken apart as they are; a search looks for the parts
 themselves, so that its prior is one of pictures and not of their sums.

@@ -13,7 +13,7 @@ to mix with, and the example stays as it is.
 Promise: none. A matching attack recovers the mixtures as well as it would the examples, and the largest part of each is
 plain to see. Nor do the parts stay mixed: each example is in as many mixtures as each mixture has examples, so that a
 batch is as many equations as unknown pictures, and the shares are in the soft labels, which the gradient of the head
-gives away (equations/head_mixtures.py, equations/mixtures.py). ``head-first`` and the matching attacks that know the
+gives away (equations/mixtures.py). ``head-first`` and the matching attacks that know the
 defence take the mixtures apart; a result where that could not be done carries the flag "defence approximated".
 """
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +19,9 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, peel_dense
-from leakscope.equations.head import solve_head
-from leakscope.equations.head_completion import complete_head
-from leakscope.equations.head_mixtures import solve_mixed_head
-from leakscope.equations.head_search import HeadProblem
-from leakscope.equations.head_solution import HeadSolution
+from leakscope.equations.head import complete_head, solve_head
+from leakscope.equations.head_system import HeadProblem, HeadSolution
+from leakscope.equations.mixtures import solve_mixed_head
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.counts import dummy_inputs
 from leakscope.network.dense_path import dense_path
@@ -92,15 +91,15 @@ def recover_embedding(
     if solution.features is None:
         raise NotApplicable("only the output gradients follow from the head's gradient: " + "; ".join(solution.notes))
     weight = dict(observation.model.named_parameters())[head.weight_name].detach().double().cpu()
-    at_head = Embedding(
-        **vars(solution),
-        layer=head.module_name,
-        adjoints=solution.output_gradients @ weight,
-        signals=solution.output_gradients,
-        reaches_input=dense_path(observation.model, head.module_name).reads_input[0],
-    )
+    reaches = dense_path(observation.model, head.module_name).reads_input[0]
+    at_head = _at_head(solution, weight, layer=head.module_name, reaches_input=reaches)
     at_head = _undropped(at_head, observation.channel)
     return peel_embedding(observation, at_head) if peel else at_head
+
+
+def _at_head(solution: HeadSolution, weight: Tensor, **facts: Any) -> Embedding:
+    delta = solution.output_gradients
+    return Embedding(**vars(solution), adjoints=delta @ weight, signals=delta, **facts)
 
 
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
@@ -117,22 +116,8 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
     scale, why = mean_gradient_scale(observation)
     if scale is None:
         raise NotApplicable(f"the scale of the head's gradient is not known: {why}")
-    examples, update = observation.num_examples or 1, observation.message.update
-    weight = update[head.weight_name]
-    module = observation.model.get_submodule(head.module_name)
-    assert isinstance(module, nn.Linear)
-    bias = torch.zeros(len(weight)) if module.bias is None else module.bias.detach()
-    sums = None if head.bias_name is None else update.get(head.bias_name)
-    problem = HeadProblem(
-        module.weight.detach().double().cpu(),
-        bias.double().cpu(),
-        weight.double().cpu(),
-        None if sums is None else sums.double().cpu(),
-        examples=examples,
-        nonnegative=_is_nonnegative(observation, head),
-        unit=1 / examples if observation.reduction == "mean" else 1.0,
-        scale=scale / examples if observation.reduction == "sum" else scale,
-        rounding=torch.finfo(weight.dtype).eps / 4,
+    problem = _problem(
+        observation, head, scale / (observation.num_examples or 1) if observation.reduction == "sum" else scale
     )
     present = observation.labels
     if present is None and observation.label_counts is not None:
@@ -149,28 +134,14 @@ def _completed(observation: Observation, channel: Channel, head: Head) -> Embedd
     scale, why = mean_gradient_scale(observation)
     if scale is None or channel.clip is not None:
         raise NotApplicable(f"entries of the head's gradient were set to zero, and its scale is not known: {why}")
-    update, weight = observation.message.update, dict(observation.model.named_parameters())[head.weight_name]
     labels, _ = _labels(observation, torch.Generator().manual_seed(0))
     if labels is not None and labels.is_floating_point():
         raise NotApplicable("entries of the head's gradient were set to zero, and the label is a soft one")
     stretched = 1 / (1 - channel.dropout) if channel.dropout_scaled else 1.0
-    completed = complete_head(
-        weight,
-        observation.model.get_submodule(head.module_name).bias,  # type: ignore[arg-type]  # a linear layer's
-        update[head.weight_name],
-        None if head.bias_name is None else update.get(head.bias_name),
-        label=None if labels is None else int(labels[0]),
-        scale=scale * stretched,
-    )
-    solution = dataclasses.replace(completed.solution, output_gradients=completed.solution.output_gradients / stretched)
-    return Embedding(
-        **vars(solution),
-        layer=head.module_name,
-        adjoints=solution.output_gradients @ weight.detach().double().cpu(),
-        signals=solution.output_gradients,
-        reaches_input=False,
-        seen=completed.seen,
-    )
+    problem = _problem(observation, head, scale * stretched)
+    solution, seen = complete_head(problem, None if labels is None else int(labels[0]))
+    solution = dataclasses.replace(solution, output_gradients=solution.output_gradients / stretched)
+    return _at_head(solution, problem.weight, layer=head.module_name, seen=seen)
 
 
 def peel_embedding(observation: Observation, found: Embedding) -> Embedding:
@@ -277,7 +248,14 @@ def _solve(observation: Observation, head: Head, generator: torch.Generator) -> 
     best: HeadSolution | None = None
     for factor in factors:
         try:
-            found = _with_scale(observation, head, factor, generator)
+            labels, readings = _labels(observation, generator)
+            found = solve_head(
+                _problem(observation, head, factor),
+                labels=labels,
+                readings=readings,
+                cross_entropy=isinstance(observation.task, Classification),
+                generator=generator,
+            )
         except NotApplicable as error:
             refused = refused or error
             continue
@@ -308,23 +286,20 @@ def _factors(observation: Observation, scale: float) -> tuple[float | None, ...]
     return (scale, None) if float(norm) < 0.999 * channel.clip else (None, scale)
 
 
-def _with_scale(observation: Observation, head: Head, scale: float | None, generator: torch.Generator) -> HeadSolution:
-    update = observation.message.update
-    parameters = dict(observation.model.named_parameters())
-    labels, readings = _labels(observation, generator)
-    return solve_head(
-        parameters[head.weight_name],
-        observation.model.get_submodule(head.module_name).bias,  # type: ignore[arg-type]  # a linear layer's
+def _problem(observation: Observation, head: Head, scale: float | None) -> HeadProblem:
+    """The head's gradient, multiplied by this scale; a mean's 1/n is not in it."""
+    update, examples = observation.message.update, observation.num_examples or 1
+    module = observation.model.get_submodule(head.module_name)
+    assert isinstance(module, nn.Linear)
+    return HeadProblem(
+        module.weight,
+        module.bias,
         update[head.weight_name],
         None if head.bias_name is None else update.get(head.bias_name),
-        examples=observation.num_examples or 1,
-        labels=labels,
-        readings=readings,
+        examples=examples,
         nonnegative=_is_nonnegative(observation, head),
-        reduction=observation.reduction,
+        unit=1 / examples if observation.reduction == "mean" else 1.0,
         scale=scale,
-        cross_entropy=isinstance(observation.task, Classification),
-        generator=generator,
     )
 
 

@@ -4,79 +4,81 @@ One example behind a head with a bias is closed form for any loss: the bias grad
 f = delta'G / |delta|^2. A batch of n < C examples under cross-entropy is a small nonlinear system
 (equations/head_system.py). Either way the features must give, through the head's own weights, the output gradients that
 were found with them. That is the certificate: what remains of it says whether the solution is right.
+
+Where entries of one example's G = delta f' were set to zero, what is left of a matrix of rank one is completed. Under
+cross-entropy the example's own class has the largest |delta|, so that pruning by magnitude leaves its row longest. From
+that row, with delta there read off the bias gradient or off what the features say through the head's own weights,
+alternating least squares fill in all numbers with an entry in their row or column. What has none is small: a number of
+delta is taken from the softmax of the features, one of f is left open.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import combinations_with_replacement, islice
 
 import torch
 from torch import Tensor
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.contracts.task import Reduction
-from leakscope.equations.head_search import HeadProblem, label_choices, search
-from leakscope.equations.head_solution import EXACT, REFUSED, HeadSolution, exact_residual
+from leakscope.equations.head_system import (
+    EXACT,
+    READINGS,
+    REFUSED,
+    SPREADS,
+    STARTS,
+    STEPS,
+    HeadProblem,
+    HeadSolution,
+    exact_residual,
+    least_squares,
+)
 from leakscope.equations.last_layer import softmax_signals
+from leakscope.labels import certain_counts_from_bias, counts_to_labels
 from leakscope.network.activations import Activation
+
+#: If the bias gradient allows more label counts than that, only neighbours of readings are tried.
+MOST_COUNTS = 3000
+#: Weight of a negative feature, relative to the features' norm, while searching.
+SIGN_WEIGHT = 10.0
+#: Sums of squares that are larger after the search are not refined: right labels leave 1e-14 to 2e-3, wrong ones 0.05.
+HOPELESS = 0.03
+#: A solution leaves no more than so many standard deviations of noise and rounding unexplained, root-mean-square.
+MOST_DEVIATIONS = 10.0
 
 
 def solve_head(
-    weight: Tensor,
-    bias: Tensor | None,
-    weight_gradient: Tensor,
-    bias_gradient: Tensor | None,
+    problem: HeadProblem,
     *,
-    examples: int,
     labels: Tensor | None = None,
     readings: Sequence[Tensor] = (),
-    nonnegative: bool = False,
-    reduction: Reduction = "mean",
-    scale: float | None = 1.0,
     cross_entropy: bool = True,
     generator: torch.Generator | None = None,
 ) -> HeadSolution:
     """Each example's features and output gradients, or :class:`NotApplicable`.
 
     ``labels`` (n,) where they are known, or soft ones (n, C); else those of ``readings``, likeliest first, and their
-    neighbours are tried, and the residual decides. ``nonnegative``: the features come out of a ReLU. ``scale``: what
-    the gradient was multiplied by, None where this is not known. Without ``cross_entropy`` nothing is known of the
-    loss, and only one example can be solved. ``generator`` draws the starts; without one a fixed seed is used.
+    neighbours are tried, and the residual decides. Without ``cross_entropy`` nothing is known of the loss, and only one
+    example can be solved. ``generator`` draws the starts; without one a fixed seed is used.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((4, 6), generator=draws).double(), torch.rand((2, 6), generator=draws).double()
     >>> signal = (torch.softmax(f @ weight.T, 1) - torch.eye(4).double()[[1, 3]]) / 2
-    >>> gradients, y = (signal.T @ f, signal.sum(0)), torch.tensor([1, 3])
-    >>> solution = solve_head(weight, torch.zeros(4), *gradients, examples=2, labels=y)
+    >>> facts = {"examples": 2, "nonnegative": False, "unit": 0.5, "scale": 1.0}
+    >>> problem = HeadProblem(weight, None, signal.T @ f, signal.sum(0), **facts)
+    >>> solution = solve_head(problem, labels=torch.tensor([1, 3]))
     >>> solution.exact, bool((solution.features - f).norm() < 1e-6 * f.norm())
     (True, True)
     """
-    problem = HeadProblem(
-        _wide(weight),
-        torch.zeros(len(weight), dtype=torch.float64) if bias is None else _wide(bias),
-        _wide(weight_gradient),
-        None if bias_gradient is None else _wide(bias_gradient),
-        examples=examples,
-        nonnegative=nonnegative,
-        unit=1 / examples if reduction == "mean" else 1.0,
-        scale=scale,
-        rounding=torch.finfo(weight_gradient.dtype).eps / 4,
-    )
     _check(problem, cross_entropy)
-    if examples == 1 and problem.sums is not None:
-        return _one_example(problem, labels, cross_entropy and len(weight) > 1)
-    if examples == 1 and scale is not None and not (labels is not None and labels.is_floating_point()):
-        return _one_without_bias(problem, labels)
+    soft = labels is not None and labels.is_floating_point()
+    if problem.examples == 1 and (problem.sums is not None or (problem.scale is not None and not soft)):
+        return _one_example(problem, labels, cross_entropy and len(problem.weight) > 1)
     problem.check_rank()
     choices = label_choices(problem, readings) if labels is None else [labels.detach().cpu()]
-    return search(problem, choices, generator or torch.Generator().manual_seed(0))
-
-
-def _wide(value: Tensor) -> Tensor:
-    if not bool(torch.isfinite(value).all()):
-        raise NotApplicable("the head or its gradient holds NaN or infinite entries")
-    return value.detach().double().cpu()
+    return _search(problem, choices, generator or torch.Generator().manual_seed(0))
 
 
 def _check(problem: HeadProblem, cross_entropy: bool) -> None:
@@ -104,8 +106,14 @@ def _check(problem: HeadProblem, cross_entropy: bool) -> None:
 
 def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: bool) -> HeadSolution:
     """Closed form; where no hard label explains the output gradient, the rank of the weight gradient certifies it."""
-    delta, observed = problem.sums, problem.observed
-    assert delta is not None
+    observed, chosen = problem.observed, None if labels is None else labels.detach().cpu()
+    if problem.sums is None:
+        known, gradient = None if chosen is None else (int(chosen[0]),), (observed / problem.amplitude).numpy()
+        weights = problem.weight.numpy(), problem.bias.numpy()
+        best = softmax_signals(*weights, gradient, known, Activation("identity"))[0]
+        delta, chosen = torch.from_numpy(best.signal) * problem.amplitude, torch.tensor([best.label])
+    else:
+        delta = problem.sums
     features = delta @ observed / delta.square().sum()
     gap = observed - torch.outer(delta, features)
     rank_one = float(gap.norm() / observed.norm())
@@ -115,10 +123,19 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
             "one that its bias gradient calls for. The update was pruned or altered, or is that of several steps"
         )
     deviation = max(float(gap.square().mean().sqrt()), problem.noise)
-    error = deviation * math.sqrt(len(features)) / float(delta.norm() * features.norm().clamp_min(1e-300))
+    found = HeadSolution(
+        output_gradients=delta[None],
+        features=features[None],
+        labels=None,
+        losses=None,
+        residual=rank_one,
+        error=deviation * math.sqrt(len(features)) / float(delta.norm() * features.norm().clamp_min(1e-300)),
+        exact=rank_one <= EXACT,
+        scale=1.0 if problem.scale is None else problem.scale,
+    )
     note = "the loss is not cross-entropy over classes"
     if cross_entropy:
-        chosen = delta.argmin()[None] if labels is None else labels.detach().cpu()
+        chosen = delta.argmin()[None] if chosen is None else chosen
         targets = problem.targets(chosen)[0]
         logits = problem.weight @ features + problem.bias
         signal = torch.softmax(logits, 0) - targets
@@ -127,53 +144,205 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
         scale = float(delta.norm() / signal.norm()) if problem.scale is None else problem.scale
         residual = max(rank_one, float((signal - delta / scale).norm() / (delta / scale).norm()))
         if residual <= REFUSED:
-            return HeadSolution(
-                output_gradients=delta[None],
-                features=features[None],
+            return replace(
+                found,
                 labels=chosen.argmax(1) if chosen.is_floating_point() else chosen,
                 losses=-(targets @ torch.log_softmax(logits, 0))[None],
                 residual=residual,
-                error=error,
                 exact=residual <= exact_residual(float(signal.norm()), 1, problem.rounding),
                 scale=scale,
             )
-        if rank_one > EXACT:
+        if rank_one > EXACT or problem.sums is None:
             raise NotApplicable(
                 f"no label explains the head's gradient: the nearest leaves {residual:.1e} of it. The update was "
                 "altered, or is that of several steps"
             )
         note = f"no hard label explains the output gradient (off by {residual:.1e}): soft labels, or another scale"
-    return HeadSolution(
-        output_gradients=delta[None],
-        features=features[None],
-        labels=None,
-        losses=None,
-        residual=rank_one,
-        error=error,
-        exact=rank_one <= EXACT,
-        scale=1.0 if problem.scale is None else problem.scale,
-        notes=(f"{note}; the certificate is that the weight gradient has rank one",),
+    return replace(found, notes=(f"{note}; the certificate is that the weight gradient has rank one",))
+
+
+def _search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Generator) -> HeadSolution:
+    """One start for every choice of labels, then more; the first solution that noise explains is taken."""
+    nearest, tried = math.inf, 0
+    source, kept = iter(choices), list[Tensor]()
+    for number in range(STARTS):
+        for labels in islice(source, READINGS) if number == 0 else kept:
+            if number == 0:
+                kept.append(labels)
+            if tried == problem.starts or not problem.possible(labels):
+                continue
+            tried += 1
+            found, explained = _from_start(problem, labels, number, generator)
+            if found is not None and explained:
+                if found.residual > REFUSED:
+                    raise NotApplicable(
+                        f"the head's gradient is too noisy: the nearest examples leave {found.residual:.1e} of it"
+                    )
+                return found
+            nearest = nearest if found is None else min(nearest, found.residual)
+    told = f"; the nearest leave {nearest:.1e} of it" if math.isfinite(nearest) else ""
+    raise NotApplicable(
+        f"no {problem.examples} examples explain the head's gradient{told}. The update was pruned or altered, is "
+        "that of several steps, or the labels are others"
     )
 
 
-def _one_without_bias(problem: HeadProblem, labels: Tensor | None) -> HeadSolution:
-    known, scale = None if labels is None else (int(labels[0]),), problem.amplitude
-    gradient = (problem.observed / scale).numpy()
-    best = softmax_signals(problem.weight.numpy(), problem.bias.numpy(), gradient, known, Activation("identity"))[0]
-    delta = torch.from_numpy(best.signal) * scale
-    features = delta @ problem.observed / delta.square().sum()
-    rank_one = float((problem.observed - torch.outer(delta, features)).norm() / problem.observed.norm())
-    residual = max(best.mismatch, rank_one)
+def _from_start(
+    problem: HeadProblem, labels: Tensor, number: int, generator: torch.Generator
+) -> tuple[HeadSolution | None, bool]:
+    """Where the search from one start ends, and whether noise explains what is left."""
+    system = problem.system(problem.targets(labels), number)
+    mean = problem.mean_softmax(system.targets, system.amplitude)
+    mean = torch.softmax(problem.bias, 0) if mean is None else mean.clamp_min(1e-6)
+    unknowns = system.start(mean, SPREADS[number % len(SPREADS)], generator)
+    each = torch.ones(problem.examples, dtype=torch.float64)
+    weight = SIGN_WEIGHT / system.features(unknowns).norm(dim=1) if problem.nonnegative else None
+    unknowns, value = least_squares(system.signed(each, weight), unknowns, STEPS)
+    each, feature = system.deviations(unknowns)
+    if not value < HOPELESS + 100 * len(problem.weight) * float(each.square().sum()):
+        return None, False
+    for _ in range(2):  # the second time with the deviations at the first one's end
+        each, feature = system.deviations(unknowns)
+        equations = system.signed(1 / each, 1 / feature if problem.nonnegative else None)
+        unknowns, value = least_squares(equations, unknowns, STEPS)
+    rest, _ = system.signed(1 / each, None)(unknowns)
+    explained = float(rest.square().mean().sqrt()) < MOST_DEVIATIONS
+    found = problem.solution(system, unknowns, system.targets)
+    return replace(found, labels=labels.argmax(1) if labels.is_floating_point() else labels), explained
+
+
+def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The readings, then what the bias gradient allows, nearest to a reading first; each once, ascending."""
+    classes = len(problem.weight)
+    known = torch.stack([torch.bincount(reading.long(), minlength=classes) for reading in readings or [_read(problem)]])
+    yield from (counts_to_labels(counts) for counts in known)
+    allowed = _allowed_counts(problem)
+    if allowed is None:
+        allowed = torch.cat([_exchanged(counts) for counts in known])
+    allowed = allowed[~(allowed[:, None] == known[None]).all(2).any(1)]
+    distance = (allowed[:, None] - known[None]).abs().sum(2).min(1).values if len(allowed) else allowed.sum(1)
+    uneven = torch.zeros(len(allowed), dtype=torch.float64)
+    if problem.sums is not None:
+        mean = problem.sums / (problem.amplitude * problem.examples) + allowed / problem.examples
+        uneven = (mean * mean.clamp_min(1e-9).log()).sum(1)
+    # An even mean softmax is the likelier one.
+    for place in (distance * 1e3 + uneven).argsort():
+        yield counts_to_labels(allowed[place])
+
+
+def _allowed_counts(problem: HeadProblem) -> Tensor | None:
+    """All label counts that leave each class a positive mean softmax; None where they are too many or none."""
+    if problem.sums is None:
+        return None
+    classes, n = len(problem.weight), problem.examples
+    if problem.scale is None:
+        certain = (problem.sums < 0).long()
+    else:
+        certain = certain_counts_from_bias(problem.sums / (problem.amplitude * n), n)
+    free = n - int(certain.sum())
+    if free < 0 or math.comb(free + classes - 1, free) > MOST_COUNTS:
+        return None
+    rows = [
+        certain + torch.bincount(torch.tensor(added, dtype=torch.long), minlength=classes)
+        for added in combinations_with_replacement(range(classes), free)
+    ]
+    return torch.stack(rows)
+
+
+def _exchanged(counts: Tensor) -> Tensor:
+    """All counts that differ in one label."""
+    unit = torch.eye(len(counts), dtype=counts.dtype)
+    rows = [counts - unit[old] + unit[new] for old in counts.nonzero()[:, 0] for new in range(len(counts))]
+    return torch.stack(rows).unique(dim=0)
+
+
+def _read(problem: HeadProblem) -> Tensor:
+    """Without any reading: one by one the class whose entry is most negative."""
+    entries = (problem.observed.sum(1) if problem.sums is None else problem.sums).clone()
+    entries = entries / (entries.abs().max() if problem.scale is None else problem.amplitude)
+    labels = []
+    for _ in range(problem.examples):
+        labels.append(int(entries.argmin()))
+        entries[labels[-1]] += 1 - 1 / len(entries)
+    return torch.tensor(labels)
+
+
+def complete_head(problem: HeadProblem, label: int | None = None) -> tuple[HeadSolution, Tensor]:
+    """One example's solution from what is left of the head's gradient, and which of its features were seen at all.
+
+    Zeros are what is missing. NotApplicable where the entries are not those of one example.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> weight, f = torch.randn((4, 40), generator=draws).double(), torch.rand(40, generator=draws).double()
+    >>> delta = torch.softmax(weight @ f, 0) - torch.eye(4).double()[2]
+    >>> gradient = torch.outer(delta, f)
+    >>> pruned = torch.where(gradient.abs() > gradient.abs().quantile(0.8), gradient, 0.0)
+    >>> sums = torch.where(delta.abs() == delta.abs().max(), delta, 0.0)
+    >>> facts = {"examples": 1, "nonnegative": True, "unit": 1.0, "scale": 1.0}
+    >>> found, seen = complete_head(HeadProblem(weight, None, pruned, sums, **facts))
+    >>> int(found.labels), bool((found.features[0, seen] - f[seen]).abs().max() < 1e-9)
+    (2, True)
+    """
+    observed, scale = problem.observed / problem.amplitude, problem.amplitude
+    entries = observed != 0
+    if not bool(entries.any()):
+        raise NotApplicable("nothing is left of the head's gradient")
+    chosen = int(observed.square().sum(1).argmax()) if label is None else label
+    if not bool(entries[chosen].any()):
+        raise NotApplicable(f"nothing is left of the row of class {chosen} in the head's gradient")
+    own = 0.0 if problem.sums is None else float(problem.sums[chosen]) / scale
+    own = own or _own_delta(problem, observed[chosen], chosen)
+    delta, features, seen = _alternate(observed, entries, chosen, own)
+    signal = _filled(problem, delta, features, entries.any(1), chosen)
+    residual = float((torch.outer(delta, features) * entries - observed).norm() / observed.norm())
     if residual > REFUSED:
-        raise NotApplicable(f"no example explains the head's gradient: the nearest leaves {residual:.1e} of it")
-    logits = problem.weight @ features + problem.bias
-    return HeadSolution(
-        output_gradients=delta[None],
+        raise NotApplicable(
+            f"what is left of the head's gradient is not of one example: {residual:.1e} of it is missing from the "
+            "nearest matrix of rank one"
+        )
+    # What was not seen lies anywhere below the smallest entry that was.
+    smallest = float(observed[entries].abs().min() / abs(own))
+    solution = HeadSolution(
+        output_gradients=scale * signal[None],
         features=features[None],
-        labels=torch.tensor([best.label]),
-        losses=(torch.logsumexp(logits, 0) - logits[best.label])[None],
+        labels=torch.tensor([chosen]),
+        losses=-torch.log_softmax(problem.weight @ features + problem.bias, 0)[chosen][None],
         residual=residual,
-        error=max(rank_one, best.mismatch),
-        exact=residual <= exact_residual(float(delta.norm() / scale), 1, problem.rounding),
+        error=smallest * math.sqrt(int((~seen).sum()) / 3) / float(features.norm().clamp_min(1e-300)),
+        exact=False,
         scale=scale,
+        notes=(f"{int(seen.sum())} of {len(seen)} features of the head were seen; the others are small",),
     )
+    return solution, seen
+
+
+def _alternate(observed: Tensor, entries: Tensor, chosen: int, own: float) -> tuple[Tensor, Tensor, Tensor]:
+    """delta, f, and which of f have an entry, by least squares in turn from the row of the example's own class."""
+    seen = entries.any(0)
+    delta = torch.zeros(len(observed), dtype=torch.float64)
+    delta[chosen] = own
+    features = torch.where(entries[chosen], observed[chosen] / own, 0.0)
+    for _ in range(STEPS):
+        weights = entries * features.square()
+        others = (observed * features).sum(1) / weights.sum(1).clamp_min(1e-300)
+        delta = torch.where(weights.sum(1) > 0, others, delta)
+        delta[chosen] = own  # fixes the scale, which a product leaves open
+        weights = entries * delta.square()[:, None]
+        features = torch.where(seen, (observed * delta[:, None]).sum(0) / weights.sum(0).clamp_min(1e-300), 0.0)
+    return delta, features, seen
+
+
+def _filled(problem: HeadProblem, delta: Tensor, features: Tensor, seen: Tensor, chosen: int) -> Tensor:
+    """delta with the classes of which nothing was seen by the softmax of the features; it adds up to zero."""
+    missing = ~seen
+    missing[chosen] = False
+    left = -delta[~missing].sum().clamp(max=0.0)
+    share = torch.softmax(problem.weight @ features + problem.bias, 0) * missing
+    return torch.where(missing, left * share / share.sum().clamp_min(1e-300), delta)
+
+
+def _own_delta(problem: HeadProblem, row: Tensor, chosen: int) -> float:
+    """delta of the example's own class where no bias tells it: the one that its features give back."""
+    tried = -torch.logspace(-4, -1e-6, 400, dtype=torch.float64)  # from a sure model to a wrong one
+    back = torch.softmax((row / tried[:, None]) @ problem.weight.T + problem.bias, 1)[:, chosen] - 1
+    return float(tried[(torch.log(-tried) - torch.log((-back).clamp_min(1e-12))).abs().argmin()])

@@ -18,8 +18,63 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.errors import NotApplicable
+
+#: Residuals up to this are those of rounding; above the other, the update is not the gradient of such a batch.
+EXACT, REFUSED = 1e-5, 0.1
+#: Expected relative errors of features: up to the first they count as exact, above the second they are left out.
+EXACT_FEATURES, USELESS_FEATURES = 1e-3, 0.3
+#: Features behind a ReLU are not negative; a larger share of negative ones (L1) shows that they are wrong.
+NEGATIVE_SHARE = 1e-4
+#: The smallest singular value of a gradient that still carries an example: relative to the largest, and to noise.
+LEAST_RANK, LEAST_SIGNAL = 1e-7, 3.0
+#: Starts for one choice of labels, choices of unknown ones, and starts for all of these together.
+STARTS = 12
+READINGS = 2 * STARTS
+STARTS_IN_ALL = 3 * READINGS
+#: Multiplications of a whole search: about a minute.
+WORK = 4e11
+#: Spread of the logits about their mean at which searches start.
+SPREADS = (0.1, 1.0, 2.0, 3.0)
+#: Steps of a search, and of each of the refinements with the weights that noise gives.
+STEPS = 60
+
 #: What unknowns leave unexplained, and a function for the derivative of that.
 Equations = Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
+
+
+@dataclass(frozen=True, eq=False)
+class HeadSolution:
+    """What the head's gradient says of each of n examples, in the order of ``labels``.
+
+    ``output_gradients`` (n, C): each example's share of the gradient at the logits; they add up to the bias gradient,
+    so that the 1/n of a mean is inside. ``features`` (n, d): the head's inputs, None where only the output gradients
+    follow. ``labels`` and ``losses`` (n,), None for a loss that is not cross-entropy. ``residual`` is the certificate:
+    the largest relative gap between what was observed and what the solution gives. ``error``: the relative error of the
+    features to be expected from rounding or noise. ``exact``: the residual is that of rounding, and the error small.
+    ``scale``: what the gradient was multiplied by.
+    """
+
+    output_gradients: Tensor
+    features: Tensor | None
+    labels: Tensor | None
+    losses: Tensor | None
+    residual: float
+    error: float
+    exact: bool
+    scale: float = 1.0
+    notes: tuple[str, ...] = ()
+
+
+def exact_residual(signal: float, examples: int, rounding: float) -> float:
+    """The residual that rounding leaves: softmax minus one is rounded to the last digits of one, however small it is.
+
+    ``signal`` is the norm of softmax minus one-hot of all examples.
+
+    >>> exact_residual(1.0, 1, 3e-8), exact_residual(1e-3, 1, 3e-8)
+    (1e-05, 0.0006)
+    """
+    return max(EXACT, 20 * rounding * math.sqrt(examples) / max(signal, 1e-300))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,12 +110,18 @@ class HeadSystem:
     def features(self, unknowns: Tensor) -> Tensor:
         return (_inverse(self.matrix(unknowns)) * self.sizes) @ self.right
 
+    def logits(self, unknowns: Tensor) -> Tensor:
+        return self.features(unknowns) @ self.weight.T + self.bias
+
     def output_gradients(self, unknowns: Tensor) -> Tensor:
         return self.matrix(unknowns) @ self.left.T
 
-    def start(self, output_gradients: Tensor) -> Tensor:
-        """The unknowns whose output gradients are nearest to these."""
-        flat = (output_gradients @ self.left).flatten()
+    def start(self, mean: Tensor, spread: float, generator: torch.Generator) -> Tensor:
+        """Unknowns of random logits whose mean softmax is this one."""
+        logits = spread * torch.randn(self.targets.shape, generator=generator, dtype=torch.float64)
+        for _ in range(5):
+            logits = logits + torch.log(mean) - torch.log(torch.softmax(logits, 1).mean(0))
+        flat = (self.amplitude * (torch.softmax(logits, 1) - self.targets) @ self.left).flatten()
         return torch.cat([flat, flat.new_zeros(1)]) if self.free_scale else flat
 
     def equations(self, unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -120,21 +181,20 @@ class HeadSystem:
 
     def deviations(self, unknowns: Tensor) -> tuple[Tensor, Tensor]:
         """What noise and rounding make of an equation and of a feature, for each example: standard deviations (n,)."""
-        matrix, amplitude = self.matrix(unknowns), self.factor(unknowns)
+        matrix = self.matrix(unknowns)
         feature = self.noise * _inverse(matrix).norm(dim=1)
-        softmax = torch.softmax(self.features(unknowns) @ self.weight.T + self.bias, 1)
+        softmax = torch.softmax(self.logits(unknowns), 1)
         # The gradient of the softmax by the features: p_k (V_k - sum_l p_l V_l).
         slopes = softmax * (self.weight[None] - (softmax @ self.weight)[:, None, :]).norm(dim=2)
         through = feature * slopes.square().mean(1).sqrt()
-        direct = self.noise * (matrix / self.sizes).norm(dim=1) / amplitude
+        direct = self.noise * (matrix / self.sizes).norm(dim=1) / self.factor(unknowns)
         return torch.sqrt(self.rounding**2 + direct**2 + through**2), feature
 
     def expected_error(self, unknowns: Tensor, nonnegative: bool) -> float:
         """The largest relative error of an example's features that noise and rounding let expect."""
         n = len(self.sizes)
         each, feature = self.deviations(unknowns)
-        _, derivative = self.signed(1 / each, 1 / feature if nonnegative else None)(unknowns)
-        columns = derivative()
+        columns = self.signed(1 / each, 1 / feature if nonnegative else None)(unknowns)[1]()
         norms = columns.norm(dim=0).clamp_min(1e-300)
         triangle = torch.linalg.qr(columns / norms, mode="r").R
         inverse, features = _inverse(self.matrix(unknowns)), self.features(unknowns)
@@ -147,6 +207,129 @@ class HeadSystem:
         own = feature.square() * features.shape[1]
         errors = torch.sqrt(spread.square().sum((1, 2)) + own) / features.norm(dim=1)
         return float(errors.max().nan_to_num(math.inf, math.inf))
+
+
+class HeadProblem:
+    """The observed gradients with their singular values; the same for every choice of labels."""
+
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        observed: Tensor,
+        sums: Tensor | None,
+        *,
+        examples: int,
+        nonnegative: bool,
+        unit: float,
+        scale: float | None,
+    ) -> None:
+        self.rounding = torch.finfo(observed.dtype).eps / 4
+        weight, observed = _wide(weight), _wide(observed)
+        self.weight, self.observed = weight, observed
+        self.bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else _wide(bias)
+        self.sums = None if sums is None else _wide(sums)
+        self.examples, self.nonnegative, self.unit, self.scale = examples, nonnegative, unit, scale
+        self.amplitude = unit * (1.0 if scale is None else scale)
+        self.left, self.sizes, self.right = torch.linalg.svd(observed, full_matrices=False)
+        spare = self.sizes[examples:]
+        entries = len(spare) * observed.shape[1]
+        floor = self.rounding * float(observed.square().mean().sqrt())
+        # What exceeds the rank is noise: of a defence, or of rounding.
+        self.noise = max(floor, float(spare.square().sum() / entries) ** 0.5) if entries else floor
+
+    @property
+    def starts(self) -> int:
+        """How many starts there is time for: a step factorises a matrix with n^2 columns."""
+        n = self.examples
+        return min(STARTS_IN_ALL, int(WORK / (STEPS * n**4 * (n * len(self.weight) + n * (n + 1)))))
+
+    def check_rank(self) -> None:
+        sizes, n = self.sizes, self.examples
+        last = float(sizes[n - 1] / sizes[0]) if len(sizes) >= n else 0.0
+        noise = self.noise * math.sqrt(self.observed.shape[1]) / float(sizes[0])
+        if last < max(LEAST_RANK, LEAST_SIGNAL * noise):
+            raise NotApplicable(
+                f"the head's gradient does not show {n} examples: its singular value number {n} is {last:.1e} of the "
+                f"largest, and its noise {noise:.1e}. Two examples are alike, one is too sure to leave a trace, or the "
+                "noise is too strong"
+            )
+
+    def targets(self, labels: Tensor) -> Tensor:
+        """One-hot (n, C); soft labels are targets already."""
+        if labels.is_floating_point():
+            return labels.double()
+        return torch.nn.functional.one_hot(labels.long(), len(self.weight)).double()
+
+    def mean_softmax(self, targets: Tensor, amplitude: float) -> Tensor | None:
+        """It follows from the bias gradient and the label counts."""
+        return None if self.sums is None else self.sums / (amplitude * self.examples) + targets.mean(0)
+
+    def possible(self, labels: Tensor) -> bool:
+        """Whether the mean softmax that these labels call for is one."""
+        if self.scale is None:
+            return True
+        mean = self.mean_softmax(self.targets(labels), self.amplitude)
+        noise = self.noise * math.sqrt(self.observed.numel()) / float(self.observed.norm())
+        return mean is None or bool((mean > -1e-5 - 5 * noise).all())
+
+    def system(self, targets: Tensor, number: int) -> HeadSystem:
+        """The equations; an unknown amplitude starts somewhat above the least that the targets allow."""
+        n, amplitude, classes = self.examples, self.amplitude, len(self.weight)
+        left = self.left[:, :n]
+        if self.scale is None:
+            amplitude = self._least_amplitude(targets) * classes / (classes - 1) * 1.5 ** (number % 4)
+        return HeadSystem(
+            left=left,
+            sizes=self.sizes[:n],
+            right=self.right[:n],
+            weight=self.weight,
+            bias=self.bias,
+            targets=targets,
+            sums=None if self.sums is None else left.T @ self.sums,
+            amplitude=amplitude,
+            free_scale=self.scale is None,
+            noise=self.noise,
+            rounding=self.rounding,
+        )
+
+    def solution(self, system: HeadSystem, unknowns: Tensor, targets: Tensor) -> HeadSolution:
+        """What these unknowns say, with soft labels; features are left out where they cannot be right."""
+        amplitude, logits = system.factor(unknowns), system.logits(unknowns)
+        delta, features = system.output_gradients(unknowns), system.features(unknowns)
+        signal = torch.softmax(logits, 1) - targets
+        size = signal.norm()
+        gaps = [(delta / amplitude - signal).norm() / size]
+        gaps.append((delta.T @ features - self.observed).norm() / self.observed.norm())
+        if self.sums is not None:
+            gaps.append((delta.sum(0) - self.sums).norm() / (amplitude * size))
+        residual = max(float(gap) for gap in gaps)
+        error = system.expected_error(unknowns, self.nonnegative)
+        exact = residual <= exact_residual(float(size), len(delta), self.rounding) and error <= EXACT_FEATURES
+        doubt = ""
+        negative = float(features.clamp(max=0).abs().sum() / features.abs().sum())
+        if self.nonnegative and exact and negative > NEGATIVE_SHARE:
+            doubt = f"{100 * negative:.2g} % of the features are negative, which a ReLU cannot give"
+        elif error > USELESS_FEATURES:
+            doubt = f"the features would be off by {100 * error:.0f} %, so badly are the examples told apart"
+        return HeadSolution(
+            output_gradients=delta,
+            features=None if doubt else features,
+            labels=targets,
+            losses=-(targets * torch.log_softmax(logits, 1)).sum(1),
+            residual=residual,
+            error=error,
+            exact=exact,
+            scale=amplitude / self.unit,
+            notes=(doubt,) if doubt else (),
+        )
+
+    def _least_amplitude(self, targets: Tensor) -> float:
+        """No class may have a negative mean softmax; without a bias a guess from the sizes of gradient and weights."""
+        if self.sums is None:
+            return float(self.sizes[0]) / math.sqrt(self.examples * self.observed.shape[1])
+        counts = targets.sum(0)
+        return float((-self.sums / counts.clamp_min(1e-9))[counts > 0].max().clamp_min(1e-300))
 
 
 def least_squares(equations: Equations, unknowns: Tensor, steps: int) -> tuple[Tensor, float]:
@@ -188,6 +371,12 @@ def least_squares(equations: Equations, unknowns: Tensor, steps: int) -> tuple[T
         if gain < 1e-9:
             break
     return unknowns, value
+
+
+def _wide(value: Tensor) -> Tensor:
+    if not bool(torch.isfinite(value).all()):
+        raise NotApplicable("the head or its gradient holds NaN or infinite entries")
+    return value.detach().double().cpu()
 
 
 def _inverse(matrix: Tensor) -> Tensor:

@@ -1,40 +1,186 @@
-"""Mixtures taken apart: from weighted means of examples and the shares of their classes back to the examples.
+"""MixUp undone: the shares of each class in the mixtures of a batch, and from these the examples themselves.
 
-A batch of n mixtures of its own n examples is n equations for n unknown pictures, M x = mixtures, and M follows from
-the soft labels: column by column where every example has a class of its own. Where examples share a class, its column
-is that of their sum, and each example is in so many mixtures as a mixture has examples: the ways to divide them are
-tried, and what a picture can be decides. Nothing outside its box is one, and a wrong way leaves traces of one example
-in another, which are rough. A mixture of two examples of one class is tried with a grid of shares, for its label tells
-none. With M near to singular (all shares one half in a cycle of even length, say) there is no way back, and that is
-said. Where the mixtures are not exact, directions in which their errors would grow beyond the pictures are damped.
+MixUp trains on weighted means of examples, whose targets are the same means of one-hot labels. Of the equations of a
+head (equations/head_system.py) only those then remain that need no target: a class that no example has is in no
+mixture, so that there the output gradient is the softmax itself. With n mixtures and C classes these are n (C - n)
+equations, and n more of the bias gradient, for n^2 unknowns; that no target and, behind a ReLU, no feature is negative
+tells the rest. Which classes are present is tried, the likeliest first: those whose bias gradient is lowest. The
+certificate is that in every mixture no more classes than it has examples have a share, to the rounding of the gradient.
+
+The n mixtures of n examples are then n equations for n unknown pictures, M x = mixtures, and M follows from the soft
+labels: column by column where every example has a class of its own. Where examples share a class, its column is that of
+their sum, and each example is in so many mixtures as a mixture has examples: the ways to divide them are tried, and
+what a picture can be decides: nothing outside its box, and a wrong way leaves traces of one example in another, which
+are rough. A mixture of two examples of one class is tried with a grid of shares, for its label tells none. With M near
+to singular there is no way back. Where mixtures are not exact, directions in which their errors would grow beyond the
+pictures are damped.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.head import HOPELESS, MOST_DEVIATIONS, SIGN_WEIGHT
+from leakscope.equations.head_system import (
+    REFUSED,
+    SPREADS,
+    STARTS,
+    Equations,
+    HeadProblem,
+    HeadSolution,
+    HeadSystem,
+    least_squares,
+)
 
-#: Shares of soft labels below this are none, and above one minus it, all.
+#: How many more classes than mixtures the tried sets of classes are made of.
+MORE_CLASSES = 5
+#: A set of classes gets another start before sets that come so many places later get their first.
+HEAD_START = 4
+#: Searches in all: at most the first, and fewer for many mixtures, each of whose steps takes some n^4 multiplications.
+MOST_SEARCHES, SEARCHES_OF_ONE = 150, 2.5e5
+#: Steps of a search, and of its refinement with the classes of each mixture known.
+STEPS = 100
+#: More mixtures than this are not told apart in reasonable time.
+MOST_MIXTURES = 16
+#: Shares below this are none, and above one minus it, all; those that a client draws are larger by far.
 NO_SHARE = 1e-3
 #: Ways to divide the classes that are tried.
 MOST_WAYS = 2000
 #: The largest factor by which errors of mixtures may grow in their parts.
 MOST_GROWTH = 1e3
-#: What parts may stick out of their box, root mean square: where shares are known, and where they are of the grid.
-OUTSIDE, OUTSIDE_OF_GRID = 1e-3, 2e-2
-#: Mixtures with a smaller error can refute a way.
-TELLING = 1e-3
+#: What parts may stick out of their box, root mean square, where shares are known; mixtures with a smaller error can
+#: refute a way. With shares of the grid it is so many times as much.
+OUTSIDE, GRID_FACTOR = 1e-3, 20
 #: The shares of two examples of one class that are tried.
 GRID = tuple(place / 40 for place in range(4, 37))
 #: The spread of pictures about their mean, in units of their range.
 SPREAD = 0.25
+
+
+def solve_mixed_head(
+    problem: HeadProblem, *, images: int, present: Tensor | None = None, generator: torch.Generator | None = None
+) -> HeadSolution:
+    """Features, output gradients and soft labels (n, C) of each of n mixtures of at most ``images`` examples.
+
+    ``present``: the classes of the batch, where they are known. NotApplicable where no such mixtures explain the head.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> weight, f = torch.randn((6, 9), generator=draws).double(), torch.rand((2, 9), generator=draws).double()
+    >>> soft = torch.zeros(2, 6).double()
+    >>> soft[0, 1], soft[0, 4], soft[1, 1], soft[1, 4] = 0.6, 0.4, 0.45, 0.55
+    >>> signal = (torch.softmax(f @ weight.T, 1) - soft) / 2
+    >>> facts = {"examples": 2, "nonnegative": True, "unit": 0.5, "scale": 1.0}
+    >>> problem = HeadProblem(weight, None, signal.T @ f, signal.sum(0), **facts)
+    >>> found = solve_mixed_head(problem, images=2)
+    >>> found.exact, sorted([round(float(share), 6) for share in row[row > 0]] for row in found.labels)
+    (True, [[0.45, 0.55], [0.6, 0.4]])
+    """
+    _check(problem, images)
+    draws = torch.Generator().manual_seed(0) if generator is None else generator
+    choices = list(_choices(problem, present))
+    nearest = math.inf
+    searches = min(MOST_SEARCHES, int(SEARCHES_OF_ONE / problem.examples**4))
+    order = sorted(
+        itertools.product(range(STARTS), range(len(choices))), key=lambda pair: HEAD_START * pair[0] + pair[1]
+    )
+    for number, place in order[:searches]:
+        found, explained = _from_start(problem, choices[place], images, number, draws)
+        if found is not None and explained:
+            return found
+        nearest = nearest if found is None else min(nearest, found.residual)
+    told = f"; the nearest leave {nearest:.1e} of it" if math.isfinite(nearest) else ""
+    raise NotApplicable(f"no {problem.examples} mixtures of {images} examples explain the head's gradient{told}")
+
+
+def _check(problem: HeadProblem, images: int) -> None:
+    n, classes = problem.examples, len(problem.weight)
+    if problem.sums is None or problem.scale is None:
+        raise NotApplicable("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
+    # Each mixture has C - images classes without a share: fewer equations than unknowns certify nothing.
+    most = min(max(classes - images, 0), MOST_MIXTURES)
+    if n > most:
+        raise NotApplicable(
+            f"{n} mixtures of {images} examples and {classes} classes: at most {most} are told apart by their head"
+        )
+    problem.check_rank()
+
+
+def _choices(problem: HeadProblem, present: Tensor | None) -> Iterator[Tensor]:
+    """Classes that may be in the batch, one set a mixture or more than are there; the lowest bias gradients first."""
+    if present is not None:
+        yield present.unique().long().cpu()
+        return
+    assert problem.sums is not None
+    sums, n = problem.sums, problem.examples
+    likely = sums.argsort()[: n + MORE_CLASSES]
+    lowest = [float(value) for value in sums[likely]]
+    sets = sorted(
+        itertools.combinations(range(len(likely)), n), key=lambda chosen: sum(lowest[place] for place in chosen)
+    )
+    yield from (likely[list(chosen)] for chosen in sets)
+
+
+def _from_start(
+    problem: HeadProblem, classes: Tensor, images: int, number: int, generator: torch.Generator
+) -> tuple[HeadSolution | None, bool]:
+    """Where the search from one start ends, and whether noise and rounding explain what is left."""
+    n, width = problem.examples, len(problem.weight)
+    system = problem.system(torch.zeros((n, width), dtype=torch.float64), 0)
+    open_shares = torch.zeros((n, width), dtype=torch.bool)
+    open_shares[:, classes] = True
+    draws = torch.rand((n, len(classes)), generator=generator, dtype=torch.float64) ** 3
+    shares = torch.zeros((n, width), dtype=torch.float64)
+    shares[:, classes] = draws / draws.sum(1, keepdim=True)
+    mean = problem.mean_softmax(shares, system.amplitude)
+    assert mean is not None
+    spread = SPREADS[number % len(SPREADS)]
+    unknowns = replace(system, targets=shares).start(mean.clamp_min(1e-3), spread, generator)
+    sign = SIGN_WEIGHT / system.features(unknowns).norm(dim=1) if problem.nonnegative else None
+    even = torch.ones(n, dtype=torch.float64)
+    unknowns, value = least_squares(_equations(system, open_shares, even, sign), unknowns, STEPS)
+    if not value < HOPELESS:
+        return None, False
+    # With the classes of each mixture, there are more equations; they decide.
+    largest = _shares(system, unknowns).topk(min(images, len(classes)), dim=1).indices
+    open_shares = torch.zeros_like(open_shares).scatter_(1, largest, True)
+    each, feature = system.deviations(unknowns)
+    weighted = _equations(system, open_shares, 1 / each, 1 / feature if problem.nonnegative else None)
+    unknowns, _ = least_squares(weighted, unknowns, STEPS)
+    rest, _ = _equations(system, open_shares, 1 / system.deviations(unknowns)[0], None)(unknowns)
+    if not bool(torch.isfinite(rest).all()):
+        return None, False
+    explained = float(rest.square().mean().sqrt()) < MOST_DEVIATIONS
+    shares = _shares(system, unknowns)
+    soft = torch.where(open_shares & (shares > NO_SHARE), shares, 0.0)
+    found = problem.solution(system, unknowns, soft / soft.sum(1, keepdim=True).clamp_min(1e-300))
+    note = "the batch is one of mixtures; their soft labels follow from the head"
+    return replace(found, notes=(*found.notes, note)), explained and found.residual <= REFUSED
+
+
+def _shares(system: HeadSystem, unknowns: Tensor) -> Tensor:
+    """What the softmax has more than the output gradient: the targets (n, C)."""
+    return torch.softmax(system.logits(unknowns), 1) - system.output_gradients(unknowns) / system.factor(unknowns)
+
+
+def _equations(system: HeadSystem, open_shares: Tensor, each: Tensor, feature: Tensor | None) -> Equations:
+    """Those of the head without targets: shares that are not open are zero, open ones not negative."""
+    whole, entries = system.signed(each, feature), open_shares.numel()
+
+    def equations(unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
+        rest, derivative = whole(unknowns)
+        counts = torch.ones_like(rest)
+        # What is left is minus the share.
+        counts[:entries] = (~open_shares | (rest[:entries].reshape(open_shares.shape) > 0)).flatten().to(rest)
+        return rest * counts, lambda: derivative() * counts[:, None]
+
+    return equations
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +306,7 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
     if not usable:
         raise NotApplicable("the shares do not determine the examples: their matrix is singular, or nearly so")
     tried = [(way, way.parts(mixtures, error)) for way in usable]
-    if error < TELLING and bounded:
+    if error < OUTSIDE and bounded:
         tried = [(way, parts) for way, parts in tried if outside(parts) <= _allowed(way, error)]
         if not tried:
             raise NotApplicable("no division of the classes gives examples within their bounds")
@@ -172,7 +318,7 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
 
 
 def _allowed(way: Shares, error: float) -> float:
-    return max(OUTSIDE if way.certain else OUTSIDE_OF_GRID, error * way.growth)
+    return max(OUTSIDE * (1 if way.certain else GRID_FACTOR), error * way.growth)
 
 
 def outside(pictures: Tensor) -> float:
