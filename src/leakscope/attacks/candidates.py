@@ -48,7 +48,7 @@ class Candidate:
     ``distance``: what they leave of the whole update. ``residual``: what they leave of the equations that were solved;
     infinite where none were. ``surprise``: minus the logarithm of their probability, where known noise gives them one.
     ``fair``: what the method leaves of noise, relative to what the true inputs leave; below one for least squares,
-    which fit the noise and have no prior in their favour. ``curve``, ``flags``, ``notes``, ``score``, ``labels`` and
+    which fit the noise and have no prior in their favour; of ``pictures`` roughness counts. ``curve``, ``flags``, ``notes``, ``score``, ``labels`` and
     ``info`` go into the result.
     """
 
@@ -58,6 +58,7 @@ class Candidate:
     residual: float = math.inf
     surprise: float = 0.0
     fair: float = 1.0
+    pictures: bool = True
     certificates: tuple[Certificate, ...] = ()
     labels: Tensor | None = None
     score: float | None = None
@@ -78,7 +79,7 @@ class Candidate:
             return self.surprise, False, self.residual
         distance = self.distance if math.isfinite(self.distance) else math.inf
         if self.fair < 1:
-            handicap = max(1.0, rougher(self.inputs, other.inputs) / ROUGHER)
+            handicap = max(1.0, rougher(self.inputs, other.inputs) / ROUGHER) if self.pictures else 1.0
             distance = distance / self.fair * handicap if self.fair else math.inf
         return self.surprise, True, distance
 
@@ -99,14 +100,12 @@ class Stage(ABC, Generic[Case]):
 
 
 def rougher(pictures: Tensor, others: Tensor) -> float:
-    """How many times as much neighbours differ as in other pictures; zero of what is no picture.
+    """How many times as much neighbours differ as in other pictures.
 
     >>> stripes = torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])
     >>> rougher(stripes, stripes / 4)
     4.0
     """
-    if pictures.dim() < 3:
-        return 0.0
     own, other = (float(total_variation(one, "l1mean_avg")) for one in (pictures, others))
     return own / other if other else math.inf
 

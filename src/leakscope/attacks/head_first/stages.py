@@ -243,6 +243,7 @@ class MatchUpdate(Stage[Case]):
                 labels=result.labels,
                 method=WHOLE_UPDATE,
                 distance=result.info["distance"] if known else case.distance(inputs, result.labels if alone else None),
+                pictures=observation.inputs.smooth,
                 fair=_fair(observation) if isinstance(rival, IDLG) else 1.0,
                 score=float(result.scores[0]) if alone else None,
                 curve=tuple(result.history["objective"][0]),
