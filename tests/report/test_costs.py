@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 from fabricate import NOISE, PRUNING, SGD, VERTICAL, cost, fabricate, finding, setting
 
-from leakscope.report.costs import costs_section
+from leakscope.report.findings import costs_section
 from leakscope.report.page import render
 from leakscope.results import FindingRow
 

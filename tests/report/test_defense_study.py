@@ -14,8 +14,8 @@ from torch import nn
 from json_schema import violations
 from leakscope.audit import audit
 from leakscope.cli.console import make_console, print_study
+from leakscope.report.defense_study import Mark, front_plot
 from leakscope.report.export import audit_document, csv_text, json_text, schema, study_table
-from leakscope.report.front_plot import Mark, front_plot
 
 
 def _mark(label: str, utility: float, leakage: float, kind: str = "front") -> Mark:

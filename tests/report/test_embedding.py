@@ -7,7 +7,7 @@ from typing import Any
 
 from fabricate import NOISE, SGD, fabricate, finding, setting
 
-from leakscope.report.embedding import embedding_section
+from leakscope.report.findings import embedding_section
 from leakscope.report.page import render
 
 SETTINGS = [setting("S1", SGD, "none"), setting("S2", SGD, NOISE)]

@@ -12,7 +12,7 @@ import pytest
 from fabricate import AVG, HOSTILE, HOSTILE_ATTRIBUTE, NOISE, SGD, Fabricated, fabricate, weight_update
 
 from leakscope.report import render, svg
-from leakscope.report.weight_updates import MAX_LINES, meaning
+from leakscope.report.findings import MAX_LINES, meaning
 
 NAN = math.nan
 HEADING = "Weight updates: what many local steps hide"

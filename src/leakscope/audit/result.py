@@ -12,10 +12,9 @@ from leakscope.contracts.tables import data_frame
 from leakscope.report.export import audit_document, audit_table, json_text
 from leakscope.results.defense_study import Study, study_store
 from leakscope.results.records import FindingRow, Row, counted, mapping
-from leakscope.results.setting_tables import verdict_html
 from leakscope.results.store import Store
 from leakscope.results.strongest import StrongestExample
-from leakscope.results.verdict import Verdict, judge
+from leakscope.results.verdict import Verdict, judge, verdict_html
 
 
 class Audit:
@@ -49,7 +48,7 @@ class Audit:
 
         Without a path it lies in the audit's folder, which for an audit without ``out`` goes away with it.
         """
-        from leakscope.report import write_report
+        from leakscope.report.page import write_report
 
         return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
 
@@ -68,7 +67,7 @@ class Audit:
 
     def to_sarif(self) -> str:
         """The findings as SARIF 2.1.0, which code scanning reads."""
-        from leakscope.report import sarif_log
+        from leakscope.report.sarif import sarif_log
 
         return json_text(sarif_log(self.store, self.verdict))
 

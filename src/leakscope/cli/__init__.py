@@ -6,25 +6,62 @@ import contextlib
 import signal
 import sys
 from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, get_type_hints
 
+import click
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from leakscope.audit.output import unfailing_output
 from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
-from leakscope.cli.help import PlainCommand, PlainGroup
 from leakscope.cli.importing import import_update
-from leakscope.cli.inspection import inspect
-from leakscope.cli.limits import limits
-from leakscope.cli.listing import list_names
-from leakscope.cli.pages import compare, report, reproduce
+from leakscope.cli.limits import inspect, limits
+from leakscope.cli.pages import compare, list_names, report, reproduce
 from leakscope.cli.planning import plan
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
 #: Characters of an error that are printed; a file may hold a name of megabytes.
 MAX_MESSAGE = 4000
 CTRL_C = 130  # what typer makes of a KeyboardInterrupt
+
+
+class PlainCommand(TyperCommand):
+    """A command whose help has no stray backslash, and a sentence for each argument."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        records: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for param in self.get_params(ctx):
+            record = param.get_help_record(ctx)
+            if record is not None:
+                name, text = record[0], record[1].replace("\\[", "[")
+                if isinstance(param, click.Argument):
+                    text = f"{_help_of(self.callback, str(param.name))}  {text}".strip() if not _own(param) else text
+                    records["Arguments"].append((name, text))
+                else:
+                    records["Options"].append((name, text))
+        for title, lines in records.items():
+            if lines:
+                with formatter.section(title):
+                    formatter.write_dl(lines)
+
+
+class PlainGroup(TyperGroup):
+    """Commands of which one that is not there is told once: click and typer both suggest the nearest."""
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        return click.Group.resolve_command(self, ctx, args)
+
+
+def _own(param: click.Argument) -> bool:
+    return bool(getattr(param, "help", None))
+
+
+def _help_of(command: Any, argument: str) -> str:
+    """What the signature says of an argument."""
+    hint = get_type_hints(command, include_extras=True).get(argument)
+    return next((entry.help for entry in getattr(hint, "__metadata__", ()) if getattr(entry, "help", None)), "")
+
 
 app = typer.Typer(
     help="What can somebody who sees a federated-learning update learn about the data behind it?",
@@ -106,8 +143,6 @@ def _signals_end_it() -> Iterator[list[str]]:
 
 
 def _explain(error: Exception) -> int:
-    import click
-
     if isinstance(error, click.exceptions.Abort):
         return INTERRUPTED
     if isinstance(error, click.ClickException):

@@ -1,4 +1,4 @@
-"""The command ``limits``: arguments in, calls out. Nothing heavy is imported before it runs."""
+"""The commands ``limits`` and ``inspect``, which run no attack. Nothing heavy is imported before they run."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
+
 
 Options = dict[str, Any]
 
@@ -193,3 +194,52 @@ def _examples(
         raise UserError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
     box = {"value_range": examples.value_range} if examples.range_known else {}
     return examples.shape, {"inputs": examples.x, "labels": examples.y, "num_classes": examples.num_classes, **box}
+
+
+SUSPICIOUS = 1
+
+
+def inspect(
+    model: Annotated[
+        str | None, typer.Argument(help="Name or package.module:factory; without it --weights alone are looked at.")
+    ] = None,
+    weights: Annotated[
+        Path | None, typer.Option(help="A .safetensors or .pt file of the state dictionary that was received.")
+    ] = None,
+    input: Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")] = None,
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Look for layers that a server planted in a model to read its clients' data.
+
+    Exit codes: 0 nothing found, 1 suspicious, 4 usage error.
+    """
+    if model is None and weights is None:
+        raise UserError("inspect: expected a model (leakscope inspect MODEL), --weights FILE, or both")
+    found = _inspected(model, weights, input, classes)
+    title = " with ".join([*([model] if model else []), *([weights.name] if weights else [])])
+    if as_json:
+        print(json.dumps({"model": model, "weights": None if weights is None else weights.name, **found.as_dict()}))
+    else:
+        from leakscope.cli.console import print_inspection
+
+        print_inspection(title, found)
+    if found.suspicious:
+        raise typer.Exit(SUSPICIOUS)
+
+
+def _inspected(model: str | None, weights: Path | None, shape: str | None, classes: int | None) -> Any:
+    from leakscope.models.weights import load_weights, read_weights
+    from leakscope.network.inspection import inspect_model, inspect_weights
+
+    if model is None:
+        if shape is not None or classes is not None:
+            raise UserError("--input and --classes: expected with a model only, weights have their own shapes")
+        assert weights is not None
+        return inspect_weights(read_weights(weights))
+    from leakscope.models import build_model
+
+    net = build_model(model, input_shape=None if shape is None else parse_shape(shape), num_classes=classes)
+    if weights is not None:
+        load_weights(net, weights)
+    return inspect_model(net)

@@ -1,15 +1,20 @@
-"""The commands that print or write what is there: ``reproduce``, ``report``, ``compare``."""
+"""The commands that print or write what is there: ``reproduce``, ``report``, ``compare``, ``list``."""
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, SarifFile, relative, write_sarif
+
+if TYPE_CHECKING:
+    from leakscope.contracts.registry import Registry
+    from leakscope.contracts.settings import Setting
 
 
 class Scale(StrEnum):
@@ -41,8 +46,8 @@ def reproduce(
     from leakscope.cli.console import make_console, print_reproduction
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
-    from leakscope.report import write_reproduction
     from leakscope.report.export import document
+    from leakscope.report.reproduction import write_reproduction
 
     with step_progress(table, show=output.progress) as progress:
         result = run(table, scale=scale.value, progress=progress)
@@ -77,8 +82,8 @@ def report(
     """Write the report of an audit again, finished or not."""
     output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, say_path
-    from leakscope.report import write_report
     from leakscope.report.export import audit_document, audit_table
+    from leakscope.report.page import write_report
     from leakscope.results.store import Store
     from leakscope.results.verdict import judge_store
 
@@ -102,7 +107,7 @@ def compare(
     """Compare two audits setting by setting."""
     output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, print_comparison, say_path, setting_names
-    from leakscope.report import compare_differences, compare_tables, write_comparison
+    from leakscope.report.compare import compare_differences, compare_tables, write_comparison
     from leakscope.report.export import document
 
     lines, differences = compare_tables(first, second), compare_differences(first, second)
@@ -138,3 +143,110 @@ def _comparison(line: Any) -> dict[str, Any]:
         numbers |= {f"examples_{side}": examples, f"certified_{side}": certified}
     same = {name: getattr(line, name) for name in ("protocol", "defense", "attack")}
     return {**same, **numbers, "difference": line.difference, "overlap": line.overlap}
+
+
+class Listable(StrEnum):
+    attacks = "attacks"
+    defenses = "defenses"
+    protocols = "protocols"
+    tasks = "tasks"
+    models = "models"
+    data = "data"
+    papers = "papers"
+    executors = "executors"
+
+
+#: Where the table of each kind is.
+_TABLES = {
+    Listable.attacks: ("leakscope.attacks", "ATTACKS"),
+    Listable.defenses: ("leakscope.defenses", "DEFENSES"),
+    Listable.protocols: ("leakscope.federation", "PROTOCOLS"),
+    Listable.tasks: ("leakscope.contracts.task", "TASKS"),
+    Listable.models: ("leakscope.models", "MODELS"),
+    Listable.data: ("leakscope.data", "DATA"),
+    Listable.papers: ("leakscope.papers", "PAPERS"),
+    Listable.executors: ("leakscope.audit.executors", "EXECUTORS"),
+}
+
+
+def list_names(
+    what: Annotated[Listable, typer.Argument(help="What to list.")],
+    name: Annotated[str | None, typer.Argument(help="One of them, or package.module:Class: its settings.")] = None,
+    as_json: AsJson = False,
+    as_csv: AsCsv = False,
+) -> None:
+    """List attacks, models and so on.
+
+    Names that can be typed elsewhere, with one line each; of one of them every setting.
+    """
+    output = Output.of(as_json=as_json, as_csv=as_csv)
+    module, attribute = _TABLES[what]
+    table: Registry[Any] = getattr(importlib.import_module(module), attribute)
+    entries = [_entry(table, name)] if name is not None else [_facts(entry) for entry in table.values()]
+    if output.for_machines:
+        from leakscope.report.export import document
+
+        content = document("list", {"what": what.value, "entries": entries})
+        settings = entries[0]["settings"] if name is not None else None
+        short = [{key: entry[key] for key in ("name", "summary", "source")} for entry in entries]
+        output.write(lambda: content, lambda: short if settings is None else settings)
+    elif name is None:
+        from leakscope.cli.console import print_listing
+
+        print_listing(
+            [(e["name"], f"{e['summary']} ({e['source']})" if e["source"] else e["summary"]) for e in entries]
+        )
+    else:
+        _print_entry(entries[0])
+
+
+def _facts(entry: Any) -> dict[str, Any]:
+    return {"name": entry.name, "summary": entry.summary, "source": entry.source, "settings": None}
+
+
+def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
+    """One entry of a table, or a class of the user's, with its settings."""
+    target = table.target(name)
+    nameless: dict[str, Any] = {"name": name, "summary": "", "source": "", "settings": None}
+    facts = nameless if ":" in name else _facts(table.find(name))
+    settings = _settings(target)
+    if settings is not None:
+        facts["settings"] = [
+            {
+                "name": setting.name,
+                "expected": setting.expected,
+                "default": None if setting.required else repr(setting.default),
+                "required": setting.required,
+                "help": setting.help,
+            }
+            for setting in settings
+        ]
+    elif ":" not in name and hasattr(entry := table.find(name), "options"):
+        facts["settings"] = [
+            {"name": option, "expected": "", "default": None, "required": False, "help": ""}
+            for option in entry.options()
+        ]
+    return facts
+
+
+def _settings(target: Any) -> tuple[Setting, ...] | None:
+    """Those that a class describes; of an executor those that only this one has. None where there is nothing to say."""
+    from leakscope.contracts.settings import Described, settings_of
+
+    if hasattr(target, "own_settings"):
+        return target.own_settings() or None
+    return settings_of(target) if isinstance(target, type) and issubclass(target, Described) else None
+
+
+def _print_entry(facts: dict[str, Any]) -> None:
+    from leakscope.cli.console import make_console, print_listing, print_table, say
+
+    settings = facts["settings"]
+    if not settings or not any(setting["expected"] for setting in settings):
+        options = ", ".join(setting["name"] for setting in settings or ())
+        print_listing([(facts["name"], facts["summary"]), ("options", options or "none")])
+        return
+    if facts["summary"]:
+        say(make_console(), f"{facts['name']}: {facts['summary']}")
+    rows = [(s["name"], s["expected"], "required" if s["required"] else s["default"], s["help"]) for s in settings]
+    print_table(None, ("setting", "expected", "default", "meaning"), rows)

@@ -10,9 +10,8 @@ from leakscope.report.compare import (
     compare_tables,
     write_comparison,
 )
-from leakscope.report.limits_tables import Table, limits_tables
-from leakscope.report.notebook import show
+from leakscope.report.limits_tables import Table, limits_tables, tables_of, vertical_tables
 from leakscope.report.page import render, write_report
+from leakscope.report.pictures import show
 from leakscope.report.reproduction import render_reproduction, write_reproduction
 from leakscope.report.sarif import sarif_log
-from leakscope.report.vertical_tables import tables_of, vertical_tables

@@ -16,16 +16,14 @@ import yaml
 from leakscope.contracts.disk import atomic_write
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
-from leakscope.report.costs import costs_section
 from leakscope.report.defense_study import study_section
-from leakscope.report.embedding import embedding_section
 from leakscope.report.export import csv_text, study_table
+from leakscope.report.findings import costs_section, embedding_section, updates_section
 from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
-from leakscope.report.matrix import matrix_section
 from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
+from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
-from leakscope.report.weight_updates import updates_section
 from leakscope.results.defense_study import study_store
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy

@@ -6,6 +6,7 @@ import base64
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 
 import torch
 from markupsafe import Markup
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.report import svg
 
 
@@ -86,3 +89,32 @@ def _trace(value: Tensor) -> list[float]:
     while value.dim() > 1:
         value = value[0]
     return [float(v) for v in value.detach().float().cpu().reshape(-1)]
+
+
+#: Pictures that are drawn at most; a notebook keeps them all in its file.
+MOST = 16
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """HTML with pictures, which a notebook shows."""
+
+    html: str
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+
+def show(reconstruction: Reconstruction, observation: Observation, most: int = MOST) -> Pictures:
+    """The first pictures of ``reconstruction`` as a notebook draws them; they stay in its file when it is saved."""
+    unit = observation.inputs.to_unit(reconstruction.inputs.detach())
+    parts = []
+    for number, value in enumerate(unit[:most]):
+        name = f"reconstruction {number}"
+        picture = draw(value, alt=name, identity=f"reconstruction-{number}", inputs=observation.inputs)
+        if picture.uri is None:
+            parts.append(str(picture.drawing))
+        else:
+            crisp = "image-rendering:pixelated;" if picture.pixelated else ""
+            parts.append(f'<img alt="{escape(picture.alt)}" src="{picture.uri}" style="{crisp}width:96px;margin:2px">')
+    return Pictures(f"<div>{''.join(parts)}</div>")

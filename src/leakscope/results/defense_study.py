@@ -20,11 +20,11 @@ from typing import Any
 
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
+from leakscope.results.coverage import WIDE_GAP
 from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
 from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.strength import WIDE_GAP
 from leakscope.results.verdict import Verdict
 
 #: PSNR below this apart counts as the same leakage (dB): what few examples tell apart is no finding.

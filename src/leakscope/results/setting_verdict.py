@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
-from leakscope.results.coverage import MISSED, Coverage, raised
+from leakscope.results.coverage import MISSED, AttackStrength, Coverage, gap_doubt, raised
 from leakscope.results.label_leakage import (
     UNCERTAIN_LABELS,
     Share,
@@ -22,7 +22,6 @@ from leakscope.results.label_leakage import (
 from leakscope.results.policy import Limit, Policy
 from leakscope.results.reasons import FLAG_REMEDIES, Reason, Remedy, Scenario, because
 from leakscope.results.records import NAN, Row, best, highest, mean
-from leakscope.results.strength import AttackStrength, gap_doubt
 from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
 
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]

@@ -10,10 +10,10 @@ from typing import Any
 from leakscope.contracts.certificate import Certificate
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
+from leakscope.results.coverage import BEYOND_DOUBT
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Scenario
 from leakscope.results.records import NAN, ExampleRecord, Row
-from leakscope.results.strength import BEYOND_DOUBT
 
 
 @dataclass(frozen=True, kw_only=True)

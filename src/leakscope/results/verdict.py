@@ -21,15 +21,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from leakscope.contracts.tables import data_frame, in_words, latex_table
+from leakscope.contracts.tables import data_frame, html_table, in_words, latex_table
 from leakscope.results.baselines import Baselines
-from leakscope.results.names import Part, parts_of
+from leakscope.results.coverage import AttackStrength, allowed_psnr
+from leakscope.results.names import Part, Setting, name_settings, parts_of
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason, Scenario, because
-from leakscope.results.records import NAN, UTILITY, FindingRow, Row, mapping, number, plain, texts
+from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mapping, number, plain, texts
 from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict
 from leakscope.results.store import Store
-from leakscope.results.strength import AttackStrength, allowed_psnr
 from leakscope.results.strongest import StrongestExample
 
 EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive": 5, "nothing audited": 5}
@@ -60,27 +60,19 @@ class Verdict:
 
     def to_frame(self, library: str | None = None) -> Any:
         """A data frame of pandas or polars, whichever is installed, with a line for each setting."""
-        from leakscope.results.setting_tables import setting_lines
-
         return data_frame(setting_lines(self), library)
 
     def to_latex(self) -> str:
         """The table of settings as a LaTeX ``tabular``."""
-        from leakscope.results.setting_tables import shown_lines
-
         return latex_table(shown_lines(self))
 
     def to_json(self) -> str:
         """Outcome, reasons and the table of settings; the document of the whole audit is ``Audit.to_json``."""
-        from leakscope.results.setting_tables import setting_lines
-
         reasons = [reason.as_dict() for reason in self.reasons]
         facts = {"outcome": self.outcome, "exit_code": self.exit_code, "reasons": reasons}
         return json.dumps(plain({**facts, "settings": setting_lines(self)}), indent=1, allow_nan=False) + "\n"
 
     def _repr_html_(self) -> str:
-        from leakscope.results.setting_tables import verdict_html
-
         return verdict_html(self)
 
 
@@ -201,3 +193,53 @@ def _required(plan: Mapping[str, Any] | int | None, protocol: str, policy: Polic
     """The standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
     names = mapping(plan.get("standard")).get(protocol) if isinstance(plan, Mapping) else None
     return None if names is None else frozenset(texts(names)) - set(policy.waive)
+
+
+def setting_lines(verdict: Verdict) -> list[dict[str, Any]]:
+    """Every setting with its outcome and numbers; None where there is none."""
+    return [plain(_line(setting)) for setting in name_settings(verdict)]
+
+
+def _line(setting: Setting) -> dict[str, Any]:
+    verdict = setting.verdict
+    low, high = verdict.interval
+    return {
+        "setting": setting.name,
+        "protocol": setting.protocol_short,
+        "defense": setting.defense_short,
+        "outcome": verdict.outcome,
+        "leaking": sum(example.leaks for example in verdict.examples),
+        "certified": sum(example.certified for example in verdict.examples),
+        "examples": len(verdict.examples),
+        "worst_psnr": highest(example.psnr for example in verdict.examples),
+        "mean_psnr": verdict.mean_psnr,
+        "psnr_low": low,
+        "psnr_high": high,
+        "baseline_psnr": verdict.baseline_psnr,
+        "identification": verdict.identification,
+        "label_accuracy": verdict.label_accuracy,
+    }
+
+
+#: Columns of the table for people, and what they are called there.
+_SHOWN = {
+    "setting": "setting",
+    "protocol": "protocol",
+    "defense": "defence",
+    "worst_psnr": "worst PSNR (dB)",
+    "mean_psnr": "mean PSNR (dB)",
+    "baseline_psnr": "no information (dB)",
+    "leaking": "leaking",
+    "certified": "certified",
+    "outcome": "outcome",
+}
+
+
+def shown_lines(verdict: Verdict) -> list[dict[str, Any]]:
+    """The same for people to read: fewer columns, with the words of the report."""
+    return [{title: line[name] for name, title in _SHOWN.items()} for line in setting_lines(verdict)]
+
+
+def verdict_html(verdict: Verdict, *more: str) -> str:
+    """The outcome, the table, and the verdict in words; ``more`` sentences last."""
+    return html_table(f"Verdict: {verdict.outcome}", shown_lines(verdict), [str(verdict), *more])

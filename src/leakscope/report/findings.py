@@ -1,4 +1,4 @@
-"""The section on weight updates of many local steps: whether each could pass for one gradient."""
+"""The sections that come from findings: weight updates, leaked embeddings, and what a defence costs in training."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from markupsafe import Markup
 from leakscope.report import svg, words
 from leakscope.report.words import fixed
 from leakscope.results.names import Setting
-from leakscope.results.records import FindingRow, counted, mean, number
+from leakscope.results.records import NAN, FindingRow, counted, mean, number
 
 MAX_LINES = 12
 MAX_REASONS = 3
@@ -220,3 +220,164 @@ def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
             whole=True,
         ),
     }
+
+
+def embedding_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """One entry a setting that has the finding: a sentence, and a smaller line below it."""
+    entries = []
+    for setting in settings:
+        own = next((f for f in findings if f.kind == "embedding" and f.setting == setting.cell), None)
+        if own is not None:
+            span = _span(own)
+            sentence, small = (
+                (f"Nothing follows: {own.reason}.", "") if own.reason else (embedding_meaning(own), _small(own))
+            )
+            if own.reason and span:
+                sentence = f"Single features do not follow: {own.reason}. {span}"
+            entries.append({"setting": setting, "sentence": sentence, "small": small, "leaks": not own.reason})
+    return entries
+
+
+def embedding_meaning(finding: FindingRow) -> str:
+    """The finding in one sentence.
+
+    >>> content = {"layer": "fc", "examples": 4, "numbers": 2048, "error": 1e-7, "residual": 3e-12, "exact": True}
+    >>> embedding_meaning(FindingRow("k", 0, "embedding", "done", "FedSGD()", "none", 0, 0, content))
+    'The 2,048 features in front of fc of each of 4 examples follow from the update, to 1e-07; certificate 3e-12.'
+    """
+    content = finding.content
+    examples, numbers = finding.value("examples"), finding.value("numbers")
+    each = "of the one example" if examples == 1 else f"of each of {_whole(examples)} examples"
+    layer = str(content.get("layer") or "the last layer")
+    if content.get("reaches_input") is True:
+        what = f"The examples themselves, the {_whole(numbers)} inputs of {layer} {each},"
+    else:
+        what = f"The {_whole(numbers)} features in front of {layer} {each}"
+    how = "follow" if content.get("exact") is True else "follow roughly"
+    error, residual = (_power(finding.value(name)) for name in ("error", "residual"))
+    return f"{what} {how} from the update, to {error}; certificate {residual}."
+
+
+def _span(finding: FindingRow) -> str:
+    """What is known of the span of features that do not follow one by one; empty where nothing is.
+
+    >>> content = {"layer": "fc1", "examples": 12, "numbers": 512, "span_error": 1e-7, "span_baseline": 0.988}
+    >>> _span(FindingRow("k", 0, "embedding", "done", "FedSGD()", "none", 0, 0, content))
+    'The span of the 512 features in front of fc1 of 12 examples follows to 1e-07 (a random span: 0.99).'
+    """
+    error, baseline = finding.value("span_error"), finding.value("span_baseline")
+    if math.isnan(error) or math.isnan(baseline):
+        return ""
+    numbers, examples = _whole(finding.value("numbers")), _whole(finding.value("examples"))
+    size = _power(error) if error < 0.01 else f"{error:.2f}"
+    what = f"The span of the {numbers} features in front of {finding.content.get('layer') or 'a layer'}"
+    return f"{what} of {examples} examples follows to {size} (a random span: {baseline:.2f})."
+
+
+def _small(finding: FindingRow) -> str:
+    content, words = finding.content, []
+    peeled = content.get("peeled")
+    if isinstance(peeled, list) and peeled:
+        words.append(f"{counted(len(peeled), 'dense layer')} below the head solved as well")
+    right = finding.value("labels_right")
+    if not math.isnan(right):
+        words.append(f"{100 * right:.0f} % of the labels right")
+    if content.get("note"):
+        words.append(str(content["note"]))
+    return "; ".join(words)
+
+
+def _whole(value: float) -> str:
+    return "?" if math.isnan(value) else f"{value:,.0f}"
+
+
+def _power(value: float) -> str:
+    return "an unknown error" if math.isnan(value) else f"{value:.0e}"
+
+
+#: A loss beyond so many times the first one is drawn at the edge: training that fails must not flatten the rest.
+EDGE = 2.0
+#: A training that leaves more of its loss than this has hardly learnt anything.
+LEARNED = 0.95
+#: Where the lowest loss is above this share of the highest, the axis does not begin at zero.
+_NARROW = 0.5
+
+
+class _Curve:
+    """The training of one setting; NaN where the store says nothing that can be used."""
+
+    def __init__(self, setting: Setting, finding: FindingRow) -> None:
+        self.setting, self.reason = setting, finding.reason
+        self.rounds, self.before = finding.value("rounds"), finding.value("before")
+        self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
+        points = finding.content.get("points")
+        pairs = (
+            [pair for pair in points if isinstance(pair, list) and len(pair) == 2] if isinstance(points, list) else []
+        )
+        numbers = [(number(place), number(loss)) for place, loss in pairs]
+        self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
+
+
+def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+    """One entry a protocol whose training is known; none where no protocol trains."""
+    protocols: dict[str, list[_Curve]] = {}
+    for setting in settings:
+        cost = next((f for f in findings if f.kind == "cost" and f.setting == setting.cell), None)
+        if cost is not None:
+            protocols.setdefault(setting.protocol, []).append(_Curve(setting, cost))
+    return [_cost_entry(curves, f"cost-{place}") for place, curves in enumerate(protocols.values())]
+
+
+def _cost_entry(curves: list[_Curve], identity: str) -> dict[str, Any]:
+    bare = next((curve for curve in curves if curve.setting.defense == "none"), None)
+    notes = [f"{curve.setting.name}: not computed: {curve.reason}" for curve in curves if curve.reason]
+    if bare is not None and bare.after > LEARNED * bare.before:
+        notes.append("Even without a defence the loss hardly falls in these rounds, so the ratios say little.")
+    drawn = [curve for curve in curves if curve.points]
+    rounds = max((curve.rounds for curve in curves if not math.isnan(curve.rounds)), default=0.0)
+    return {
+        "setting": curves[0].setting,
+        "rounds": counted(int(rounds), "round"),
+        "drawing": _plot(drawn, identity) if drawn else "",
+        "lines": [_line(curve, NAN if bare is None else bare.after, drawn) for curve in curves],
+        "notes": notes,
+    }
+
+
+def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
+    return {
+        "setting": curve.setting,
+        "colour": svg.colour(drawn.index(curve)) if curve in drawn else "",
+        "before": fixed(curve.before, 3),
+        "after": fixed(curve.after, 3),
+        "small": "" if math.isnan(curve.last_tenth) else f"{fixed(curve.last_tenth, 3)} at last",
+        "ratio": words.DASH if curve.setting.defense == "none" else ratio(curve.after, bare),
+    }
+
+
+def ratio(loss: float, undefended: float) -> str:
+    """How many times the undefended loss this is; a dash where there is none to compare with.
+
+    >>> ratio(1.15, 0.46), ratio(1.0, NAN), ratio(1.0, 0.0)
+    ('× 2.50', '–', '–')
+    """
+    value = loss / undefended if undefended > 0 else NAN
+    return words.DASH if math.isnan(value) else f"× {value:.2f}" if value < 1000 else f"× {value:.2g}"
+
+
+def _plot(curves: list[_Curve], identity: str) -> Any:
+    losses = [loss for curve in curves for _, loss in curve.points]
+    edge = EDGE * max(curve.points[0][1] for curve in curves)
+    low, high = min(losses), min(max(losses), edge)
+    low = 0.0 if low < _NARROW * high else low - 0.05 * (high - low)
+    return svg.line_plot(
+        [svg.Line(name=f"{c.setting.name} {c.setting.defense_short}", points=c.points) for c in curves],
+        title=f"Training loss under each defence, {curves[0].setting.protocol_short}",
+        identity=identity,
+        x_label="round",
+        y_label="loss of the round's batch" + (f", {high:.3g} and more at the edge" if max(losses) > high else ""),
+        x_range=(1.0, max(place for curve in curves for place, _ in curve.points)),
+        floors=(low,),
+        ceiling=high if high > low else low + 1.0,
+        whole=True,
+    )
