@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from leakscope.audit.assess import Assessment
 from leakscope.capture.recordings import Origin
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import Certificate
@@ -18,7 +19,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.federation import FedSGD
 from leakscope.integrations.flower_mod import worst_of_clients
 from leakscope.integrations.flower_strategy import summary_of
-from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.leakage import measure, unassessed
 from leakscope.integrations.opacus import DPReport
 from leakscope.models import build_model
 
@@ -41,7 +42,7 @@ class Prover(Attack):
         return Reconstruction(torch.full((count, *SHAPE), 0.5), labels, torch.zeros(count), certificates=proofs)
 
 
-def found(*free: int, place: Any = "server") -> Leakage:
+def found(*free: int, place: Any = "server") -> Assessment:
     x, y = torch.rand(len(free), *SHAPE), torch.zeros(len(free), dtype=torch.long)
     seen = FedSGD().observe(build_model("logistic", input_shape=SHAPE, num_classes=3), x, y)
     origin = Origin(place=place, client="1", number=1, run="1", library="none")
@@ -59,7 +60,9 @@ def test_certified_examples_are_counted(free: tuple[int, ...], certified: int) -
 
 
 def test_what_was_not_attacked_is_not_certified() -> None:
-    one = Leakage(found(0).origin, "Prover()", None)
+    whole = found(0)
+    assert whole.origin is not None
+    one = unassessed(whole.observation, whole.origin, whole.attack, "not its turn")
     assert one.certified == 0
     assert math.isnan(one.metrics()["leakscope.server.certified"])
     assert summary_of([one, found(0)])["leakscope.server.certified"] == 1

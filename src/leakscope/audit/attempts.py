@@ -19,24 +19,24 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.shared_work import SharedWork
+from leakscope.audit.assess import Ruler, Truth, assess
 from leakscope.audit.controls import CONTROLS, Case, Control
-from leakscope.audit.explained import labels_of, left_by, with_flag
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.keys import derived_seed, is_training
-from leakscope.audit.memory import PeakMemory, Updates
+from leakscope.audit.memory import Updates
 from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, client_of, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.utility import describe_utility
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import Certificate
-from leakscope.contracts.errors import MissingKnowledge, NotApplicable
+from leakscope.contracts.errors import NotApplicable, Refusal
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
-from leakscope.contracts.reconstruction import Diagnosis, Reconstruction
-from leakscope.limits import diagnose
-from leakscope.metrics import Evaluation, evaluate
+from leakscope.contracts.reconstruction import Reconstruction
+from leakscope.matching.orders import Order
+from leakscope.metrics import Evaluation
 from leakscope.results.records import AttemptRecord, FindingRow, Row, Status, first_line, plain
 
 TRACEBACK_LINES = 12
@@ -84,7 +84,7 @@ class Bench:
         started, recalled = time.perf_counter(), self._shared.recalled_seconds
         try:
             outcome = self._do(job, progress)
-        except (MissingKnowledge, NotApplicable) as error:
+        except Refusal as error:
             outcome = Outcome("refused", error=f"{type(error).__name__}: {error}")
         except Exception as error:  # noqa: BLE001 - one broken job must not cost the others; the row tells all
             outcome = Outcome("failed", error=failure_text(error))
@@ -131,47 +131,57 @@ class Bench:
         if attack.reads_rounds and not protocol.sends_rounds:
             # That is for the protocol to give, so its lack is no want of knowledge.
             raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches; this protocol has none")
+        real = job.control is None
         observation = self.observe(job) if job.control is None else self._control(job, CONTROLS[job.control])
-        memory = PeakMemory()
-        try:
-            reconstruction = self._attack(job, attack, observation, progress)
-        finally:
-            peak = memory.megabytes()  # its watch ends, also where the attack did not
-        measured = self._compare(job, reconstruction, observation.num_examples)
-        left = by_truth = None
-        if job.control is None:
-            order = reconstruction.info.get("batch_order")
-            left = left_by(observation, reconstruction.inputs, labels_of(observation, reconstruction), order)
-            by_truth = None if left is None else self._left_by_truth(job, observation)
-            # Without the truth's side nothing tells a defence from a failed search.
-            reconstruction = with_flag(reconstruction, observation, None if by_truth is None else left, by_truth)
+        found = assess(
+            observation,
+            attack,
+            self._truth(job, observation),
+            controls=(),
+            run=lambda seen: self._attack(job, attack, seen, progress),
+            ruler=self._ruler,
+            explain=real,
+        )
+        if found.refusal is not None:
+            raise found.refusal
+        assert found.reconstruction is not None
+        assert found.evaluation is not None
         result = {
-            **_result(setup, job, reconstruction, measured),
+            **_result(setup, job, found.reconstruction, found.evaluation),
             "adaptive": attack.knows_defense(observation),
             "chose_model": attack.chooses_model,
-            "peak_memory_mb": peak,
-            "unexplained": plain(left),
-            "unexplained_by_truth": plain(by_truth),
+            "peak_memory_mb": found.peak_memory_mb,
+            "unexplained": plain(found.unexplained),
+            "unexplained_by_truth": plain(found.unexplained_by_truth),
         }
-        if job.control is None:
-            result["diagnosis"] = _diagnosis(observation, reconstruction)
-            if "labels uncertain" in reconstruction.flags and not _all_right(measured):
-                result |= self._with_labels(job, attack, progress, reconstruction.notes)
-        return Outcome(
-            "done", result, tensors=self._pictures(job, measured), history=plain(dict(reconstruction.history))
-        )
+        if real:
+            assert found.reconstruction.diagnosis is not None
+            result["diagnosis"] = plain(dataclasses.asdict(found.reconstruction.diagnosis))
+            if "labels uncertain" in found.reconstruction.flags and not _all_right(found.evaluation):
+                result |= self._with_labels(job, attack, progress, found.reconstruction.notes)
+        pictures = self._pictures(job, found.evaluation)
+        return Outcome("done", result, tensors=pictures, history=plain(dict(found.reconstruction.history)))
 
-    def _left_by_truth(self, job: Job, observation: Observation) -> float | None:
-        """Return what the client's own examples and visiting order leave of what the attack saw; None if unknown."""
+    @property
+    def _ruler(self) -> Ruler:
+        setup = self._setup
+        return Ruler(setup.data.inputs, setup.spec.task.instance, setup.candidates, setup.lpips)
+
+    def _truth(self, job: Job, observation: Observation) -> Truth:
+        """The client's examples; a control may be about the first of them only."""
         x, y = self._setup.batch(job.batch)
-        order = None
-        if observation.message.kind == "weight_delta":
-            knowing = dataclasses.replace(
-                self._setup.knowledge, local_epochs=True, batch_size=True, learning_rate=True, batch_order=True
-            )
-            whose = *client_of(self._setup, job), "with order"
-            order = self._updates.get(whose, lambda: self._make_update(job, knowing)).training.batch_order
-        return left_by(observation, x, y, order)
+        count = len(x) if job.control is None else observation.num_examples or len(x)
+        return Truth(x[:count], y[:count], lambda: self._order(job, observation))
+
+    def _order(self, job: Job, observation: Observation) -> Order | None:
+        """The client's own visiting order, whether or not the attack was told it."""
+        if observation.message.kind != "weight_delta":
+            return None
+        knowing = dataclasses.replace(
+            self._setup.knowledge, local_epochs=True, batch_size=True, learning_rate=True, batch_order=True
+        )
+        whose = *client_of(self._setup, job), "with order"
+        return self._updates.get(whose, lambda: self._make_update(job, knowing)).training.batch_order
 
     def _with_labels(
         self, job: Job, attack: Attack, progress: Advance | None, notes: tuple[str, ...]
@@ -185,17 +195,17 @@ class Bench:
         try:
             whose = *client_of(self._setup, job), "with labels"
             observation = self._updates.get(whose, lambda: self._make_update(job, knowing))
-            reconstruction = self._attack(job, attack, observation, progress)
-            measured = self._compare(job, reconstruction, observation.num_examples)
+            found = self._attack(job, attack, observation, progress)
+            measured = self._ruler.compare(self._truth(job, observation), found.inputs, found.labels)
         except Exception as error:  # noqa: BLE001 - what was found without the labels must not be lost
             why = f"{type(error).__name__}: {first_line(str(error))}"
             return {"notes": [*notes, f"run once more with the right labels, the attack failed: {why}"]}
-        return {"given_labels": _result(self._setup, job, reconstruction, measured)["examples"]}
+        return {"given_labels": _result(self._setup, job, found, measured)["examples"]}
 
     def _guess(self, job: Job, guess: Callable[[Case], Tensor]) -> Outcome:
         """A control without an attack."""
         case, setup = self._case(job), self._setup
-        measured = self._measure(case.originals, case.y, guess(case), None)
+        measured = self._ruler.measure(Truth(case.x, case.y), guess(case), None)
         return Outcome("done", {"examples": _examples(setup, job, measured, []), "reasons": plain(measured.reasons)})
 
     def _control(self, job: Job, control: Control) -> Observation:
@@ -218,7 +228,7 @@ class Bench:
             knowledge=setup.knowledge,
             x=x,
             y=y,
-            originals=self._originals(job),
+            originals=self._ruler.originals(x),
             held_out=setup.held_out(job.batch),
             observation=lambda: self.observe(job),
             observe=observe,
@@ -244,40 +254,13 @@ class Bench:
         seconds = found.info["seconds"] + self._shared.recalled_seconds - recalled
         return dataclasses.replace(found, info={**found.info, "seconds": seconds})
 
-    def _compare(self, job: Job, reconstruction: Reconstruction, examples: int | None) -> Evaluation:
-        """The result beside the truth; a control may be about the first of the client's examples only."""
-        setup, originals = self._setup, self._originals(job)
-        x, y = setup.batch(job.batch)
-        space = setup.data.inputs
-        guesses = space.to_unit(space.cast(reconstruction.inputs.detach().cpu(), x.dtype)).float()
-        labels = None if reconstruction.labels is None else reconstruction.labels.detach().cpu()
-        count = len(x) if job.control is None or examples is None else examples
-        return self._measure(originals[:count], y[:count], guesses, labels)
-
-    def _measure(self, originals: Tensor, y: Tensor, guesses: Tensor, labels: Tensor | None) -> Evaluation:
-        setup = self._setup
-        return evaluate(
-            originals,
-            y,
-            guesses,
-            labels,
-            candidates_unit=setup.candidates,
-            lpips=setup.lpips,
-            inputs=setup.data.inputs,
-            task=setup.spec.task.instance,
-        )
-
-    def _originals(self, job: Job) -> Tensor:
-        """The client's examples in unit space."""
-        x, _ = self._setup.batch(job.batch)
-        return self._setup.data.inputs.to_unit(x).float().clamp(0, 1)
-
     def _pictures(self, job: Job, measured: Evaluation) -> dict[str, Tensor]:
         if not self._setup.pictures:
             return {}
         # Where nothing was reconstructed there is still a place in the file, and it is black.
         shown = measured.matched.detach().float().nan_to_num(nan=0.0).clamp(0, 1)
-        return {"originals": self._originals(job)[: len(shown)], "reconstructions": shown}
+        x, _ = self._setup.batch(job.batch)
+        return {"originals": self._ruler.originals(x)[: len(shown)], "reconstructions": shown}
 
     def _finding(self, job: Job) -> Outcome:
         setup = self._setup
@@ -363,17 +346,6 @@ def _examples(
 def _all_right(measured: Evaluation) -> bool:
     """Whether the attack named every label; one that names none has no wrong ones."""
     return all(row.get("label_correct") in (True, None) for row in measured.rows)
-
-
-def _diagnosis(observation: Observation, reconstruction: Reconstruction) -> dict[str, Any]:
-    """Why the result is what it is; theory that fails says so and costs the attempt nothing."""
-    try:
-        found = diagnose(observation, reconstruction)
-    except Exception as error:  # noqa: BLE001 - any model may come, and the attack's result stands without it
-        reason = f"the diagnosis failed with {type(error).__name__}: {first_line(str(error))}"
-        found = Diagnosis(outcome="undecided", reason=reason, unknowns=reconstruction.inputs.numel())
-    facts: dict[str, Any] = plain(dataclasses.asdict(found))
-    return facts
 
 
 def _now() -> str:

@@ -70,7 +70,8 @@ def attack(
     if pictures and truth is None:
         raise UserError("--pictures: expected with --truth only; what was recovered is always shown")
     observed = captured.observe("attack") if observation is None else _stored(observation, captured)
-    settings = {"seed": seed, "device": device, "control": control, "thorough": diagnose}
+    controls = ("grey", "random", *(("noise",) if control else ()))
+    settings = {"seed": seed, "device": device, "controls": controls, "thorough": diagnose}
     result = _attacked(observed, attack, truth, observation is None, settings)
     title = ", ".join(path.name for path in ([observation] if observation else captured.sources))
     _write(result, {"attack": repr(result.attack), "seed": seed}, out, title, pictures)
@@ -78,8 +79,8 @@ def attack(
 
 
 def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, settings: dict[str, Any]) -> Any:
-    """The result of the attack so named; of a ``new`` observation it is told first how it was understood."""
-    from leakscope.audit.captured import attack_captured
+    """The assessment of the attack so named; of a ``new`` observation it is told first how it was understood."""
+    from leakscope.audit.assess import assess
     from leakscope.audit.parts import attack_part
     from leakscope.capture.files import read_truth
     from leakscope.cli.console import make_console, say
@@ -92,22 +93,26 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
     for line in understood(observed) if new else ():
         say(console, line)
     with step_progress() as progress:
-        return attack_captured(observed, recover, truth=known, progress=progress, **settings)
+        found = assess(observed, recover, known, progress=progress, **settings)
+    if found.refusal is not None:
+        raise found.refusal
+    return found
 
 
 def _tell(result: Any, out: Path) -> None:
     """What people read of it."""
     from leakscope.cli.console import make_console, say, say_path
+    from leakscope.report.captured import confidence_words
     from leakscope.report.certificate import shared_words
     from leakscope.results.records import counted
 
     console, recovered = make_console(), result.reconstruction
-    for line in (*recovered.flags, *recovered.notes):
+    for line in (*recovered.flags, *result.notes):
         say(console, f"Note: {line}")
     say(console, f"{recovered.diagnosis.outcome}: {recovered.diagnosis.reason}")
-    for line in shared_words(recovered.certificates, result.psnrs):
+    for line in shared_words(recovered.certificates, result.psnr_of_inputs):
         say(console, f"{line}.")
-    say(console, result.confidence())
+    say(console, confidence_words(result))
     if result.evaluation is not None:
         values = ", ".join(f"{row['psnr']:.1f}" for row in result.evaluation.rows)
         say(console, f"PSNR against the truth, dB: {values}")
@@ -141,7 +146,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
     from safetensors.torch import save
 
     from leakscope.contracts.disk import atomic_write, private_folder
-    from leakscope.report import write_captured
+    from leakscope.report.captured import baseline_words, confidence_words, write_captured
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
 
@@ -150,21 +155,23 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
     tensors = {"inputs": recovered.inputs.cpu().contiguous(), "scores": recovered.scores.cpu().contiguous()}
     atomic_write(out / "reconstruction.safetensors", save(tensors))
     if recovered.inputs.dim() == 4:
-        for number, picture in enumerate(result.unit_inputs.clamp(0, 1)):
+        for number, picture in enumerate(result.observation.inputs.to_unit(recovered.inputs.cpu()).clamp(0, 1)):
             atomic_write(out / f"reconstruction-{number}.png", png(picture))
     summary = {
         **facts,
         "labels": None if recovered.labels is None else recovered.labels.tolist(),
         "scores": recovered.scores.tolist(),
         "flags": list(recovered.flags),
-        "notes": list(recovered.notes),
+        "notes": list(result.notes),
         "diagnosis": dataclasses.asdict(recovered.diagnosis),
         "certified": recovered.certified,
         "certificates": [None if proof is None else dataclasses.asdict(proof) for proof in recovered.certificates],
         "info": dict(recovered.info),
-        "left_unexplained": result.left,
-        "baselines": [{"name": one.name, "left_unexplained": one.left} for one in result.baselines],
-        "confidence": result.confidence(),
+        "left_unexplained": result.unexplained,
+        "baselines": [
+            {"name": baseline_words(one.name), "left_unexplained": one.unexplained} for one in result.baselines
+        ],
+        "confidence": confidence_words(result),
         "made": None if made is None else made.facts(),
         "measures": None if result.evaluation is None else list(result.evaluation.rows),
     }

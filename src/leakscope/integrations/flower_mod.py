@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from leakscope.attacks import make_attack
 from leakscope.capture.flower import Capture, told_examples, told_round, weights_in
 from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
@@ -26,7 +27,7 @@ from leakscope.contracts.checks import refuse, whole
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.errors import UserError
 from leakscope.integrations import load_library
-from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.leakage import measure, unassessed
 
 Position = Literal["raw", "as_sent"]
 NOT_INNERMOST = (
@@ -171,7 +172,9 @@ class AuditMod:
                 seed=self.inline.seed,
             )
         else:
-            found = Leakage(origin, repr(self.inline.attack), None, notes=("not this client's turn",))
+            attack = self.inline.attack
+            recover = make_attack(attack) if isinstance(attack, str) else attack
+            found = unassessed(observation, origin, recover, "not this client's turn")
         if self.inline.send:
             add_metrics(reply.content, found.metrics())
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from leakscope.audit.assess import Assessment
 from leakscope.capture.flower import Capture, told_examples, weights_in
 from leakscope.capture.recordings import Origin, save_recording
 from leakscope.contracts.errors import UserError
 from leakscope.integrations import load_library
 from leakscope.integrations.flower_mod import Inline, library, worst_of_clients
-from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.leakage import measure
 
 _flwr = load_library("flwr.app", "flower")
 _strategies = load_library("flwr.serverapp.strategy", "flower")
@@ -87,7 +88,7 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
             raise AttributeError(name)
         return getattr(self.strategy, name)
 
-    def _record(self, server_round: int, replies: list[Any]) -> list[Leakage]:
+    def _record(self, server_round: int, replies: list[Any]) -> list[Assessment]:
         capture, inline = self.capture, self.inline
         attacked = inline is not None and inline.in_round(server_round)
         if not capture.records(server_round) and not attacked:
@@ -124,7 +125,7 @@ class Reply:
     notes: tuple[str, ...] = ()
 
 
-def record_replies(capture: Capture, inline: Inline | None, number: int, replies: list[Reply]) -> list[Leakage]:
+def record_replies(capture: Capture, inline: Inline | None, number: int, replies: list[Reply]) -> list[Assessment]:
     """Write the replies of a round, and attack those whose turn it is."""
     found = []
     # By client, so that which ones are attacked does not depend on who answered first.
@@ -145,7 +146,7 @@ def record_replies(capture: Capture, inline: Inline | None, number: int, replies
     return found
 
 
-def summary_of(found: list[Leakage]) -> dict[str, float]:
+def summary_of(found: list[Assessment]) -> dict[str, float]:
     """The server's findings of one round as metrics: of the client whose update was explained best.
 
     Audited clients and certified examples are counted over all of them.

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.audit.assess import Assessment
 from leakscope.capture import CaptureFacts, observe_captured
 from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
@@ -39,7 +40,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.contracts.task import Classification, Task
 from leakscope.integrations import load_library
-from leakscope.integrations.leakage import Leakage, measure
+from leakscope.integrations.leakage import measure
 
 _opacus = load_library("opacus", "opacus")
 _optimizers = load_library("opacus.optimizers", "opacus")
@@ -68,7 +69,7 @@ class DPReport:
     not recorded, with the reason.
     """
 
-    leakage: tuple[Leakage, ...]
+    leakage: tuple[Assessment, ...]
     steps: int
     epsilon: float | None
     delta: float | None
@@ -78,7 +79,7 @@ class DPReport:
     skipped: Mapping[int, str]
 
     @property
-    def worst(self) -> Leakage | None:
+    def worst(self) -> Assessment | None:
         """The step of which an example was recovered furthest above zero information."""
         measured = [one for one in self.leakage if one.lift]
         return max(measured, key=lambda one: max(one.lift or (-math.inf,)), default=None)

@@ -8,7 +8,8 @@ another one with a gradient between the weights before and after, whatever its l
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from leakscope.contracts.observation import Observation
 from leakscope.matching.orders import Order, candidate_orders
 from leakscope.matching.recipe import client_steps, reliable_update, replay_recipe
-from leakscope.matching.simulations import SegmentGradient
+from leakscope.matching.simulations import SegmentGradient, UnrolledSteps
 from leakscope.matching.victim import Tensors, Victim
 
 #: Orders that are replayed where nobody says which one it was: a second of a small network.
@@ -45,23 +46,51 @@ def unexplained(
     ``order`` is the visiting order of these inputs where an attack found one. Without it the known one is taken, or the
     best of a few candidates.
     """
+    return explain(observation, inputs, targets, output_gradient, order=order).left
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What inputs leave of an update, and what they leave of one of another length.
+
+    ``stretch`` is how many times as long the update is as they make it; None where its length says nothing.
+    """
+
+    left: float
+    left_at_best_length: float
+    stretch: float | None
+
+
+def explain(
+    observation: Observation,
+    inputs: Tensor,
+    targets: Tensor,
+    output_gradient: Tensor | None = None,
+    *,
+    order: Sequence[Sequence[int]] | None = None,
+) -> Explanation:
+    """What the best of the ways leaves in which inputs may have become the update; see :func:`unexplained`."""
     victim, observed = Victim.of(observation), reliable_update(observation)
+    recipe = replay_recipe(observation)
+    updates: Iterable[Tensors]
     if observation.message.kind == "gradient" or output_gradient is not None:
         gradient, _ = victim.gradient(victim.tensors, inputs, targets, output_gradient)
-        update = victim.sent_update(gradient, victim.tensors)
-        return _left(observed, update, free_scale=observation.message.kind == "weight_delta")
-    recipe = replay_recipe(observation)
-    if recipe is None or recipe[0] != len(inputs):
+        updates, free = [victim.sent_update(gradient, victim.tensors)], observation.message.kind == "weight_delta"
+    elif recipe is None or recipe[0] != len(inputs):
         points = [SegmentGradient(beta=beta, step=0) for beta in SEGMENT]
-        updates = (point(victim, victim.tensors, inputs, targets, {})[0] for point in points)
-        return min(_left(observed, update, free_scale=True) for update in updates)
-    best = math.inf
-    for candidate in _orders(observation, order, recipe):
-        steps = client_steps(observation, candidate, recipe[3])
-        with torch.no_grad():
-            update, _ = steps(victim, victim.tensors, inputs, targets, {})
-        best = min(best, _left(observed, update, free_scale=False))
-    return best
+        updates, free = (point(victim, victim.tensors, inputs, targets, {})[0] for point in points), True
+    else:
+        ways = [client_steps(observation, way, recipe[3]) for way in _orders(observation, order, recipe)]
+        updates, free = (_replayed(way, victim, inputs, targets) for way in ways), False
+    left, update = min(((_left(observed, one, free), one) for one in updates), key=lambda pair: pair[0])
+    if free:
+        return Explanation(left, left, None)
+    return Explanation(left, _left(observed, update, True), _scale(update, observed))
+
+
+@torch.no_grad()
+def _replayed(steps: UnrolledSteps, victim: Victim, inputs: Tensor, targets: Tensor) -> Tensors:
+    return steps(victim, victim.tensors, inputs, targets, {})[0]
 
 
 def noise_share(observation: Observation) -> float:
@@ -101,7 +130,7 @@ def _orders(
     return candidate_orders(range(examples), batch_size, epochs, MOST_REPLAYS, draws)[0]
 
 
-def _left(observed: Mapping[str, Tensor], update: Tensors, *, free_scale: bool) -> float:
+def _left(observed: Mapping[str, Tensor], update: Tensors, free_scale: bool) -> float:
     """``free_scale``: a gradient is compared with a weight update, whose length says nothing of it."""
     scale, squares, count = _scale(update, observed) if free_scale else 1.0, 0.0, 0
     for name, value in observed.items():

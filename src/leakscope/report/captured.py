@@ -1,7 +1,7 @@
-"""The page of an attack on a captured update: one self-contained HTML file.
+"""An assessed update in words: one line, how sure the result is, and a page (one self-contained HTML file).
 
-The room of audits comes after this one, so a result is read here by the names of its fields alone. Without the truth
-the page claims no measure; originals are drawn only where somebody asked for them.
+The room of audits comes after this one, so an assessment is read here by the names of its fields alone. Without the
+truth no measure is claimed; originals are drawn only where somebody asked for them.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
+from leakscope.report.certificate import CERTIFIED, shared_words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.report.sentences import flag_remedy
 from leakscope.report.template import FileName, fill, write_page
@@ -19,14 +20,73 @@ from leakscope.results.records import counted, highest
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
+#: Inputs that know nothing of the client, by the name of their control.
+_BASELINES = {
+    "grey": "grey inputs with the same labels",
+    "random": "the best of a few random inputs with the same labels",
+    "others": "the mean of other examples with the same labels",
+    "noise": "the same attack on noise of the update's norm",
+}
+_STANDINGS = {
+    "stands out": (
+        "Stands out from its zero-information baseline: it leaves {left} of the update unexplained where inputs that "
+        "know nothing leave {least}. Other inputs may explain it as well; see the diagnosis."
+    ),
+    "somewhat better": (
+        "Somewhat better than its zero-information baseline: it leaves {left} of the update unexplained where inputs "
+        "that know nothing leave {least}. Part of it may be the client's."
+    ),
+    "no better": (
+        "No better than its zero-information baseline: it leaves {left} of the update unexplained, inputs that know "
+        "nothing leave {least}. Nothing here says that what was recovered is the client's."
+    ),
+    "unknown": "Unknown: what the recovered inputs leave of the update, or what a baseline leaves, cannot be computed.",
+}
+_ONE_GRADIENT = (
+    "That is judged by one gradient at the weights the client received; if it took several local steps, even the true "
+    "inputs would leave something."
+)
 _HIDDEN = "Originals are left out of this page; --pictures shows them."
 
 
+def confidence_words(result: Any) -> str:
+    """Say what a result may be taken for: by its certificates, else by what it leaves unexplained."""
+    if result.standing == "certified":
+        return CERTIFIED
+    least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
+    told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
+    return f"{told} {_ONE_GRADIENT}" if result.one_gradient and result.standing != "stands out" else told
+
+
+def baseline_words(name: str) -> str:
+    """Say how the inputs of a control came about."""
+    return _BASELINES[name]
+
+
+def assessment_line(result: Any) -> str:
+    """Say in one line where an update was taken, what was recovered, and what that stands beside."""
+    origin, found = result.origin, result.reconstruction
+    words = [type(result.attack).__name__]
+    if origin is not None:
+        step = origin.place == "dp_step"
+        whose = f"step {origin.number}" if step else f"round {origin.number}, client {origin.client}"
+        words = [f"{origin.place}, {whose}: {words[0]}"]
+    if found is None:
+        return "; ".join([*words, f"not attacked: {result.refusal}", *result.notes])
+    if result.psnr is not None:
+        best, nothing = result.worst_off
+        words.append(f"best {best:.1f} dB, zero information {nothing:.1f} dB")
+    if result.unexplained is not None:
+        noise = "" if result.unexplained_of_noise is None else f" (of noise {result.unexplained_of_noise:.0%})"
+        words.append(f"{result.unexplained:.0%} of the update unexplained{noise}")
+    return "; ".join([*words, *shared_words(found.certificates), *found.flags, *result.notes])
+
+
 def render_captured(result: Any, title: str, pictures: bool = False) -> str:
-    """The HTML page of a :class:`leakscope.audit.captured.CapturedResult`; ``pictures`` shows the originals too."""
+    """The HTML page of a :class:`leakscope.audit.assess.Assessment`; ``pictures`` shows the originals too."""
     reconstruction, observation = result.reconstruction, result.observation
     shape = tuple(observation.input_shape)
-    headline, _, lead = result.confidence().partition(": ")
+    headline, _, lead = confidence_words(result).partition(": ")
     context = {
         "title": title,
         "headline": headline,
@@ -39,7 +99,7 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
         "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],
-        "notes": list(reconstruction.notes),
+        "notes": list(result.notes),
         "diagnosis": reconstruction.diagnosis,
         "threat": observation.knowledge.describe(),
         "made": _made(observation),
@@ -58,7 +118,7 @@ def _tiles(result: Any) -> list[tuple[str, str]]:
     count = len(reconstruction.inputs)
     tiles = [
         ("Inputs", str(count)),
-        ("Left unexplained", words.short(result.left)),
+        ("Left unexplained", words.short(result.unexplained)),
         ("Certified", f"{reconstruction.certified} of {count}" if reconstruction.certificates else "none"),
     ]
     if result.evaluation is None:
@@ -68,26 +128,27 @@ def _tiles(result: Any) -> list[tuple[str, str]]:
 
 def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
     """Each recovered input, and with the truth the original that it was matched with."""
-    reconstruction, unit = result.reconstruction, result.unit_inputs.clamp(0, 1)
+    reconstruction, space = result.reconstruction, result.observation.inputs
+    unit = space.to_unit(reconstruction.inputs.cpu()).clamp(0, 1)
     order = [] if result.evaluation is None else result.evaluation.order.tolist()
     blind = result.baselines[-1]
-    inputs = result.observation.inputs
-    drawn = inputs.to_unit(blind.inputs.cpu()).clamp(0, 1)
+    drawn = space.to_unit(blind.inputs.cpu()).clamp(0, 1)
+    originals = None if result.truth is None or not pictures else result.ruler.originals(result.truth.x)
     examples = []
     for number, value in enumerate(unit[:MAX_SHOWN]):
         place = order.index(number) if number in order else None
         original: Picture | None = None
-        if pictures and place is not None:
-            original = draw(result.truth[place], alt=f"original {place}", identity=f"o{number}", inputs=inputs)
+        if originals is not None and place is not None:
+            original = draw(originals[place], alt=f"original {place}", identity=f"o{number}", inputs=space)
         labels = reconstruction.labels
         examples.append(
             {
-                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}", inputs=inputs),
-                "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}", inputs=inputs),
+                "recovered": draw(value, alt=f"recovered input {number}", identity=f"r{number}", inputs=space),
+                "blind": draw(drawn[number], alt=f"baseline {number}", identity=f"b{number}", inputs=space),
                 "original": original,
                 "label": None if labels is None else labels[number].tolist(),
                 "score": float(reconstruction.scores.reshape(-1)[min(number, reconstruction.scores.numel() - 1)]),
-                "psnr": None if place is None else result.psnrs[number],
+                "psnr": None if place is None else result.psnr_of_inputs[number],
                 "certificate": reconstruction.certificates[number] if reconstruction.certificates else None,
             }
         )
@@ -96,8 +157,8 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
 
 def _rows(result: Any) -> list[dict[str, Any]]:
     """What was recovered beside inputs that hold nothing of the client."""
-    pairs = [("what the attack recovered", result.left, result.evaluation)]
-    pairs += [(one.name, one.left, one.evaluation) for one in result.baselines]
+    pairs = [("what the attack recovered", result.unexplained, result.evaluation)]
+    pairs += [(baseline_words(one.name), one.unexplained, one.evaluation) for one in result.baselines]
     return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
 
 

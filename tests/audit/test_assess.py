@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import audit_doubles as doubles
 import pytest
 import torch
 
-from leakscope.attacks import InvertingGradients
+from leakscope.attacks import InvertingGradients, LinearLayer
 from leakscope.audit import audit
+from leakscope.audit.assess import FLAG, Assessment, assess
 from leakscope.audit.attempts import Bench
-from leakscope.audit.captured import attack_captured
-from leakscope.audit.explained import FLAG
 from leakscope.audit.plan import make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
+from leakscope.capture import observe_captured
+from leakscope.capture.files import read_captured
+from leakscope.capture.flower import Capture
+from leakscope.capture.recordings import Origin, save_recording
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.federation import FedAvg
+from leakscope.integrations.leakage import audit_recordings
 from leakscope.models import build_model
 from leakscope.results.records import AttemptRecord
 
@@ -81,7 +87,7 @@ def test_what_cannot_be_computed_is_nan_and_costs_nothing(monkeypatch: pytest.Mo
     def broken(*arguments: Any, **options: Any) -> float:
         raise ZeroDivisionError("of a user's model")
 
-    monkeypatch.setattr("leakscope.audit.explained.unexplained", broken)
+    monkeypatch.setattr("leakscope.audit.assess.unexplained", broken)
     found = record(Oracle(), FEDAVG)
     assert math.isnan(found.unexplained)
     assert math.isnan(found.unexplained_by_truth)
@@ -90,12 +96,54 @@ def test_what_cannot_be_computed_is_nan_and_costs_nothing(monkeypatch: pytest.Mo
 
 def test_a_captured_update_is_judged_without_the_truth() -> None:
     observation = FedAvg(**FEDAVG["fedavg"]).observe(doubles.net(), X[:2], Y[:2])
-    right, wrong = (attack_captured(observation, Oracle(share=share), control=False) for share in (0.0, 1.0))
+    right, wrong = (assess(observation, Oracle(share=share), controls=()) for share in (0.0, 1.0))
     assert FLAG not in right.reconstruction.flags
-    assert right.left is not None
-    assert right.left < 1e-4
+    assert right.unexplained is not None
+    assert right.unexplained < 1e-4
     assert FLAG in wrong.reconstruction.flags
     assert not wrong.one_gradient
+
+
+def test_a_file_flower_and_a_job_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One update, three ways in: the same residual, the same certificates, the same type."""
+    net, attack = build_model("mlp", input_shape=(1, 4, 4), num_classes=4, seed=1), LinearLayer()
+    x, y = torch.rand(1, 1, 4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([2])
+    spec = {"model": net, "data": (x, y), "attacks": [attack], "findings": False, "controls": False, "batch": 1}
+    setup = build_setup(AuditSpec.parse({**spec, "protocols": ["fedsgd"], "defenses": ["none"]}))
+    (job,) = make_plan(setup)
+    found: list[Assessment] = []
+
+    def spied(*arguments: Any, **options: Any) -> Assessment:
+        found.append(assess(*arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr("leakscope.audit.attempts.assess", spied)
+    bench = Bench(setup)
+    row = bench.run(job).result
+    seen = bench.observe(job)
+
+    torch.save(dict(seen.message.update), tmp_path / "update.pt")
+    facts: dict[str, Any] = {"input_shape": (1, 4, 4), "num_classes": 4, "value_range": seen.value_range}
+    content, _ = read_captured(tmp_path / "update.pt")
+    captured = observe_captured(content, "gradient", None, net, {"num_examples": 1, **facts})
+    found.append(assess(captured, attack))
+
+    flower = Capture(folder=tmp_path / "flower", model=net, sends="gradient", **facts)
+    before = {name: value.numpy() for name, value in net.state_dict().items()}
+    recorded = flower.observation(before, {name: value.numpy() for name, value in seen.message.update.items()}, 1)
+    save_recording(tmp_path / "flower", recorded, Origin(place="server", client="1", number=1))
+    found += audit_recordings(tmp_path / "flower", model=net, attack=attack)
+
+    job_side, file_side, flower_side = found
+    assert {type(one) for one in found} == {Assessment}
+    assert row is not None
+    assert row["unexplained"] == job_side.unexplained == file_side.unexplained == flower_side.unexplained
+    proofs = [one.reconstruction and one.reconstruction.certificates for one in found]
+    assert proofs[0] == proofs[1] == proofs[2]
+    assert row["examples"][0]["certificate"] == dataclasses.asdict(proofs[0][0])
+    assert [one.certified for one in found] == [1, 1, 1]
+    assert [one.standing for one in (file_side, flower_side)] == ["certified"] * 2
+    assert [one.observation.made and one.observation.made.sign for one in found] == [None, "right", "right"]
 
 
 def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
