@@ -81,7 +81,9 @@ class Ruler:
 
     def compare(self, truth: Truth, inputs: Tensor, labels: Tensor | None) -> Evaluation:
         """Inputs as the model reads them beside the truth."""
-        return self.measure(truth, self.inputs.to_unit(self.inputs.cast(inputs.detach().cpu(), truth.x.dtype)).float(), labels)
+        return self.measure(
+            truth, self.inputs.to_unit(self.inputs.cast(inputs.detach().cpu(), truth.x.dtype)).float(), labels
+        )
 
 
 @dataclass(frozen=True, eq=False)
