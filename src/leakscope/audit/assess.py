@@ -302,9 +302,9 @@ def left_by(observation: Observation, inputs: Tensor, labels: Tensor | None, ord
     """
     if observation.has_rounds or labels is None or len(labels) != len(inputs) or not bool(torch.isfinite(inputs).all()):
         return None
-    moved = inputs.detach().to(device=observation.device, dtype=observation.dtype)
     try:
-        left = unexplained(observation, moved, labels.to(observation.device), order=order)
+        moved = observation.relax(inputs.detach().to(observation.device)).to(observation.dtype)
+        left = unexplained(observation.relaxed(), moved, labels.to(observation.device), order=order)
     except Exception:  # noqa: BLE001 - any model and any task may come, and the result stands without it
         return None
     return left if math.isfinite(left) else None
