@@ -9,8 +9,7 @@ import audit_doubles as doubles
 import pytest
 import torch
 
-from leakscope.audit.embedding import describe_embedding
-from leakscope.audit.findings import Subject
+from leakscope.audit.findings import Subject, describe_embedding
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.task import Classification
 from leakscope.defenses import GradientPruning

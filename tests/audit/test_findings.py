@@ -12,7 +12,8 @@ import pytest
 import torch
 from audit_doubles import run, timeless
 
-from leakscope.audit import FINDINGS, AuditSpec, SpecError, attempts, floor
+from leakscope.audit import FINDINGS, AuditSpec, SpecError, attempts, findings
+from leakscope.audit import assess as assess_room
 from leakscope.audit.findings import Finding, Subject
 from leakscope.audit.plan import make_plan
 from leakscope.audit.setup import build_setup
@@ -145,8 +146,8 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     def broken(subject: Subject) -> Any:
         raise RuntimeError("singular")
 
-    whole = floor.describe_floor
-    monkeypatch.setattr(floor, "describe_floor", broken)
+    whole = findings.describe_floor
+    monkeypatch.setattr(findings, "describe_floor", broken)
     failed = run(tmp_path, defenses=None, findings=["floor"])
     assert {row.status for row in failed.rows} == {"done"}
     (row,) = failed.findings
@@ -154,7 +155,7 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     assert "test_findings.py" in str(row.error), "where it happened"
     assert failed.verdict.outcome == "leaks"
     assert not any(reason.code == "job-failed" for reason in failed.verdict.reasons)
-    monkeypatch.setattr(floor, "describe_floor", whole)
+    monkeypatch.setattr(findings, "describe_floor", whole)
     events: list[dict[str, Any]] = []
     again = run(tmp_path, defenses=None, findings=["floor"], progress=events.append)
     assert [e["job"]["finding"] for e in events if e["event"] == "finished"] == ["floor"], "only what failed"
@@ -233,8 +234,8 @@ def test_theory_that_fails_costs_a_note_and_neither_a_row_nor_the_verdict(monkey
         raise ArithmeticError("no convergence\nin 30 sweeps")
 
     plain_verdict = run(attacks=[doubles.Quotient()]).verdict
-    monkeypatch.setattr(attempts, "diagnose", broken)
-    monkeypatch.setattr(floor, "cramer_rao", broken)
+    monkeypatch.setattr(assess_room, "diagnose", broken)
+    monkeypatch.setattr(findings, "cramer_rao", broken)
     audit = run(attacks=[doubles.Quotient()])
     assert {row.status for row in audit.rows} == {"done"}
     counted = [row.result.diagnosis for row in audit.rows if row.counts and row.result is not None]

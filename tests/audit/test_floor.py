@@ -9,7 +9,7 @@ import torch
 from audit_doubles import subject
 from torch import Tensor, nn
 
-from leakscope.audit.floor import _local_steps, describe_floor
+from leakscope.audit.findings import _local_steps, describe_floor
 from leakscope.contracts.defense import Defense
 from leakscope.defenses import GradientNoise, GradientPruning
 from leakscope.federation import FedAvg, FedSGD, SecureAggregation

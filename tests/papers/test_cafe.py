@@ -15,9 +15,8 @@ from leakscope.defenses import DPSGD, FakeGradients, accounting
 from leakscope.equations.index_matrix import identify
 from leakscope.federation.vertical import draw_batches
 from leakscope.models import build_model
-from leakscope.papers import cafe, cafe_training, reproduce
-from leakscope.papers.cafe import RECONSTRUCTIONS, Faces, Reconstruction, Scene
-from leakscope.papers.cafe_training import TABLE_11, TRAININGS, Training
+from leakscope.papers import cafe, reproduce
+from leakscope.papers.cafe import RECONSTRUCTIONS, TABLE_11, TRAININGS, Faces, Reconstruction, Scene, Training
 
 TINY = Scene(6, 2, (2, 4), 8)
 
@@ -26,14 +25,14 @@ TINY = Scene(6, 2, (2, 4), 8)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Examples:
     """Embedded pictures in place of every data set, and scales of a second."""
     found = load_data("tiles")
-    for module in (cafe, cafe_training):
+    for module in (cafe,):
         monkeypatch.setattr(module, "examples_or_reason", lambda name, **options: found)
     # The accountant takes seconds and has tests of its own; here any noise will do.
     monkeypatch.setattr(accounting, "_noise_multiplier", lambda epsilon, *_: 4 / epsilon)
     small = Reconstruction(TINY, {40: 2, 100: 3}, (100,), (1, 2), 3, (4, 2, 1))
     monkeypatch.setattr(cafe, "RECONSTRUCTIONS", {"smoke": small})
     monkeypatch.setattr(cafe, "FACES", {"smoke": Faces(TINY, 2), "paper": Faces(TINY, 9)})
-    monkeypatch.setattr(cafe_training, "TRAININGS", {"smoke": Training(TINY, 3, 0.05), "paper": TRAININGS["paper"]})
+    monkeypatch.setattr(cafe, "TRAININGS", {"smoke": Training(TINY, 3, 0.05), "paper": TRAININGS["paper"]})
     return found
 
 
@@ -98,7 +97,7 @@ def test_the_control_is_the_mean_of_the_others() -> None:
 
 
 def test_dp_promises_hold_for_all_rounds() -> None:
-    table = cafe_training.defenses(TRAININGS["paper"])
+    table = cafe.defenses(TRAININGS["paper"])
     assert list(table) == list(TABLE_11)
     assert isinstance(table["fake gradients"], FakeGradients)
     private = [defense for defense in table.values() if isinstance(defense, DPSGD)]
@@ -156,7 +155,7 @@ def test_table_11_keeps_every_loss(tiles: Examples) -> None:
 
 def test_training_that_diverges_is_a_row_that_says_so(tiles: Examples, monkeypatch: pytest.MonkeyPatch) -> None:
     wild = Training(TINY, 12, 1e30)
-    monkeypatch.setattr(cafe_training, "TRAININGS", {"smoke": wild, "paper": TRAININGS["paper"]})
+    monkeypatch.setattr(cafe, "TRAININGS", {"smoke": wild, "paper": TRAININGS["paper"]})
     result = reproduce("cafe/table11")
     row = result.rows[0]
     assert (row.measured, row.interval, row.verdict) == (None, None, "above")

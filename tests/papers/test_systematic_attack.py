@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from leakscope.papers import reproduce, systematic_attack
-from leakscope.papers.systematic_attack import LPIPS, NO_JEON, PSNR, RMSE, SCALES, TABLE_3, TABLE_6
+from leakscope.papers import reproduce
+from leakscope.papers.systematic import attack as systematic_attack
+from leakscope.papers.systematic.attack import LPIPS, NO_JEON, PSNR, RMSE, SCALES, TABLE_3, TABLE_6
 
 
 def test_published_numbers_are_those_of_the_paper() -> None:

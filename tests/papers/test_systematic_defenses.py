@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from leakscope.defenses import GradientClipping, GradientDropout, GradientNoise, GradientPruning
-from leakscope.papers import reproduce, systematic_defenses
-from leakscope.papers.systematic_defenses import SIZES, protection, published
+from leakscope.papers import reproduce
+from leakscope.papers.systematic import defenses as systematic_defenses
+from leakscope.papers.systematic.defenses import SIZES, protection, published
 
 
 def _number(table: int, column: str, **place: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from leakscope.papers.systematic_features import BATCHES, PUBLISHED, SCALES, Scale, run, trial
+from leakscope.papers.systematic.features import BATCHES, PUBLISHED, SCALES, Scale, run, trial
 
 TINY = Scale(1, 24, 672)
 
@@ -31,7 +31,7 @@ def test_noise_is_read_through() -> None:
 
 
 def test_rows_are_two_for_each_cell(monkeypatch) -> None:
-    monkeypatch.setattr("leakscope.papers.systematic_features.PUBLISHED", PUBLISHED[:1])
+    monkeypatch.setattr("leakscope.papers.systematic.features.PUBLISHED", PUBLISHED[:1])
     told: list[tuple[int, int]] = []
     rows = run("smoke", 0, lambda done, total, value: told.append((done, total)))
     assert [row.setting for row in rows] == ["B=4, none, Stein as published", "B=4, none, kept"]

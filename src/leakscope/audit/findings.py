@@ -1,23 +1,45 @@
 """Findings: what is true of a setting or of one client of it, whatever attack is run.
 
 A protocol names the findings that make sense for it; each is planned once, runs once, has its own row and progress, and
-can be switched off. The truth's side: computed at the private inputs, for the report and never for an attack.
+can be switched off. The truth's side: computed at the private inputs, for the report and never for an attack. Here are
+the table of them, the floor of theory, and the features that last layers give away; others have files of their own.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.protocol import Protocol
+from leakscope.contracts.protocol import Protocol, client_copy
 from leakscope.contracts.task import Task
+from leakscope.equations.embedding import Embedding, recover_embedding
+from leakscope.equations.features import features_of, read_dense_gradient
+from leakscope.limits import Floor, affordable_floor, cramer_rao
+from leakscope.matching import GradientMap, UnrolledSteps
+from leakscope.matching.recipe import client_steps, replay_recipe
+from leakscope.metrics.assignment import assign
+from leakscope.metrics.features import feature_error, random_span_error
+from leakscope.network.recorder import inputs_of
+
+#: Where the floor cannot be exact it is estimated from so many random directions and steps.
+FLOOR_PROBES = 4
+FLOOR_STEPS = 200
+#: Errors and losses of so many examples are kept.
+MOST_EXAMPLES = 64
+#: Spans of larger gradients are not looked for.
+MOST_ENTRIES = 2**22
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,47 +72,189 @@ class Finding:
     tell: Callable[[Subject], Mapping[str, Any]] | None = None
 
 
-def _floor(subject: Subject) -> Mapping[str, Any]:
-    from leakscope.audit.floor import describe_floor
+def describe_floor(subject: Subject) -> dict[str, Any]:
+    """The Cramér–Rao floor of one observed gradient or weight update; or only a ``reason``.
 
-    return describe_floor(subject)
+    The map of a weight update is the client's local steps in their true order, linearised at its examples.
+
+    Where the defence adds no noise, the update's own rounding is the noise, taken to be in proportion to the size of
+    each tensor: a floor of 110 dB says that in principle everything is there. It is that of the model as it is: a
+    server that may send another one is not bound by it (``model_may_change``).
+    """
+    defense = Defense() if subject.defense is None else subject.defense
+    channel = subject.protocol.channel(defense, len(subject.x))
+    if channel is None:
+        return {"reason": f"what {type(defense).__name__} does to an update is not known to the calculation"}
+    if channel.beyond_theory is not None:
+        return {"reason": channel.beyond_theory}
+    wide = subject.observation.without_channel().to(device="cpu", dtype=torch.float64)
+    replayed = _local_steps(subject) if wide.message.kind == "weight_delta" else None
+    if isinstance(replayed, str):
+        return {"reason": replayed}
+    mapping = GradientMap.of(wide, subject.y, steps=replayed)
+    plan = affordable_floor(mapping, probes=FLOOR_PROBES, steps=FLOOR_STEPS)
+    if isinstance(plan, str):
+        return {"reason": plan}
+    method, steps = plan
+    flat = mapping.flat(subject.x.double())
+    floor = cramer_rao(
+        mapping,
+        flat,
+        channel.with_least_noise(_rounding(subject, mapping, flat)),
+        method=method,
+        probes=FLOOR_PROBES,
+        steps=steps,
+    )
+    knowledge = subject.observation.knowledge
+    may_change = knowledge.choose_weights or knowledge.choose_structure
+    return {**_floor_facts(floor, mapping, channel), "model_may_change": may_change}
 
 
-def _trajectory(subject: Subject) -> Mapping[str, Any]:
-    from leakscope.audit.trajectory import describe_update
-
-    return describe_update(subject)
-
-
-def _rounds(subject: Subject) -> Mapping[str, Any]:
-    from leakscope.audit.rounds import describe_rounds
-
-    return describe_rounds(subject)
-
-
-def _cost(subject: Subject) -> Mapping[str, Any]:
-    from leakscope.audit.rounds import describe_cost
-
-    return describe_cost(subject)
+def _local_steps(subject: Subject) -> UnrolledSteps | str:
+    """Return the client's steps as it took them, repeated with its draws; or why they are not known."""
+    seen = subject.observation
+    knowing = dataclasses.replace(
+        seen.knowledge, num_examples=True, local_epochs=True, batch_size=True, learning_rate=True, batch_order=True
+    )
+    again = subject.protocol.observe(
+        seen.model, subject.x, subject.y, subject.defense, knowing, subject.draws(), task=subject.task
+    )
+    recipe, order = replay_recipe(again), again.training.batch_order
+    if recipe is None or order is None:
+        return f"the floor was not computed: {type(subject.protocol).__name__} does not tell the steps of its training"
+    return client_steps(again, order, recipe[3], checkpoint=False)
 
 
-def _embedding(subject: Subject) -> Mapping[str, Any]:
-    from leakscope.audit.embedding import describe_embedding
+def _rounding(subject: Subject, mapping: GradientMap, flat: Tensor) -> dict[str, float]:
+    """The noise of rounding on each tensor.
 
-    return describe_embedding(subject)
+    To the nearest: an error up to eps / 2 of an entry's size, all of them equally likely. Sizes differ much from layer
+    to layer, less within one. A weight update is a difference of weights that were rounded at each step, so that it is
+    their size that counts.
+    """
+    rounding = torch.finfo(subject.observation.dtype).eps / math.sqrt(12)
+    sizes = {name: float(value.square().mean().sqrt()) for name, value in mapping.update(flat).items()}
+    if mapping.steps is not None:
+        weights, steps = mapping.victim.tensors.weights, len(mapping.steps.order)
+        sizes = {
+            name: max(size, float(weights[name].square().mean().mul(steps).sqrt())) for name, size in sizes.items()
+        }
+    return {name: rounding * (size or 1.0) for name, size in sizes.items()}
 
 
-#: Kinds of findings; a further one is a function and a line here, and a protocol that names it.
-FINDINGS: Mapping[str, Finding] = MappingProxyType(
-    {
-        finding.name: finding
-        for finding in (
-            Finding("floor", "the least error that theory allows behind an update", "setting", _floor),
-            Finding("trajectory", "how nearly the update of many local steps is one gradient", "client", _trajectory),
-            Finding("rounds", "which samples announced batches determine", "setting", _rounds),
-            Finding("cost", "how the training goes under the defence", "setting", _cost),
-            Finding("utility", "how well the model learns under the defence", "training"),
-            Finding("embedding", "the features that the last layers give away by themselves", "setting", _embedding),
-        )
+def _floor_facts(floor: Floor, mapping: GradientMap, channel: Channel) -> dict[str, Any]:
+    return {
+        "entries": mapping.entries,
+        "unknowns": floor.unknowns,
+        "rank": floor.rank,
+        "condition": floor.condition,
+        "rmse": floor.rmse,
+        "infinite": math.isinf(floor.rmse),
+        "interval": None if floor.interval is None else list(floor.interval),
+        "psnr": floor.psnr,
+        "method": floor.method,
+        "converged": floor.converged,
+        "sigma": max((channel.level(name) for name in mapping.names), default=0.0),
+        "rounding_only": not channel.noisy,
+        "surviving": floor.surviving,
+        "clip_factor": floor.clip_factor,
+        "note": floor.reason,
     }
+
+
+def describe_embedding(subject: Subject) -> dict[str, Any]:
+    """How near the features that follow from the update are to the true ones; or a ``reason`` why none follow.
+
+    The features are solved for from the observation alone; the truth enters the comparison.
+    """
+    try:
+        found = recover_embedding(subject.observation)
+    except NotApplicable as refusal:
+        return {"reason": str(refusal), **_span(subject)}
+    truth = _true_features(subject, found.layer)
+    order = assign(truth, found.features)
+    errors = (found.features[order] - truth).norm(dim=1) / truth.norm(dim=1).clamp_min(1e-300)
+    return {
+        "layer": found.layer,
+        "peeled": list(found.peeled),
+        "reaches_input": found.reaches_input,
+        "examples": len(truth),
+        "numbers": truth.shape[1],
+        "error": _finite(float(errors.max())),
+        "errors": [_finite(float(error)) for error in errors[:MOST_EXAMPLES]],
+        "expected_error": _finite(found.error),
+        "residual": _finite(found.residual),
+        "exact": found.exact,
+        "labels_right": _labels_right(subject, found, order),
+        "losses": [] if found.losses is None else [_finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
+        "scale": _finite(found.scale),
+        "note": "; ".join(found.notes),
+    }
+
+
+def _span(subject: Subject) -> dict[str, Any]:
+    """Where single features do not follow: how near their span in front of the widest dense layer is, if there is one.
+
+    ``span_baseline`` is the error of a random span.
+    """
+    observation = subject.observation
+    try:
+        layer = read_dense_gradient(observation)
+        count = observation.num_examples or len(subject.x)
+        if layer.gradient.numel() > MOST_ENTRIES or count > MOST_EXAMPLES:
+            return {}
+        found = features_of(layer, count=count, methods=("svd", "stein", "refined"))
+    except NotApplicable:
+        return {}
+    truth = _true_features(subject, found.layer)
+    return {
+        "layer": found.layer,
+        "examples": len(truth),
+        "numbers": truth.shape[1],
+        "span_error": feature_error(truth, found.span),
+        "span_baseline": random_span_error(count, truth.shape[1]),
+        "span_method": found.method,
+    }
+
+
+def _true_features(subject: Subject, layer: str) -> Tensor:
+    model = client_copy(subject.observation.model, subject.observation.batchnorm)
+    with torch.no_grad():
+        return inputs_of(model.get_submodule(layer), model, subject.x).flatten(1).double().cpu()
+
+
+def _labels_right(subject: Subject, found: Embedding, order: Tensor) -> float | None:
+    """The share of labels that are right, where the task has any."""
+    if found.labels is None or not subject.task.has_classes:
+        return None
+    return float(subject.task.right(subject.y.cpu(), found.labels[order]).mean())
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _late(place: str) -> Callable[[Subject], Mapping[str, Any]]:
+    """A function by module and name: some are in modules that themselves need :class:`Subject`."""
+    module, _, name = place.partition(".")
+    return lambda subject: getattr(import_module(f"leakscope.audit.{module}"), name)(subject)
+
+
+_ALL = (
+    Finding(
+        *("floor", "the least error that theory allows behind an update", "setting", _late("findings.describe_floor"))
+    ),
+    Finding(
+        *("trajectory", "how nearly the update of many local steps is one gradient", "client"),
+        tell=_late("trajectory.describe_update"),
+    ),
+    Finding("rounds", "which samples announced batches determine", "setting", _late("rounds.describe_rounds")),
+    Finding("cost", "how the training goes under the defence", "setting", _late("rounds.describe_cost")),
+    Finding("utility", "how well the model learns under the defence", "training"),
+    Finding(
+        *("embedding", "the features that the last layers give away by themselves", "setting"),
+        tell=_late("findings.describe_embedding"),
+    ),
 )
+#: Kinds of findings; a further one is a function and a line here, and a protocol that names it.
+FINDINGS: Mapping[str, Finding] = MappingProxyType({finding.name: finding for finding in _ALL})

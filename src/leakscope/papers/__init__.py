@@ -10,17 +10,7 @@ import time
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Registry
-from leakscope.papers import (
-    cafe,
-    cafe_training,
-    gradients,
-    hybrid,
-    idlg,
-    sme,
-    systematic_attack,
-    systematic_defenses,
-    systematic_features,
-)
+from leakscope.papers import cafe, gradients, hybrid, idlg, sme, systematic
 from leakscope.papers.base import (
     Curves,
     Findings,
@@ -39,11 +29,8 @@ PAPERS: Registry[PaperTable] = Registry(
         *gradients.TABLES,
         hybrid.TABLE,
         *cafe.TABLES,
-        cafe_training.TABLE,
         *sme.TABLES,
-        systematic_features.TABLE,
-        *systematic_attack.TABLES,
-        *systematic_defenses.TABLES,
+        *systematic.TABLES,
     ),
 )
 

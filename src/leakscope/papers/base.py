@@ -14,8 +14,11 @@ from scipy.stats import beta
 from scipy.stats import t as student
 from torch import Tensor
 
+from leakscope.audit.assess import Assessment, assess
 from leakscope.audit.keys import versions
+from leakscope.contracts.attack import Attack
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.observation import Observation
 from leakscope.contracts.registry import Entry
 from leakscope.data import Examples, load_data
 
@@ -185,6 +188,20 @@ def examples_or_reason(name: str, **options: Any) -> Examples | str:
         return load_data(name, **options)
     except ValueError as error:
         return str(error)
+
+
+def attacked(observation: Observation, attack: Attack, x: Tensor, y: Tensor, seed: int, **options: Any) -> Assessment:
+    """One attack of a table beside the truth; controls are rows of their own. A refusal is raised."""
+    found = assess(observation, attack, (x, y), controls=(), seed=seed, explain=False, **options)
+    if found.refusal is not None:
+        raise found.refusal
+    return found
+
+
+def recovered(found: Assessment) -> Tensor:
+    """What came back, in the attack's order and as the model reads it."""
+    assert found.reconstruction is not None
+    return found.reconstruction.inputs
 
 
 def measured_row(

@@ -19,6 +19,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -26,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import GaussNewton, LearnFromGradients
+from leakscope.audit.assess import Assessment
 from leakscope.contracts.attack import Attack
 from leakscope.data import Examples
 from leakscope.federation import FedSGD
 from leakscope.limits import hidden_units_bound
-from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
 from leakscope.papers.base import (
     Group,
@@ -38,9 +39,11 @@ from leakscope.papers.base import (
     PaperTable,
     Progress,
     Row,
+    attacked,
     examples_or_reason,
     measured_row,
     measured_rows,
+    recovered,
 )
 
 PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
@@ -103,8 +106,9 @@ def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list
         name = f"{filters} {'filter' if filters == 1 else 'filters'}"
         settings.append((Line(name, measure, published, "lower is better for the attacker"), options))
 
-    def distance(x: Tensor, guess: Tensor) -> float:
-        return float((guess - x).abs().sum())
+    def distance(found: Assessment) -> float:
+        assert found.truth is not None
+        return float((recovered(found).clamp(0, 1) - found.truth.x).abs().sum())
 
     table = _Table("cifar100", "one-layer-cnn", 1, distance, settings)
     return _measured(table, size, seed, progress)
@@ -120,9 +124,9 @@ def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[R
         options = {"num_classes": CLASSES, "hidden": (units,), "activation": "sigmoid"}
         settings.append((Line(f"{units} hidden units", "PSNR of a batch of 4 (dB)", None, note), options))
 
-    def quality(x: Tensor, guess: Tensor) -> float:
+    def quality(found: Assessment) -> float:
         # A cap, lest one exact image stand for a whole batch.
-        return float(psnr(x, guess[assign(x, guess)]).clamp(max=100.0).mean())
+        return fmean(min(value, 100.0) for value in found.psnr or ())
 
     table = _Table("mnist", "mlp", BATCH, quality, settings)
     return _measured(table, size, seed, progress)
@@ -135,7 +139,7 @@ class _Table:
     data: str
     model: str
     batch: int
-    judge: Callable[[Tensor, Tensor], float]
+    judge: Callable[[Assessment], float]
     settings: list[tuple[Line, dict[str, Any]]]
 
 
@@ -148,8 +152,8 @@ def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) 
             net = build_model(table.model, input_shape=x.shape[1:], seed=seed, **options)
             attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
             # In double precision, for distances here go below single.
-            guess = attack(FedSGD().observe(net.double(), x, examples.y[index]), seed=seed).inputs.clamp(0, 1)
-            yield {method: table.judge(x, guess)}
+            y = examples.y[index]
+            yield {method: table.judge(attacked(FedSGD().observe(net.double(), x, y), attack, x, y, seed))}
 
     def groups() -> Iterator[Group]:
         for (line, options), method in itertools.product(table.settings, METHODS):

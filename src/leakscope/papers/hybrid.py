@@ -36,8 +36,10 @@ from leakscope.papers.base import (
     PaperTable,
     Progress,
     Row,
+    attacked,
     examples_or_reason,
     measured_rows,
+    recovered,
 )
 
 MEASURE = "MSE, lower is better for the attacker"
@@ -146,7 +148,7 @@ def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> flo
     observation = FedSGD().observe(
         model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes
     )
-    guess = BOX.to_unit(attack(observation, seed=seed).inputs)
+    guess = BOX.to_unit(recovered(attacked(observation, attack, x, example.y, seed)))
     return float((guess - example.x).square().mean())
 
 

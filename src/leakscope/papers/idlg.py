@@ -23,7 +23,7 @@ from leakscope.federation import FedSGD
 from leakscope.labels import idlg_label
 from leakscope.models import build_model
 from leakscope.network.layers import find_head
-from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, examples_or_reason, measured_rows
+from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, attacked, examples_or_reason, measured_rows
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -81,10 +81,11 @@ def trial(example: Examples, iterations: int, seed: int) -> dict[str, float]:
         model, example.x, example.y, value_range=example.value_range, num_classes=example.num_classes
     )
     label = int(example.y[0])
-    guess = DLG.preset("paper", iterations=iterations)(observation, seed=seed).labels
+    attack = DLG.preset("paper", iterations=iterations)
+    (right,) = attacked(observation, attack, example.x, example.y, seed).label_correct or (False,)
     head = find_head(observation.model, observation.input_shape, observation.num_classes)
     rule = idlg_label(observation.message.update[head.weight_name])
-    return {"DLG": 100.0 * (guess is not None and int(guess[0]) == label), "iDLG": 100.0 * (rule == label)}
+    return {"DLG": 100.0 * (right is True), "iDLG": 100.0 * (rule == label)}
 
 
 def _note(method: str, size: Scale) -> str:

@@ -12,10 +12,11 @@ The paper's networks started from JAX's initial weights. Cells whose published n
 from __future__ import annotations
 
 import dataclasses
-import time
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -23,9 +24,9 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.attacks import DLFA, SME
+from leakscope.audit.assess import Assessment
 from leakscope.audit.findings import Subject
 from leakscope.audit.keys import derived_seed
-from leakscope.audit.memory import PeakMemory
 from leakscope.audit.trajectory import describe_update
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.errors import UserError
@@ -35,7 +36,6 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.data import Examples, split_by_group
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
-from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
 from leakscope.papers.base import (
     Group,
@@ -43,6 +43,7 @@ from leakscope.papers.base import (
     PaperTable,
     Progress,
     Row,
+    attacked,
     examples_or_reason,
     measured_row,
     measured_rows,
@@ -100,10 +101,8 @@ class Client:
         """The client's own draws, which must not coincide with an attack's."""
         return torch.Generator().manual_seed(derived_seed(self.number, 0, "client"))
 
-    def psnr(self, guess: Tensor) -> float:
-        """Mean over the images after one-to-one assignment, in [0, 1] space."""
-        truth, recovered = self.box.to_unit(self.x), self.box.to_unit(guess)
-        return float(psnr(truth, recovered[assign(truth, recovered)]).mean())
+    def attacked(self, observation: Observation, attack: Attack) -> Assessment:
+        return attacked(observation, attack, self.x, self.y, self.number)
 
 
 def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iterator[Client]:
@@ -218,10 +217,10 @@ def run_reconstruction(
         observation = observe(cell.setting, client, cell.setting.network(client.number))
         values = {}
         for name, attack in attacks(cell.setting, scale, tuple(cell.published)).items():
-            result = attack(observation, seed=client.number)
-            values[name] = client.psnr(result.inputs)
-            if similarity and cell is cells[0] and name in _SIMILARITY:
-                values[f"{name} {OBJECTIVE}"] = float(result.info["distance"])
+            found = client.attacked(observation, attack)
+            values[name] = fmean(found.psnr or ())
+            if similarity and cell is cells[0] and name in _SIMILARITY and found.reconstruction is not None:
+                values[f"{name} {OBJECTIVE}"] = float(found.reconstruction.info["distance"])
         return values
 
     def words(cell: Cell, name: str) -> tuple[str, str]:
@@ -249,15 +248,14 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
             "DLFA": DLFA(iterations=max(1, steps // 10), compile="never"),
         }
         for name, attack in table.items():
-            memory, started = PeakMemory(), time.perf_counter()
-            attack(observation, seed=seed)
-            each = (time.perf_counter() - started) / attack.iterations
+            found = attacked(observation, attack, client.x, client.y, seed)
+            each = found.reconstruction.info["seconds"] / attack.iterations if found.reconstruction else math.nan
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
             title = f"{setting}, {name}"
             note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
             rows.append(measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
-            rows.append(measured_row(title, "peak memory (MB)", None, [memory.megabytes() or 0.0]))
+            rows.append(measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
         if progress is not None:
             progress(number + 1, len(settings), rows[-2].measured or 0.0)
     return rows
@@ -282,7 +280,7 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
     def measure(model: nn.Module, client: Client) -> dict[str, float]:
         table = attacks(setting, scale, ("IG", "SME", "SME, defaults"))
         observation = observe(setting, client, model)
-        psnrs = {name: client.psnr(attack(observation, seed=client.number).inputs) for name, attack in table.items()}
+        psnrs = {name: fmean(client.attacked(observation, attack).psnr or ()) for name, attack in table.items()}
         return {COSINE: diagnosis(setting, client, model)["max_cosine"], **psnrs}
 
     def group(number: int) -> Group:

@@ -2,7 +2,7 @@
 
 Table 7 has the paper's attack under every defence, table 8 the same attack without features, table 4 these two beside
 Robbing the Fed and the cocktail party attack, and table 5 what each defence costs: the final training loss. The client
-and the attacks are those of tables 3 and 6 (:mod:`leakscope.papers.systematic_attack`): the attacker of the paper does
+and the attacks are those of tables 3 and 6 (:mod:`leakscope.papers.systematic.attack`): the attacker of the paper does
 not make use of knowing the defence.
 
 The "RMSE" of the paper is very probably the error over its own largest entry, and is compared as such; beside it stands
@@ -17,20 +17,17 @@ from __future__ import annotations
 import csv
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
-
-from torch import nn
 
 from leakscope.attacks import CocktailParty, RobbingTheFed
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.audit.utility import describe_utility, make_course
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.task import Classification
 from leakscope.data import Examples
@@ -38,17 +35,14 @@ from leakscope.defenses import GradientClipping, GradientDropout, GradientNoise,
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model
 from leakscope.papers.base import (
-    Group,
-    Line,
     PaperTable,
     Progress,
     Row,
     examples_or_reason,
     measured_row,
-    measured_rows,
     not_run,
 )
-from leakscope.papers.systematic_attack import PAPER, PSNR, RMSE, TRUE_RMSE, trials, variants, victim
+from leakscope.papers.systematic.attack import CLIENT, PAPER, PSNR, RMSE, TRUE_RMSE, run_cells, variants
 
 LOSS = "final training loss"
 LOCAL_RATE = 1e-3
@@ -116,32 +110,18 @@ def protection(name: str) -> tuple[Defense | None, int | None]:
 
 def run_table_7(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """PSNR and "RMSE" of the paper's attack under every defence."""
-    return _run_attacks(_cells(7, _OURS), scale, seed, progress)
+    return _run_attacks(published(7), _OURS, scale, seed, progress)
 
 
 def run_table_8(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """The same without features."""
-    return _run_attacks(_cells(8, _WITHOUT), scale, seed, progress)
+    return _run_attacks(published(8), _WITHOUT, scale, seed, progress)
 
 
 def run_table_4(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """ "RMSE" of four attacks under every defence."""
-    cells: dict[tuple[int, str], dict[tuple[str, str], tuple[float, float | None]]] = defaultdict(dict)
-    for row in published(4):
-        cells[int(row["batch"]), row["defence"]][row["attack"], RMSE] = float(row["rmse_maxnorm"]), None
-    return _run_attacks(cells, scale, seed, progress)
-
-
-Cells = Mapping[tuple[int, str], Mapping[tuple[str, str], tuple[float, float | None]]]
-
-
-def _cells(number: int, attack: str) -> Cells:
-    """By batch size and defence: by attack and measure the published mean and spread."""
-    cells: dict[tuple[int, str], dict[tuple[str, str], tuple[float, float | None]]] = defaultdict(dict)
-    for row in published(number):
-        measure = _MEASURES[row["measure"]]
-        cells[int(row["batch"]), row["defence"]][attack, measure] = float(row["mean"]), float(row["spread"])
-    return cells
+    rows = [{**row, "measure": "rmse_maxnorm", "mean": row["rmse_maxnorm"], "spread": ""} for row in published(4)]
+    return _run_attacks(rows, "", scale, seed, progress)
 
 
 def attacks(scale: str) -> dict[str, Attack]:
@@ -151,63 +131,24 @@ def attacks(scale: str) -> dict[str, Attack]:
     return {_OURS: whole, _WITHOUT: without, **rivals}
 
 
-def _run_attacks(cells: Cells, scale: str, seed: int, progress: Progress | None) -> list[Row]:
+def _run_attacks(
+    rows: Iterable[Mapping[str, str]], attack: str, scale: str, seed: int, progress: Progress | None
+) -> list[Row]:
     """A row for each published cell of the scale, and one for the true RMSE of each attack."""
-    examples = examples_or_reason("cifar10", split="test")
-    model = None if isinstance(examples, str) else victim(scale, seed)
-    size, every = SIZES[scale], attacks(scale)
-    wanted = {
-        place: cell
-        for place, cell in cells.items()
-        if place[0] in size.batches and (scale != "smoke" or place[1] in _SMOKE)
-    }
-
-    def groups() -> Iterator[Group]:
-        for (batch, defence), cell in wanted.items():
-            for name in dict.fromkeys(attack for attack, _ in cell):
-                own = {measure: numbers for (attack, measure), numbers in cell.items() if attack == name}
-                lines = {
-                    f"{name}, {measure}": Line(
-                        f"B={batch}, {defence}, {name}",
-                        measure,
-                        mean,
-                        _note(spread, scale == "smoke" and name in (_OURS, _WITHOUT)),
-                    )
-                    for measure, (mean, spread) in own.items()
-                }
-                main = next(iter(lines))
-                lines[f"{name}, {TRUE_RMSE}"] = Line(f"B={batch}, {defence}, {name}", TRUE_RMSE, None)
-                if isinstance(examples, str) or model is None:
-                    yield Group(lines, str(examples), main)
-                else:
-                    place = (model, examples, batch, size.batches[batch], seed)
-                    yield Group(lines, _values({name: every[name]}, lines, place, defence), main)
-
-    total = sum(batch * size.batches[batch] * len({a for a, _ in cell}) for (batch, _), cell in wanted.items())
-    return measured_rows(groups(), total, progress)
+    cells: dict[tuple[int, str], dict[tuple[str, str], tuple[float | None, float | None]]] = defaultdict(dict)
+    for row in rows:
+        if scale == "smoke" and row["defence"] not in _SMOKE:
+            continue
+        cell, name = cells[int(row["batch"]), row["defence"]], row.get("attack", attack)
+        cell[name, _MEASURES[row["measure"]]] = float(row["mean"]), float(row["spread"]) if row["spread"] else None
+        cell[name, TRUE_RMSE] = None, None
+    return run_cells(cells, attacks(scale), SIZES[scale].batches, scale, seed, progress, _way)
 
 
-def _values(
-    attack: Mapping[str, Attack],
-    lines: Mapping[str, Line],
-    place: tuple[nn.Module, Examples, int, int, int],
-    defence: str,
-) -> list[dict[str, float]] | str:
-    """What each image gives for each line; or why the attack cannot be run."""
+def _way(batch: int, defence: str) -> tuple[Protocol, Defense | None]:
     defense, steps = protection(defence)
-    protocol: Protocol = FedSGD(batchnorm="eval")
-    if steps is not None:
-        protocol = FedAvg(epochs=steps, batch_size=place[2], lr=LOCAL_RATE, batchnorm="eval")
-    try:
-        measured = list(trials(attack, *place, protocol=protocol, defense=defense))
-    except NotApplicable as refusal:
-        return f"the attack does not apply: {refusal}"
-    return [{key: value for key, value in values.items() if key in lines} for values in measured]
-
-
-def _note(spread: float | None, cut_short: bool) -> str:
-    spoken = [] if spread is None else [f"published standard deviation over images {spread:g}"]
-    return "; ".join([*spoken, *(["search cut short"] if cut_short else [])])
+    local = None if steps is None else FedAvg(epochs=steps, batch_size=batch, lr=LOCAL_RATE, batchnorm="eval")
+    return local or CLIENT, defense
 
 
 def run_table_5(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:

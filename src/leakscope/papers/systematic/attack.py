@@ -13,35 +13,35 @@ has fewer units, none of them random, and a smaller network draws with fewer ste
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leakscope.attacks import InvertingGradients, SystematicEvaluation
+from leakscope.audit.assess import Ruler
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.defense import Defense
+from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import Protocol
 from leakscope.data import Examples, load_data
 from leakscope.federation import CentralTraining, FedSGD, cached_training
-from leakscope.metrics import assign, find_lpips, load_lpips, psnr, rmse, rmse_maxnorm
+from leakscope.metrics import find_lpips, load_lpips
 from leakscope.metrics.perceptual import NO_WEIGHTS
 from leakscope.models import build_model
-from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, examples_or_reason, measured_rows
+from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, attacked, examples_or_reason, measured_rows
 
 PAPER = "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation"
 KNOWLEDGE = dataclasses.replace(Knowledge.malicious_server, labels="yes", batchnorm_statistics=True)
 PSNR, RMSE, LPIPS = "PSNR (dB)", "RMSE over largest error", "LPIPS"
 #: Without a published number: what the paper calls so is very probably another measure.
 TRUE_RMSE = "RMSE"
-MEASURES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = MappingProxyType(
-    {PSNR: psnr, RMSE: rmse_maxnorm, TRUE_RMSE: rmse}
-)
+MEASURES = MappingProxyType({PSNR: "psnr", RMSE: "rmse_maxnorm", TRUE_RMSE: "rmse", LPIPS: "lpips"})
 _BARE, _REWEIGHTED, _WHOLE = "without reweighting and features", "without features", "whole"
 #: By batch size, variant and measure: mean and standard deviation over images.
 TABLE_6: Mapping[int, Mapping[str, Mapping[str, tuple[float, float]]]] = MappingProxyType(
@@ -75,6 +75,9 @@ TABLE_3: Mapping[int, Mapping[str, tuple[float, float]]] = MappingProxyType(
         32: {"Geiping": (0.45, 0.11), "Jeon": (0.24, 0.13), "Ours": (0.15, 0.11)},
     }
 )
+#: By batch size and defence: by attack and measure the published mean and spread.
+Cells = Mapping[tuple[int, str], Mapping[tuple[str, str], tuple[float | None, float | None]]]
+CLIENT = FedSGD(batchnorm="eval")
 NO_JEON = "the attack of Jeon et al. needs a generator trained on such images, which is not part of this package"
 
 
@@ -134,107 +137,106 @@ def variants(scale: str) -> dict[str, SystematicEvaluation]:
 
 
 def trials(
-    attacks: Mapping[str, Attack],
+    attack: Attack,
     model: nn.Module,
     examples: Examples,
-    batch: int,
-    count: int,
+    batches: tuple[int, int],
     seed: int,
-    *,
-    protocol: Protocol | None = None,
-    defense: Defense | None = None,
+    protocol: Protocol,
+    defense: Defense | None,
 ) -> Iterator[dict[str, float]]:
-    """One mapping an image: each attack's measures by ``attack, measure``; one gradient and no defence unless told."""
-    protocol = FedSGD(batchnorm="eval") if protocol is None else protocol
-    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).split(batch)[:count]
+    """One mapping of measures an image; ``batches`` are their size and how many."""
+    size, count = batches
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).split(size)[:count]
     lpips = load_lpips() if find_lpips() is not None else None
-    measures = dict(MEASURES) if lpips is None else {**MEASURES, LPIPS: lpips.__call__}
     for number, rows in enumerate(order):
-        some = examples.subset(rows)
-        columns: dict[str, list[float]] = {}
-        for name, attack in attacks.items():
-            sent = attack.prepare(model, some.shape)
-            draws = torch.Generator().manual_seed(seed + number)
-            seen = protocol.observe(sent, some.x, some.y, defense, KNOWLEDGE, draws)
-            found = attack(seen, seed=seed + number).inputs.clamp(0, 1)
-            found = found[assign(some.x, found)]
-            columns |= {f"{name}, {title}": measure(some.x, found).tolist() for title, measure in measures.items()}
-        for values in zip(*columns.values(), strict=True):
-            yield dict(zip(columns, values, strict=True))
+        some, draws = examples.subset(rows), torch.Generator().manual_seed(seed + number)
+        sent = attack.prepare(model, some.shape)
+        seen = protocol.observe(sent, some.x, some.y, defense, KNOWLEDGE, draws)
+        ruler = Ruler(seen.inputs, seen.task, lpips=lpips)
+        found = attacked(seen, attack, some.x, some.y, seed + number, ruler=ruler).evaluation
+        assert found is not None
+        for row in found.rows:
+            yield {title: row[key] for title, key in MEASURES.items()}
+
+
+def run_cells(
+    cells: Cells,
+    attacks: Mapping[str, Attack],
+    batches: Mapping[int, int],
+    scale: str,
+    seed: int,
+    progress: Progress | None,
+    way: Callable[[int, str], tuple[Protocol, Defense | None]] = lambda batch, defence: (CLIENT, None),
+) -> list[Row]:
+    """A row for each published cell of these ``batches`` (size, how many); ``way``: protocol and defence of a cell."""
+    examples = examples_or_reason("cifar10", split="test")
+    model = None if isinstance(examples, str) else victim(scale, seed)
+    hidden = set() if find_lpips() is not None else {LPIPS}
+    runs = [
+        (batch, defence, name, {measure: numbers for (attack, measure), numbers in cell.items() if attack == name})
+        for (batch, defence), cell in cells.items()
+        if batch in batches
+        for name in dict.fromkeys(attack for attack, _ in cell)
+    ]
+
+    def values(batch: int, defence: str, name: str, lines: Mapping[str, Line]) -> Iterable[dict[str, float]] | str:
+        if isinstance(examples, str) or model is None:
+            return str(examples)
+        place = (model, examples, (batch, batches[batch]), seed)
+        images = trials(attacks[name], *place, *way(batch, defence))
+        try:
+            first = next(images)
+        except NotApplicable as refusal:
+            return f"the attack does not apply: {refusal}"
+        return ({key: image[key] for key in lines} for image in chain([first], images))
+
+    def groups() -> Iterator[Group]:
+        for batch, defence, name, numbers in runs:
+            setting = ", ".join(filter(None, (f"B={batch}", defence, name)))
+            cut = scale == "smoke" and isinstance(attacks.get(name), SystematicEvaluation | InvertingGradients)
+            lines = {key: Line(setting, key, mean, _note(spread, cut)) for key, (mean, spread) in numbers.items()}
+            if name not in attacks:
+                yield Group(lines, NO_JEON, "")
+                continue
+            unseen = {key: line for key, line in lines.items() if key in hidden}
+            lines = {key: line for key, line in lines.items() if key not in hidden}
+            yield Group(unseen, NO_WEIGHTS, "")
+            if lines:
+                yield Group(lines, values(batch, defence, name, lines), next(iter(lines)))
+
+    total = sum(batch * batches[batch] for batch, _, name, cell in runs if name in attacks and set(cell) - hidden)
+    return measured_rows(groups(), total, progress)
 
 
 def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """PSNR, "RMSE" and LPIPS of the attack with and without its parts."""
-    published = {
-        batch: {f"{variant}, {measure}": cell for variant, row in rows.items() for measure, cell in row.items()}
+    cells = {
+        (batch, ""): {(variant, measure): cell for variant, row in rows.items() for measure, cell in row.items()}
         for batch, rows in TABLE_6.items()
     }
-    return _run(published, {}, variants(scale), scale, seed, progress)
+    return run_cells(cells, variants(scale), _sizes(TABLE_6, scale), scale, seed, progress)
 
 
 def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     """LPIPS of the attack and of Inverting Gradients."""
-    published = {batch: {f"{name}, {LPIPS}": cell for name, cell in row.items()} for batch, row in TABLE_3.items()}
+    cells = {(batch, ""): {(name, LPIPS): cell for name, cell in row.items()} for batch, row in TABLE_3.items()}
     attacks = {
         "Geiping": InvertingGradients.preset("paper", **SCALES[scale].rival),
         "Ours": SystematicEvaluation(**SCALES[scale].options),
     }
-    return _run(published, {f"Jeon, {LPIPS}": NO_JEON}, attacks, scale, seed, progress)
+    return run_cells(cells, attacks, _sizes(TABLE_3, scale), scale, seed, progress)
 
 
-def _run(
-    published: Mapping[int, Mapping[str, tuple[float, float]]],
-    reasons: Mapping[str, str],
-    attacks: Mapping[str, Attack],
-    scale: str,
-    seed: int,
-    progress: Progress | None,
-) -> list[Row]:
-    """The rows of every batch size that this scale runs; ``reasons``: why some cannot be."""
-    examples = examples_or_reason("cifar10", split="test")
-    model = None if isinstance(examples, str) else victim(scale, seed)
-    sizes = {batch: count for batch, count in SCALES[scale].batches.items() if batch in published}
-    if scale == "smoke":
-        sizes = dict([next(iter(sizes.items()))])
-
-    def groups() -> Iterator[Group]:
-        for batch, count in sizes.items():
-            lines = {
-                key: Line(f"B={batch}, {_name(key)}", _measure(key), cell[0], _note(cell, scale))
-                for key, cell in published[batch].items()
-            }
-            idle = {
-                key: reasons.get(key, NO_WEIGHTS if _measure(key) == LPIPS and not find_lpips() else "")
-                for key in lines
-            }
-            runs = {key: line for key, line in lines.items() if not idle[key]}
-            for reason in dict.fromkeys(filter(None, idle.values())):
-                some = {key: line for key, line in lines.items() if idle[key] == reason}
-                yield Group(some, reason, next(iter(some)))
-            if isinstance(examples, str) or model is None:
-                yield Group(runs, str(examples), "")
-            elif runs:
-                values = map(partial(_only, runs), trials(attacks, model, examples, batch, count, seed))
-                yield Group(runs, values, next(reversed(runs)))
-
-    return measured_rows(groups(), sum(batch * count for batch, count in sizes.items()), progress)
+def _sizes(table: Mapping[int, Any], scale: str) -> dict[int, int]:
+    """How many batches of each size of the table this scale runs."""
+    sizes = {batch: count for batch, count in SCALES[scale].batches.items() if batch in table}
+    return dict([next(iter(sizes.items()))]) if scale == "smoke" else sizes
 
 
-def _only(lines: Mapping[str, Line], values: Mapping[str, float]) -> dict[str, float]:
-    return {key: value for key, value in values.items() if key in lines}
-
-
-def _name(key: str) -> str:
-    return key.rpartition(", ")[0]
-
-
-def _measure(key: str) -> str:
-    return key.rpartition(", ")[2]
-
-
-def _note(cell: tuple[float, float], scale: str) -> str:
-    cut = "; search cut short" if scale == "smoke" else ""
-    return f"published standard deviation over images {cell[1]}{cut}"
+def _note(spread: float | None, cut_short: bool) -> str:
+    spoken = [] if spread is None else [f"published standard deviation over images {spread:g}"]
+    return "; ".join([*spoken, *(["search cut short"] if cut_short else [])])
 
 
 _WORDS = {name: size.words for name, size in SCALES.items()}
