@@ -25,7 +25,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol, client_copy
 from leakscope.contracts.task import Task
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.features import features_of, read_dense_gradient
+from leakscope.equations.feature_separation import read_dense_gradient
+from leakscope.equations.features import features_of
 from leakscope.limits import Floor, affordable_floor, cramer_rao
 from leakscope.matching import GradientMap, UnrolledSteps
 from leakscope.matching.recipe import client_steps, replay_recipe
