@@ -16,7 +16,7 @@ from leakscope.equations.index_matrix import identify
 from leakscope.federation.vertical import draw_batches
 from leakscope.models import build_model
 from leakscope.papers import cafe, reproduce
-from leakscope.papers.cafe import RECONSTRUCTIONS, TABLE_11, TRAININGS, Faces, Reconstruction, Scene, Training
+from leakscope.papers.cafe import RECONSTRUCTIONS, TABLE_11, TRAININGS, Reconstruction, Scene, Training
 
 TINY = Scene(6, 2, (2, 4), 8)
 
@@ -31,7 +31,7 @@ def tiles(monkeypatch: pytest.MonkeyPatch) -> Examples:
     monkeypatch.setattr(accounting, "_noise_multiplier", lambda epsilon, *_: 4 / epsilon)
     small = Reconstruction(TINY, {40: 2, 100: 3}, (100,), (1, 2), 3, (4, 2, 1))
     monkeypatch.setattr(cafe, "RECONSTRUCTIONS", {"smoke": small})
-    monkeypatch.setattr(cafe, "FACES", {"smoke": Faces(TINY, 2), "paper": Faces(TINY, 9)})
+    monkeypatch.setattr(cafe, "FACES", {"smoke": (TINY, 2), "paper": (TINY, 9)})
     monkeypatch.setattr(cafe, "TRAININGS", {"smoke": Training(TINY, 3, 0.05), "paper": TRAININGS["paper"]})
     return found
 

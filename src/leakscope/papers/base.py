@@ -6,11 +6,12 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from statistics import stdev
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
-from scipy.stats import beta
+from scipy.stats import binomtest
 from scipy.stats import t as student
 from torch import Tensor
 
@@ -43,10 +44,7 @@ RULE = (
 
 def machine() -> dict[str, str]:
     """What the numbers may depend on; no name of a host or a user."""
-    return {
-        "processors": str(os.cpu_count() or 1),
-        "threads of torch": str(torch.get_num_threads()),
-    }
+    return {"processors": str(os.cpu_count() or 1), "threads of torch": str(torch.get_num_threads())}
 
 
 @dataclass(frozen=True)
@@ -248,12 +246,10 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
     >>> mean_interval([20.0]) is None, [round(end, 1) for end in mean_interval([20.0, 22.0])]
     (True, [8.3, 33.7])
     """
-    count = len(values)
-    if count < 2:
+    if len(values) < 2:
         return None
-    mean = sum(values) / count
-    error = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1) / count)
-    reach = error * float(student.ppf((1 + LEVEL) / 2, count - 1))
+    mean = sum(values) / len(values)
+    reach = stdev(values) / math.sqrt(len(values)) * float(student.ppf((1 + LEVEL) / 2, len(values) - 1))
     return mean - reach, mean + reach
 
 
@@ -265,11 +261,8 @@ def share_interval(values: Sequence[float]) -> Interval:
     >>> [round(end, 1) for end in share_interval([100.0, 100.0, 100.0])]
     [29.2, 100.0]
     """
-    count, hits = len(values), sum(value > 50 for value in values)
-    tail = (1 - LEVEL) / 2
-    low = 0.0 if hits == 0 else float(beta.ppf(tail, hits, count - hits + 1))
-    high = 1.0 if hits == count else float(beta.ppf(1 - tail, hits + 1, count - hits))
-    return 100 * low, 100 * high
+    found = binomtest(sum(value > 50 for value in values), len(values)).proportion_ci(LEVEL, "exact")
+    return 100 * float(found.low), 100 * float(found.high)
 
 
 def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
@@ -293,12 +286,12 @@ class Line:
 class Group:
     """Rows that the same trials fill: ``lines`` by the name under which a trial gives its value, or why there are none.
 
-    ``main`` is the name whose mean so far is shown while it runs.
+    ``main`` is the name whose mean so far is shown while it runs, the first unless told.
     """
 
     lines: Mapping[str, Line]
     trials: Iterable[Mapping[str, float]] | str
-    main: str
+    main: str = ""
 
 
 def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None) -> list[Row]:
@@ -316,7 +309,8 @@ def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None
                 values.setdefault(name, []).append(value)
             done += 1
             if progress is not None:
-                progress(done, total, sum(values[group.main]) / len(values[group.main]))
+                shown = values[group.main or next(iter(lines))]
+                progress(done, total, sum(shown) / len(shown))
         for name, numbers in values.items():
             line = lines[name]
             kind: Kind = "shares" if line.share else "sample"

@@ -220,31 +220,19 @@ def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Fin
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
-@dataclass(frozen=True)
-class Faces:
-    """Figure 8 at one scale; ``loop``: steps of the published single loop, 0 leaves it out."""
-
-    scene: Scene
-    loop: int
-
-
+#: Figure 8 by scale: the scene, and steps of the published single loop, of which 0 leaves it out.
 FACES = MappingProxyType(
-    {
-        "smoke": Faces(Scene(12, 3, (32, 64), 128), 4),
-        "small": Faces(Scene(40, 10), 0),
-        "paper": Faces(Scene(160, 40), 20_000),
-    }
+    {"smoke": (Scene(12, 3, (32, 64), 128), 4), "small": (Scene(40, 10), 0), "paper": (Scene(160, 40), 20_000)}
 )
 
 
 def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findings:
-    size = FACES[scale]
-    named = f"K={size.scene.batch} of {size.scene.samples} faces"
-    trials = [Trial(f"{named}, direct", None, "", size.scene, CAFE(), shown=True)]
-    if size.loop:
-        whole, attack = dataclasses.replace(size.scene, whole=True), CAFE.preset("yale", iterations=size.loop)
-        full = size.loop == FACES["paper"].loop
-        note = f"published settings, {'' if full else 'search cut to '}{size.loop} steps"
+    scene, loop = FACES[scale]
+    named = f"K={scene.batch} of {scene.samples} faces"
+    trials = [Trial(f"{named}, direct", None, "", scene, CAFE(), shown=True)]
+    if loop:
+        whole, attack = dataclasses.replace(scene, whole=True), CAFE.preset("yale", iterations=loop)
+        note = f"published settings, {'' if loop == FACES['paper'][1] else 'search cut to '}{loop} steps"
         trials.append(Trial(f"{named}, single loop", None, note, whole, attack, shown=True))
     # People can be recognised: shown only on request, whatever the reader says of the files.
     return _attacked(tuple(trials), examples_or_reason("yale"), seed, progress, private=True)
@@ -288,8 +276,7 @@ def _attacked(
 
 def _without(x: Tensor) -> list[float]:
     """PSNR of the mean of all others as the guess of each."""
-    others = (x.sum(0, keepdim=True) - x) / (len(x) - 1)
-    return psnr(x, others).tolist()
+    return psnr(x, (x.sum(0, keepdim=True) - x) / (len(x) - 1)).tolist()
 
 
 def draws(seed: int, what: str) -> torch.Generator:
@@ -342,8 +329,7 @@ def run_table_11(scale: str, seed: int, progress: Progress | None = None) -> Fin
     if isinstance(examples, str):
         return Findings([not_run(name, LOSS, value, examples) for name, value in TABLE_11.items()])
     lines: dict[str, tuple[float, ...]] = {}
-    rows = []
-    table = defenses(size)
+    rows, table = [], defenses(size)
     for number, (name, defense) in enumerate(table.items()):
         losses: list[float] = []
 
@@ -352,8 +338,7 @@ def run_table_11(scale: str, seed: int, progress: Progress | None = None) -> Fin
             if progress is not None:
                 progress(before * total + done, len(table) * total, loss)
 
-        protocol = Vertical(batch_size=size.scene.batch, rounds=size.rounds, lr=size.lr)
-        problem = ""
+        protocol, problem = Vertical(batch_size=size.scene.batch, rounds=size.rounds, lr=size.lr), ""
         try:
             net = size.scene.network(examples, seed)
             protocol.train(net, examples.x, examples.y, defense, draws(seed, "client"), tell)

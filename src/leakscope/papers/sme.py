@@ -313,7 +313,7 @@ def _run(
             for name, value in published.items()
         }
         trials = examples if isinstance(examples, str) else map(partial(measure, cell), people)
-        return Group(lines, trials, main=next(iter(lines)))
+        return Group(lines, trials)
 
     runnable = [cell for cell in cells if cell.count(scale)]
     return measured_rows(map(group, runnable), sum(cell.count(scale) for cell in runnable), progress)

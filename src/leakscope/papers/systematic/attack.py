@@ -197,13 +197,13 @@ def run_cells(
             cut = scale == "smoke" and isinstance(attacks.get(name), SystematicEvaluation | InvertingGradients)
             lines = {key: Line(setting, key, mean, _note(spread, cut)) for key, (mean, spread) in numbers.items()}
             if name not in attacks:
-                yield Group(lines, NO_JEON, "")
+                yield Group(lines, NO_JEON)
                 continue
             unseen = {key: line for key, line in lines.items() if key in hidden}
             lines = {key: line for key, line in lines.items() if key not in hidden}
-            yield Group(unseen, NO_WEIGHTS, "")
+            yield Group(unseen, NO_WEIGHTS)
             if lines:
-                yield Group(lines, values(batch, defence, name, lines), next(iter(lines)))
+                yield Group(lines, values(batch, defence, name, lines))
 
     total = sum(batch * batches[batch] for batch, _, name, cell in runs if name in attacks and set(cell) - hidden)
     return measured_rows(groups(), total, progress)
