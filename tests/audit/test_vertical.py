@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import leakscope as ls
 from leakscope.audit import Audit, SpecError, audit, run_spec
-from leakscope.audit import rounds as audit_rounds
-from leakscope.audit.rounds import describe_cost, describe_rounds
+from leakscope.audit import findings as audit_rounds
+from leakscope.audit.findings import describe_cost, describe_rounds
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.task import Regression
 from leakscope.defenses import GradientNoise

@@ -16,9 +16,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from leakscope.capture.buffers import RunningMovement, counted_steps, running_movement
 from leakscope.capture.sign import SignCheck, check_sign, logit_layer
-from leakscope.capture.state import CapturedState, read_state
+from leakscope.capture.state import CapturedState, RunningMovement, counted_steps, read_state, running_movement
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.checks import refuse
 from leakscope.contracts.errors import UserError
