@@ -47,7 +47,6 @@ def test_clients_are_different_writers_and_the_same_for_the_same_seed(real_data:
     assert all(torch.equal(a.x, b.x) for a, b in zip(several, again, strict=True))
     assert len({client.x.sum().item() for client in several}) == 5
     assert not torch.equal(several[0].x, next(sme.clients(setting, 1, 4, examples)).x)
-    assert several[0].psnr(several[0].x.flip(0)) > 90  # order does not count
 
 
 @pytest.mark.parametrize("name", ["sme/table1", "sme/table2", "sme/table3", "sme/table6", "sme/table7"])

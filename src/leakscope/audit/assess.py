@@ -18,8 +18,8 @@ from torch import Tensor
 
 from leakscope.attacks.gradient_matching import hides_steps
 from leakscope.audit.controls import noise_of_equal_norm
-from leakscope.audit.memory import PeakMemory
 from leakscope.audit.keys import derived_seed
+from leakscope.audit.memory import PeakMemory
 from leakscope.capture.recordings import Origin
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import Refusal
