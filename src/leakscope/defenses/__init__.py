@@ -3,14 +3,12 @@
 from leakscope.contracts.defense import Chain, Defense
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.defenses.accounting import epsilon_of, noise_multiplier_for
+from leakscope.defenses.compression import GradientDropout, GradientPruning, GradientQuantisation, TopK
 from leakscope.defenses.fake_gradients import FakeGradients
-from leakscope.defenses.gradient_quantisation import GradientQuantisation
 from leakscope.defenses.mixup import MixUp
-from leakscope.defenses.network_dropout import NetworkDropout
 from leakscope.defenses.noise import DPSGD, GradientClipping, GradientNoise
-from leakscope.defenses.precode import Precode
+from leakscope.defenses.random_network import NetworkDropout, Precode
 from leakscope.defenses.soteria import Soteria
-from leakscope.defenses.sparsification import GradientDropout, GradientPruning, TopK
 
 DEFENSES: Registry[Entry] = Registry(
     "defence",

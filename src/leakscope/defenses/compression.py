@@ -1,12 +1,15 @@
-"""Only some entries of the update are sent: the largest, or those that a random draw keeps.
+"""Fewer bytes: only some entries of the update are sent, the largest or random ones, or each in few bits.
 
 Promise: fewer bytes. What is sent is true, and zeros show what is not: an attack that compares only the entries that
 were sent (``inverting-gradients``, knowing the defence) loses equations, of which there are far more than unknowns.
+For the same reason half precision and 8 bits hide next to nothing. Signs stop attacks that solve equations;
+``inverting-gradients`` takes the sign of what it simulates, and the bounds within which a rounded value was.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -95,3 +98,70 @@ class TopK(Defense):
         GradientPruning(fraction=0.1, scope='tensor')
         """
         return GradientPruning(fraction=round(1 - self.share, 12), scope=self.scope)
+
+
+_HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientQuantisation(Defense):
+    """Round every entry of the message to one of few ``values``.
+
+    "uniform": 2^bits - 1 values, evenly spaced from -m to m, the largest magnitude of the tensor; each entry goes to the
+    nearest, or with ``stochastic`` up or down so that its mean is kept. Alistarh et al., "QSGD", NeurIPS 2017, who scale
+    by the tensor's length. 32 bits is the update as it is. "sign": the sign times the mean magnitude of the tensor.
+    Bernstein et al., "signSGD", ICML 2018, send the sign alone; the scale is that of Karimireddy et al., "Error Feedback
+    Fixes SignSGD", ICML 2019, here without the memory of the error. "float16" and "bfloat16" are how values travel; the
+    tensors keep their type, and what half precision cannot hold is cut to its largest number.
+    """
+
+    values: Literal["uniform", "sign", "float16", "bfloat16"] = setting("uniform", "What an entry may be.")
+    bits: int | None = setting(None, "Bits of an entry where values are uniform, 8 unless told.", ge=2, le=32)
+    stochastic: bool = setting(False, "Whether uniform values are taken at random, so that the mean is kept.")
+
+    def problems(self) -> list[str]:
+        if self.values != "uniform":
+            chosen = {"bits": self.bits is not None, "stochastic": self.stochastic}
+            only = f"applies to values='uniform' only, got values={self.values!r}; leave it out"
+            return [f"{name}: {only}" for name, told in chosen.items() if told]
+        if self.bits is None:
+            # Filled in here, so that the repr, which identifies the defence, tells it.
+            object.__setattr__(self, "bits", 8)
+        return []
+
+    def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
+        return {name: self._rounded(value, generator) for name, value in update.items()}
+
+    def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
+        if self.values != "uniform" or self.bits is None:
+            return Channel(rounding=self.values)
+        if self.bits == 32:
+            return Channel()
+        return Channel(rounding="stochastic" if self.stochastic else "uniform", bits=self.bits)
+
+    def _rounded(self, value: Tensor, generator: torch.Generator) -> Tensor:
+        if self.values == "sign":
+            return value.sign() * value.double().abs().mean().to(value)
+        if self.values != "uniform" or self.bits is None:
+            half = _HALF[self.values]
+            most = torch.finfo(half).max
+            return value.clamp(-most, most).to(half).to(value.dtype)
+        if self.bits == 32:
+            return value.clone()
+        draws = torch.rand(value.shape, generator=generator, dtype=torch.float64) if self.stochastic else None
+        return uniform(value, self.bits, draws)
+
+
+def uniform(value: Tensor, bits: int, draws: Tensor | None = None) -> Tensor:
+    """The nearest of 2^bits - 1 even values between -max|value| and max|value|; by ``draws`` in [0, 1), one beside it.
+
+    >>> uniform(torch.tensor([3.0, 1.4, -0.8]), bits=3).tolist()
+    [3.0, 1.0, -1.0]
+    """
+    wide = value.double()
+    step = wide.abs().max() / (2 ** (bits - 1) - 1) if value.numel() else wide.new_zeros(())
+    if step == 0:
+        return value.clone()
+    places = wide / step
+    places = places.round() if draws is None else (places + draws.to(places)).floor()
+    return (places * step).to(value)
