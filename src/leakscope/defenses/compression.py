@@ -107,12 +107,12 @@ _HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 class GradientQuantisation(Defense):
     """Round every entry of the message to one of few ``values``.
 
-    "uniform": 2^bits - 1 values, evenly spaced from -m to m, the largest magnitude of the tensor; each entry goes to the
-    nearest, or with ``stochastic`` up or down so that its mean is kept. Alistarh et al., "QSGD", NeurIPS 2017, who scale
-    by the tensor's length. 32 bits is the update as it is. "sign": the sign times the mean magnitude of the tensor.
-    Bernstein et al., "signSGD", ICML 2018, send the sign alone; the scale is that of Karimireddy et al., "Error Feedback
-    Fixes SignSGD", ICML 2019, here without the memory of the error. "float16" and "bfloat16" are how values travel; the
-    tensors keep their type, and what half precision cannot hold is cut to its largest number.
+    "uniform": 2^bits - 1 values, evenly spaced from -m to m, the largest magnitude of the tensor; each entry goes to
+    the nearest, or with ``stochastic`` up or down so that its mean is kept. Alistarh et al., "QSGD", NeurIPS 2017, who
+    scale by the tensor's length. 32 bits is the update as it is. "sign": the sign times the mean magnitude of the
+    tensor. Bernstein et al., "signSGD", ICML 2018, send the sign alone; the scale is that of Karimireddy et al., "Error
+    Feedback Fixes SignSGD", ICML 2019, here without the memory of the error. "float16" and "bfloat16" are how values
+    travel; the tensors keep their type, and what half precision cannot hold is cut to its largest number.
     """
 
     values: Literal["uniform", "sign", "float16", "bfloat16"] = setting("uniform", "What an entry may be.")

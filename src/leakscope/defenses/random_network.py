@@ -39,7 +39,7 @@ class NetworkDropout(Defense):
     Promise: none. An input that was dropped is zero and so is its column of the layer's gradient: the masks of each
     example are read off the head and every dense layer below it in turn, so that an MLP keeps nothing
     (equations/embedding.py). The masks of convolutions, which share their weights, are searched along with the input,
-    as in Scheliga et al., "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023. ``head-first`` does both.
+    as in Scheliga et al., "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023; ``head-first`` does.
     """
 
     probability: float = setting(0.5, "Probability with which a unit is dropped.", ge=0, lt=1)
