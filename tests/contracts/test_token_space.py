@@ -18,7 +18,7 @@ from leakscope.contracts.inputs import SPACES, InputSpace, Start
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.data.examples import Examples
-from leakscope.federation import FedSGD
+from leakscope.federation import DefendedTraining, FederatedTraining, FedSGD
 from leakscope.limits import diagnose
 from leakscope.metrics import MEASURES, Measure, evaluate
 
@@ -159,6 +159,14 @@ def test_words_outside_the_vocabulary_are_refused() -> None:
         FedSGD().observe(text_model(), torch.full((1, LENGTH), 99), torch.tensor([0]), inputs=SPACE)
     with pytest.raises(ValueError, match="floating point"):
         FedSGD().observe(text_model(), *texts(1))  # without a space, inputs are floats
+
+
+def test_training_reads_texts() -> None:
+    model, clients = text_model(), [texts(4), texts(6)]
+    for training in (FederatedTraining(rounds=1, inputs=SPACE), DefendedTraining(rounds=2, batch_size=2, inputs=SPACE)):
+        run = training.run(model, clients)
+        assert len(run.losses) == training.rounds
+        assert not torch.equal(run.last[0].weight, model[0].weight)  # type: ignore[index]
 
 
 def test_an_audit_of_texts_has_rows_a_verdict_and_a_page(tmp_path: Path) -> None:

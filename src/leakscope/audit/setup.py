@@ -223,6 +223,7 @@ def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress:
         clients_per_round=asked.clients_per_round,
         protocol=FedAvg(epochs=asked.epochs, batch_size=asked.batch_size, lr=asked.lr),
         task=setup.spec.task.instance,
+        inputs=setup.data.inputs,
     )
     problems: list[str] = []
     with torch_threads(setup.spec.threads):

@@ -110,14 +110,20 @@ def describe_utility(
     """
     spec = course.spec
     dtype = next((p.dtype for p in course.model.parameters() if p.is_floating_point()), torch.float32)
-    x, y = course.train.inputs.cast(course.train.x, dtype), course.train.y
+    space, y = course.train.inputs, course.train.y
+    x = space.cast(course.train.x, dtype)
     shares = split_iid(len(x), spec.clients, torch.Generator().manual_seed(_SPLIT_SEED))
     clients = [(x[rows], y[rows]) for rows in shares]
     rates = spec.rates(protocol.kind)
     trained: dict[float, tuple[float, nn.Module | None, str]] = {}
     for place, rate in enumerate(rates):
         training = DefendedTraining(
-            rounds=spec.rounds, batch_size=spec.batch_size, lr=rate, protocol=protocol, task=task
+            rounds=spec.rounds,
+            batch_size=spec.batch_size,
+            lr=rate,
+            protocol=protocol,
+            task=task,
+            inputs=space,
         )
         trained[rate] = _train(training, course.model, clients, defense, seed, _part_of(progress, place, len(rates)))
     rate = min(rates, key=lambda one: trained[one][0])
@@ -141,7 +147,7 @@ def describe_utility(
     }
     if model is None:
         return {**facts, "test_loss": math.inf, "accuracy": course.chance}
-    test_loss, accuracy = _tested(client_copy(model, "eval"), course.test.x.to(dtype), course.test.y, task)
+    test_loss, accuracy = _tested(client_copy(model, "eval"), space.cast(course.test.x, dtype), course.test.y, task)
     return {**facts, "test_loss": test_loss, "accuracy": accuracy}
 
 

@@ -61,7 +61,7 @@ def cached_training(
     $LEAKSCOPE_CACHE/training, else leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
     """
     wanted = training.wanted_rounds(at)
-    check_clients(model, clients, seed, training.task)
+    check_clients(model, clients, seed, training.task, training.inputs)
     home = cache_folder(folder) / training_key(training, model, clients, seed=seed, defense=defense)
     try:
         if wanted[-1] > 1:

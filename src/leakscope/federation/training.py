@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.inputs import Box, InputSpace
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import Protocol, check_batch, client_copy
 from leakscope.contracts.settings import Described, setting
@@ -63,6 +64,7 @@ class Training(Described, ABC):
 
     rounds: int
     task: Task
+    inputs: InputSpace | None
 
     @abstractmethod
     def play_round(
@@ -87,7 +89,7 @@ class Training(Described, ABC):
         each round. The caller's model and torch's global generator stay as they are.
         """
         wanted = self.wanted_rounds(at)
-        check_clients(model, clients, seed, self.task)
+        check_clients(model, clients, seed, self.task, self.inputs)
         current, losses, kept = initial_copy(model), [], {}
         for number in range(1, wanted[-1] + 1):
             if number in wanted:
@@ -130,13 +132,14 @@ class FederatedTraining(Training):
     clients_per_round: int = setting(10, "Clients that the server draws each round.", ge=1)
     protocol: FedAvg = field(default_factory=FedAvg)
     task: Task = field(default_factory=Classification)
+    inputs: InputSpace | None = field(default=None, repr=False)
 
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
         """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
-        model = shared_model(self.protocol, model, clients[chosen[0]], defense, self.task)
+        model = shared_model(self, model, clients[chosen[0]], defense)
         probe = client_copy(model, self.protocol.batchnorm)
         loss = mean_loss(probe, [clients[client] for client in chosen], self.task)
         total = sum(len(clients[client][1]) for client in chosen)
@@ -150,6 +153,7 @@ class FederatedTraining(Training):
                 observation = self.protocol.observe(
                     *(model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)),
                     task=self.task,
+                    inputs=self.inputs,
                 )
             except ValueError as error:
                 raise UserError(f"round {number}, client {client}: {error}") from error
@@ -172,13 +176,12 @@ class FederatedTraining(Training):
         return tuple(sorted(drawn.tolist()))
 
 
-def shared_model(
-    protocol: Protocol, model: nn.Module, client: Client, defense: Defense | None, task: Task
-) -> nn.Module:
+def shared_model(training: FederatedTraining, model: nn.Module, client: Client, defense: Defense | None) -> nn.Module:
     """What all train: the model of the defence, where it changes the model; one that is so already stays as it is."""
     if defense is None or "protect_model" not in defense.hooks:
         return model
-    shared = protocol.client_side(model, *client, defense, torch.Generator(), task)[0].shared
+    draws, task, inputs = torch.Generator(), training.task, training.inputs
+    shared = training.protocol.client_side(model, *client, defense, draws, task, inputs=inputs)[0].shared
     return model if shared is None else shared
 
 
@@ -214,7 +217,9 @@ def mean_loss(model: nn.Module, clients: Sequence[Client], task: Task) -> float:
     return total / count
 
 
-def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: Task) -> None:
+def check_clients(
+    model: nn.Module, clients: Sequence[Client], seed: int, task: Task, space: InputSpace | None = None
+) -> None:
     """Raise one ValueError with what is wrong, before a round that runs hours later finds it."""
     problems = whole(0, seed=seed)
     if not len(clients):
@@ -228,8 +233,8 @@ def check_clients(model: nn.Module, clients: Sequence[Client], seed: int, task: 
                 raise UserError("expected a pair (x, y) of tensors with at least one example")
             if kind != (x.shape[1:], x.dtype):
                 # The model itself need only be asked once for each kind of input.
-                outputs, kind = check_batch(model, x, y, None, task), (x.shape[1:], x.dtype)
-            wrong = [] if bool(torch.isfinite(x).all()) else ["x: has NaN or infinite values"]
+                outputs, kind = check_batch(model, x, y, None, task, space), (x.shape[1:], x.dtype)
+            wrong = (space or Box(tuple(x.shape[1:]))).problems(x)
             wrong += task.problems_of(y, len(x), outputs)
             if wrong:
                 raise UserError(" ".join(wrong))
@@ -257,6 +262,7 @@ class DefendedTraining(Training):
     lr: float = setting(0.1, "Step size of the server.", gt=0)
     protocol: Protocol = field(default_factory=FedSGD)
     task: Task = field(default_factory=Classification)
+    inputs: InputSpace | None = field(default=None, repr=False)
 
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
@@ -267,7 +273,7 @@ class DefendedTraining(Training):
         after: nn.Module | None = None
         for place, ((x, y), own) in enumerate(zip(clients, rows, strict=True)):
             draws = round_generator(seed, number, place)
-            client, _ = self.protocol.client_side(model, x[own], y[own], defense, draws, self.task)
+            client, _ = self.protocol.client_side(model, x[own], y[own], defense, draws, self.task, inputs=self.inputs)
             if after is None:  # where the defence changes the model, that one is trained
                 after = copy.deepcopy(model if client.shared is None else client.shared)
             losses.append(len(own) / total * mean_loss(client.model, [(client.x, client.y)], self.task))
@@ -328,6 +334,7 @@ class CentralTraining(Training):
     momentum: float = setting(0.9, "Momentum of SGD.", ge=0, lt=1)
     decay_every: int = setting(50, "Epochs after which the step size falls to a tenth; 0 never.", ge=0)
     task: Task = field(default_factory=Classification)
+    inputs: InputSpace | None = field(default=None, repr=False)
 
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
