@@ -1,12 +1,9 @@
 """How long an audit takes: one estimator for ``leakscope plan``, for what an audit announces, and for its progress.
 
 A few steps of one job of each kind are timed; what is not timed counts as its nearest relative that was. An attack
-tells its progress after each step, so the clock is read there, and after some steps the attack is stopped from there.
-One that says nothing is stopped by an alarm. No client but the first makes an update, so that ten thousand of them are
-sized as fast as one.
-
-The model, measured in docs/scaling.md: seconds = (seconds of jobs / workers, or what the one process that writes rows
-takes, or the longest job, whichever is most) + the start of workers.
+tells its progress after each step, so it is timed and stopped from there; one that says nothing is stopped by an alarm.
+No client but the first makes an update, so that ten thousand of them are sized as fast as one. docs/scaling.md measures
+the model of :func:`wall_seconds`.
 """
 
 from __future__ import annotations
@@ -244,6 +241,8 @@ def _advice(name: str, trial: Trial, findings: bool) -> str:
 def wall_seconds(work: float, jobs: int, workers: int, longest: float = 0.0, *, start: float = START_SECONDS) -> float:
     """Return the seconds on ``workers`` workers for so many seconds of work.
 
+    The most of three counts: the work by workers, what the one process that writes rows takes, the longest job.
+
     >>> wall_seconds(3600.0, jobs=100, workers=1), wall_seconds(3600.0, jobs=100, workers=10)
     (3606.0, 366.0)
     >>> wall_seconds(3600.0, jobs=36000, workers=1000)  # rows are written one after another
@@ -280,9 +279,11 @@ def remaining_seconds(
 
 @dataclass(frozen=True)
 class Cell:
-    """Jobs of one kind. ``seconds`` of a processor for each, None where nothing like it could be timed."""
+    """Jobs of one kind. ``seconds`` of a processor for each, None where nothing like it could be timed.
 
-    #: Short names of protocol and defence.
+    ``timed`` is "whole", "steps", "at least", or what the time was taken over from.
+    """
+
     setting: str
     protocol: str
     defense: str
@@ -290,7 +291,6 @@ class Cell:
     kind: str
     jobs: int
     seconds: float | None
-    #: "whole", "steps", "at least", or what the time was taken over from.
     timed: str
 
     @property
@@ -308,8 +308,7 @@ class Sizing:
     memory_mb: float
     disk_mb: float
     workers: int | None = None
-    #: Share of a processor that the trials got.
-    share: float = 1.0
+    share: float = 1.0  # of a processor that the trials got
     notes: tuple[str, ...] = ()
 
     @property
@@ -325,14 +324,6 @@ class Sizing:
         work = sum(cell.core_hours for cell in self.cells) * 3600
         longest = max((cell.seconds or 0.0 for cell in self.cells), default=0.0)
         return wall_seconds(work, self.jobs, workers, longest) / 3600
-
-    def document(self) -> dict[str, Any]:
-        """Return plain values."""
-        cells = [{**dataclasses.asdict(cell), "core_hours": cell.core_hours} for cell in self.cells]
-        facts = {name: getattr(self, name) for name in ("clients", "jobs", "core_hours", "threads", "memory_mb")}
-        hours = None if self.workers is None else self.hours(self.workers)
-        rest = {"disk_mb": self.disk_mb, "workers": self.workers, "hours": hours, "processor_share": self.share}
-        return {**facts, **rest, "notes": list(self.notes), "cells": cells}
 
 
 def size_audit(
@@ -401,10 +392,8 @@ def _cell(setup: Setup, job: Job, jobs: int, trial: Trial | None, timed: str) ->
 
 def _setting(setup: Setup, job: Job) -> str:
     """Short names of protocol and defence; of several with the same name, their place among them."""
-    names = [_short(setup.spec.protocols, job.protocol)]
-    if job.defense is not None:
-        names.append(_short(setup.spec.defenses, job.defense))
-    return ", ".join(names)
+    chosen = (setup.spec.protocols, job.protocol), (setup.spec.defenses, job.defense)
+    return ", ".join(_short(parts, place) for parts, place in chosen if place is not None)
 
 
 def _short(parts: Sequence[Part], place: int) -> str:

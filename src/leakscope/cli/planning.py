@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import defaultdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -41,10 +42,21 @@ def plan(
     if output.for_machines:
         from leakscope.report.export import document
 
-        content = document("plan", {**sizing.document(), "confidence": _confidence(sizing)})
+        content = document("plan", _document(sizing))
         output.write(lambda: content, lambda: content["cells"])
     else:
         _print(sizing)
+
+
+def _document(sizing: Sizing) -> dict[str, Any]:
+    names = ("clients", "jobs", "core_hours", "threads", "memory_mb", "disk_mb", "workers", "notes")
+    return {
+        **{name: getattr(sizing, name) for name in names},
+        "hours": None if sizing.workers is None else sizing.hours(sizing.workers),
+        "processor_share": sizing.share,
+        "confidence": _confidence(sizing),
+        "cells": [{**dataclasses.asdict(cell), "core_hours": cell.core_hours} for cell in sizing.cells],
+    }
 
 
 def _print(sizing: Sizing) -> None:

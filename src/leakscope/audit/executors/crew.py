@@ -68,15 +68,7 @@ class Crew(ABC, Generic[W]):
 
     @abstractmethod
     def _stop(self, worker: W) -> None:
-        """End the worker, whatever it does."""
-
-    @abstractmethod
-    def _release(self, worker: W) -> None:
-        """Let go of what a worker that has ended leaves behind."""
-
-    @abstractmethod
-    def _dismiss(self) -> None:
-        """End all workers."""
+        """End the worker, whatever it does, and let go of what it leaves behind."""
 
     def work(self, count: int) -> None:
         """Do all jobs with so many workers."""
@@ -88,7 +80,8 @@ class Crew(ABC, Generic[W]):
                 self._turn()
         finally:
             # Also on Ctrl-C: every finished row is in the store, so stopping at once loses only what runs.
-            self._dismiss()
+            while self._workers:
+                self._stop(self._workers.pop())
 
     def _left(self) -> int:
         """Count the jobs that are not done yet."""
@@ -169,9 +162,9 @@ class Crew(ABC, Generic[W]):
             )
 
     def _replace(self, worker: W, error: str) -> None:
-        """Hire another one; each costs a job or a trial or counts as a failed start, so there is an end to them."""
+        """Go on with another one; each costs a job or a trial or counts as a failed start, so there is an end."""
+        self._stop(worker)
         self._workers.remove(worker)
-        self._release(worker)
         if worker.group:
             self._waiting.appendleft(worker.group)
         if worker.job is not None and not worker.trying:
@@ -184,7 +177,6 @@ class Crew(ABC, Generic[W]):
     def _stop_overdue(self) -> None:
         now = time.monotonic()
         for worker in [one for one in self._workers if (end := self._deadline(one)) is not None and now > end]:
-            self._stop(worker)
             self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
 
     def _deadline(self, worker: W) -> float | None:

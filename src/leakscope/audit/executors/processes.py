@@ -114,40 +114,29 @@ class _Processes(Crew[_Process]):
 
     def _turn(self) -> None:
         by_pipe: dict[Any, _Process] = {worker.pipe: worker for worker in self._workers}
-        by_end: dict[Any, _Process] = {worker.process.sentinel: worker for worker in self._workers}
-        events = wait([*by_pipe, *by_end], self._patience())
-        # Words before deaths: a worker may have handed in its result and died afterwards.
-        for event in [e for e in events if e in by_pipe] + [e for e in events if e in by_end]:
-            worker = by_pipe.get(event) or by_end[event]
-            if worker not in self._workers:
-                continue
-            if event in by_pipe:
-                self._listen(worker)
-            elif not worker.pipe.poll():
-                self._bury(worker)
+        for pipe in wait(list(by_pipe), self._patience()):
+            if by_pipe[pipe] in self._workers:
+                self._listen(by_pipe[pipe])
         self._stop_overdue()
 
     def _listen(self, worker: _Process) -> None:
-        message = None
-        with contextlib.suppress(EOFError, OSError):
-            message = worker.pipe.recv_bytes()
-        if message is None:
-            worker.process.join(10)  # the pipe closes a moment before the process has ended
+        try:
+            kind, content = pickle.loads(worker.pipe.recv_bytes())
+        except (EOFError, OSError):  # what a worker said before it died was read before
             self._bury(worker)
             return
-        kind, content = pickle.loads(message)
         if kind == "advanced":
             self._emit({"event": "advanced", "job": worker.job, **content})
         else:
             self._hear(worker, kind, content)
 
     def _send(self, worker: _Process, kind: str, job: Job) -> None:
-        # If it died just now its sentinel tells so, and the job is recorded then.
+        # If it died just now its pipe tells so, and the job is recorded then.
         with contextlib.suppress(OSError):
             worker.pipe.send_bytes(pickle.dumps((kind, job)))
 
     def _bury(self, worker: _Process) -> None:
-        self._stop(worker)
+        worker.process.join(10)  # the pipe closes a moment before the process has ended
         ending = _ending(worker.process.exitcode)
         if not worker.ready:
             self._failed_start(
@@ -156,26 +145,10 @@ class _Processes(Crew[_Process]):
             )
         self._replace(worker, f"WorkerDied: the worker process ended {ending}")
 
-    def _release(self, worker: _Process) -> None:
-        worker.pipe.close()
-
     def _stop(self, worker: _Process) -> None:
-        if worker.process.is_alive():
-            worker.process.kill()
+        worker.process.kill()
         worker.process.join(10)
-
-    def _dismiss(self) -> None:
-        for worker in self._workers:
-            if worker.job is None and worker.ready:
-                with contextlib.suppress(OSError):
-                    worker.pipe.send_bytes(pickle.dumps(None))
-            else:
-                worker.process.kill()
-        for worker in self._workers:
-            worker.process.join(5)
-            self._stop(worker)
-            worker.pipe.close()
-        self._workers.clear()
+        worker.pipe.close()
 
 
 def _ending(code: int | None) -> str:
@@ -199,7 +172,7 @@ def _ending(code: int | None) -> str:
 
 
 def serve(pipe: Connection, packed: bytes, threads: int) -> None:
-    """Live as a worker: prepare once, then do jobs until the parent says None or is gone."""
+    """Live as a worker: prepare once, then do jobs until the parent ends this process or is gone."""
     # What a terminal sends reaches the whole group; the parent decides what becomes of it.
     for number in _FROM_TERMINAL:
         signal.signal(number, signal.SIG_IGN)
@@ -226,8 +199,8 @@ def _work(pipe: Connection, packed: bytes) -> None:
         return
     bench = Bench(setup)
     say("ready", None)
-    while (task := pickle.loads(pipe.recv_bytes())) is not None:
-        kind, job = task
+    while True:
+        kind, job = pickle.loads(pipe.recv_bytes())
         if kind == "try":
             say("tried", try_out(setup, job))
         else:

@@ -180,22 +180,14 @@ class _Actors(Crew[_Actor]):
             if self._losses[worker.job.key] <= RETRIES:
                 worker.group.appendleft(worker.job)
                 worker.job = None
-        self._stop(worker)
         lost = f"{RETRIES + 1} workers were lost while they did this job"
         self._replace(worker, f"WorkerDied: {lost}, the last one because {_cause(error)}")
         self._wake()  # what was given back may be all that is left, and the others may have gone idle before
 
     def _stop(self, worker: _Actor) -> None:
+        worker.answer = None
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(worker.actor, no_restart=True)
-
-    def _release(self, worker: _Actor) -> None:
-        worker.answer = None
-
-    def _dismiss(self) -> None:
-        for worker in self._workers:
-            self._stop(worker)
-        self._workers.clear()
 
     def _ask_board(self) -> None:
         if self._board is not None and self._posted is None and time.monotonic() >= self._look_at:
