@@ -1,8 +1,7 @@
 """What theory says of a vertical model before any attack: which samples the announced batches give away.
 
-The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_bounds` and
-:mod:`leakscope.limits.index_bounds`. Output gradients and layer inputs are those of real or random samples at the
-model's weights, in double precision, with BatchNorm in eval mode.
+The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_bounds`. Output gradients
+and layer inputs are those of real or random samples, in double precision, with BatchNorm in eval mode.
 """
 
 from __future__ import annotations

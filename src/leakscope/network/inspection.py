@@ -2,10 +2,8 @@
 
 A server that may choose the model can plant layers whose update holds single examples. They look like no layer that
 somebody would initialise or train. Every test asks for something that has no chance of happening by itself in a layer
-of this size; layers too small to tell are left alone. A row is what one unit multiplies its input with, a column what
-one input is multiplied with. Only weights are read; the model is not run.
-
-Nothing found is no proof: a server can hide a layer by more than rounding, or choose weights that look ordinary.
+of this size; layers too small to tell are left alone. A row is what one unit multiplies its input with. Only weights
+are read, the model is not run. Nothing found is no proof: a server can hide a layer, or choose ordinary weights.
 """
 
 from __future__ import annotations
@@ -59,6 +57,10 @@ class ModelInspection:
     layers: int
     suspicions: tuple[Suspicion, ...]
 
+    @classmethod
+    def of(cls, layers: list[WeightLayer]) -> ModelInspection:
+        return cls(len(layers), tuple(one for layer in layers for one in _suspicions(layer, layers)))
+
     @property
     def suspicious(self) -> bool:
         return bool(self.suspicions)
@@ -93,7 +95,7 @@ def inspect_model(model: nn.Module) -> ModelInspection:
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"inspect_model: expected a torch.nn.Module, got {type(model).__name__}")
-    return _inspected(list(_layers_of(model)))
+    return ModelInspection.of(list(_layers_of(model)))
 
 
 def inspect_weights(weights: Mapping[str, Tensor]) -> ModelInspection:
@@ -109,12 +111,7 @@ def inspect_weights(weights: Mapping[str, Tensor]) -> ModelInspection:
             by_itself = value.dim() > 2 and value.shape[1] == 1 and value[0].numel() < WIDE
             bias = _bias_beside(name, value, weights)
             layers.append(_layer(name.removesuffix(".weight"), value, bias, not by_itself))
-    return _inspected(layers)
-
-
-def _inspected(layers: list[WeightLayer]) -> ModelInspection:
-    suspicions = [one for layer in layers for one in _suspicions(layer, layers)]
-    return ModelInspection(len(layers), tuple(suspicions))
+    return ModelInspection.of(layers)
 
 
 def _suspicions(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspicion]:
@@ -124,14 +121,11 @@ def _suspicions(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspi
     if len(mirrored) >= max(LEAST_UNITS, MIRRORED * len(weight)):
         reason = f"the positive weights of {len(mirrored)} units are their negative ones times {factor:.3g}"
         yield Suspicion(layer.name, "mirrored weights", len(mirrored), reason)
-    outsized = outsized_rows(weight)
+    outsized, what = outsized_rows(weight), "are over a hundred times those of the others"
     if not len(outsized) and len(unit := unit_variance_rows(weight)) not in (0, len(weight)):
-        reason = (
-            f"the weights of {len(unit)} of {len(weight)} units are standard normal numbers, the others far smaller"
-        )
-        yield Suspicion(layer.name, "outsized units", len(unit), reason)
+        outsized, what = unit, "are standard normal numbers, the others far smaller"
     if len(outsized):
-        reason = f"the weights of {len(outsized)} of {len(weight)} units are over a hundred times those of the others"
+        reason = f"the weights of {len(outsized)} of {len(weight)} units {what}"
         yield Suspicion(layer.name, "outsized units", len(outsized), reason)
 
 
@@ -142,7 +136,7 @@ def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator
     before = _unit_variance_before(layer, columns, layers)
     # Equal rows have nothing but constant columns, and are no sign of this attack by themselves.
     equal = len(columns) == weight.shape[1] and not before
-    if len(weight) >= CONSTANT_ROWS and len(columns) >= CONSTANT_COLUMNS and _differ(weight[0, columns]) and not equal:
+    if len(weight) >= CONSTANT_ROWS and len(columns) >= CONSTANT_COLUMNS and _varies(weight[0, columns]) and not equal:
         reason = f"{len(columns)} of its {weight.shape[1]} inputs go to every unit with one weight, each with its own"
         yield Suspicion(layer.name, "constant outgoing weights", len(columns), f"{reason}{before}")
     elif group is not None and group.ladder:
@@ -172,10 +166,6 @@ def _unit_variance_before(layer: WeightLayer, columns: Tensor, layers: list[Weig
     return f"; the weights of {before.name} that lead to them are standard normal numbers"
 
 
-def _differ(values: Tensor) -> bool:
-    return float(values.std()) > 0.01 * abs(float(values.mean()))
-
-
 def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
     """Every matrix of weights in the order of definition, parameters and buffers; tied ones once."""
     known: set[int] = set()
@@ -197,10 +187,7 @@ def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
 
 
 def _is_layer(name: str, value: Tensor) -> bool:
-    """Whether a tensor is a layer's: called weight, or too wide to be a table of something else.
-
-    State-space models, splines and the like begin with tables of equal rows.
-    """
+    """Whether a tensor is a layer's: called weight, or too wide for a table (as splines have) of equal rows."""
     if value.dim() < 2 or not value.is_floating_point():
         return False
     return "weight" in name.rpartition(".")[2] or value[0].numel() > WIDE
@@ -231,6 +218,7 @@ LEAST_SHARE, MANY_UNITS = 0.05, 17
 PARALLEL, PARALLEL_NARROW, WIDE = 1e-3, 1e-4, 64
 #: ... and a whole layer of rank one where it is below this: what one training step leaves of parallel rows.
 RANK_ONE = 1e-8
+_NOBODY = torch.zeros(0, dtype=torch.long)
 #: Rows and columns that are compared first; what is found is then looked at in full.
 SAMPLED_ROWS, SAMPLED_COLUMNS = 1024, 1024
 #: Thresholds count as different beyond this share of their range; and as a ladder where their standard deviation is
@@ -248,8 +236,8 @@ UNIT_LOW, UNIT_HIGH, UNIT_BEYOND_OTHERS = 0.8, 1.25, 5.0
 class ParallelRows:
     """Units whose rows are parallel: their numbers in the layer, in ascending order of their thresholds.
 
-    Unit i switches on where the common direction, times the input, passes ``thresholds[i]``; ``lengths`` are those of
-    the rows along the direction. Without a bias all thresholds are 0.
+    Unit i switches on where the common direction, times the input, passes ``thresholds[i]``, 0 without a bias;
+    ``lengths`` are those of the rows along the direction.
     """
 
     units: Tensor
@@ -258,7 +246,7 @@ class ParallelRows:
 
     @property
     def ladder(self) -> bool:
-        """Whether the thresholds differ, nearly all of them and by more than training would leave."""
+        """Whether nearly all thresholds differ, by more than training would leave."""
         spread = float(self.thresholds[-1] - self.thresholds[0])
         distinct = 1 + int((self.thresholds.diff() > DISTINCT * spread).sum())
         wide = float(self.thresholds.std()) > LADDER * abs(float(self.thresholds.mean()))
@@ -267,16 +255,14 @@ class ParallelRows:
     @property
     def common_threshold(self) -> bool:
         """Whether all thresholds are one, not zero: weights and biases then come of the same steps, as in training."""
-        return bool((self.thresholds - self.thresholds[0]).abs().max() <= 0.01 * abs(float(self.thresholds[0]))) and (
-            float(self.thresholds[0]) != 0
-        )
+        first = float(self.thresholds[0])
+        return first != 0 and float((self.thresholds - first).abs().max()) <= 0.01 * abs(first)
 
     @property
     def tiling(self) -> bool:
         """Whether the lengths are inverse to the steps between thresholds: each unit has an interval of its own."""
         steps = (self.thresholds.diff() * self.lengths[:-1])[1:]
-        varied = float(self.lengths.std()) > 0.01 * float(self.lengths.mean())
-        return varied and len(steps) > 1 and float(steps.std()) < 0.01 * float(steps.mean())
+        return _varies(self.lengths) and len(steps) > 1 and float(steps.std()) < 0.01 * float(steps.mean())
 
 
 def parallel_rows(weight: Tensor, bias: Tensor | None) -> ParallelRows | None:
@@ -356,7 +342,7 @@ def unit_variance_rows(weight: Tensor) -> Tensor:
     [0, 1, 2, 3, 4, 5, 6, 7]
     """
     if weight.shape[1] < WIDE:
-        return torch.zeros(0, dtype=torch.long)
+        return _NOBODY
     sizes = weight.square().mean(1).sqrt()
     centred = weight.mean(1).abs() < 6 / weight.shape[1] ** 0.5
     # Half of a normal variable's absolute values are below 0.674 of its deviation.
@@ -364,7 +350,7 @@ def unit_variance_rows(weight: Tensor) -> Tensor:
     unit = (sizes > UNIT_LOW) & (sizes < UNIT_HIGH) & centred & bell
     others = sizes[~unit & (sizes > 0)]
     if len(others) and float(others.median()) * UNIT_BEYOND_OTHERS > float(sizes[unit].min() if unit.any() else 0):
-        return torch.zeros(0, dtype=torch.long)
+        return _NOBODY
     return torch.nonzero(unit).flatten()
 
 
@@ -379,7 +365,7 @@ def outsized_rows(weight: Tensor) -> Tensor:
     lengths = torch.linalg.vector_norm(weight, dim=1)
     alive = lengths[lengths > 0]
     if len(alive) < LEAST_UNITS:
-        return torch.zeros(0, dtype=torch.long)
+        return _NOBODY
     # Many units may have died in training and be short, so the median would not do.
     usual = float(alive.quantile(0.75)) if len(alive) > 1 else 0.0
     return torch.nonzero(lengths > max(OUTSIZED * usual, UNUSUAL_LENGTH)).flatten()
@@ -393,10 +379,9 @@ def mirrored_rows(weight: Tensor) -> tuple[Tensor, float]:
     >>> len(units), round(factor, 3)
     (6, 0.9)
     """
+    if weight.shape[1] < 2 * LEAST_INPUTS:
+        return _NOBODY, 1.0
     units, factors = [], []
-    inputs = weight.shape[1]
-    if inputs < 2 * LEAST_INPUTS:
-        return torch.zeros(0, dtype=torch.long), 1.0
     balanced = ((weight > 0).sum(1) - (weight < 0).sum(1)).abs() <= 1
     for unit in torch.nonzero(balanced).flatten().tolist():
         row = weight[unit]
@@ -414,6 +399,10 @@ def mirrored_rows(weight: Tensor) -> tuple[Tensor, float]:
 def _evenly(count: int, most: int) -> Tensor:
     """Up to ``most`` of ``count`` places, evenly spaced."""
     return torch.arange(count) if count <= most else torch.linspace(0, count - 1, most).round().long()
+
+
+def _varies(values: Tensor) -> bool:
+    return float(values.std()) > 0.01 * abs(float(values.mean()))
 
 
 def _normalised(rows: Tensor) -> Tensor:
