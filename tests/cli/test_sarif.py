@@ -57,7 +57,7 @@ def test_a_setting_that_was_typed_is_not_sought_in_the_file(folder: Path) -> Non
 
 
 def test_the_file_of_a_repository_is_not_run_unasked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("leakscope.audit.default.DEFAULT_SPEC", {**_small(), "model": "logistic"})
+    monkeypatch.setattr("leakscope.audit.spec.DEFAULT_SPEC", {**_small(), "model": "logistic"})
     told = CliRunner().invoke(app, ["audit", "--out", "run"])
     assert "yours is run by: leakscope audit leakscope.yaml" in told.stderr
     for silent in (["--serial"], ["-q"]):

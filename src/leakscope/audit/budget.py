@@ -61,7 +61,7 @@ class Spared:
         controls = 0
         for job in jobs:
             if _is_attempt(job):
-                settings[describe(self._setup, job).setting] += 1
+                settings[describe(self._setup, job).scenario] += 1
             else:
                 controls += 1
         attempts = [{"protocol": p, "defense": d, "jobs": count} for (p, d), count in settings.items()]

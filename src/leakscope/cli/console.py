@@ -289,13 +289,13 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
     from leakscope.report.defense_study import choice_words, cost_words, goal, place_words, utility_words
     from leakscope.results.names import name_settings
 
-    named = {setting.cell: setting for setting in name_settings(verdict)}
+    named = {setting.scenario: setting for setting in name_settings(verdict)}
     print_table(
         "Defence study: what protection costs",
         ("setting", "leakage (95 %)", "identified", utility_words(study), "cost", "place"),
         (
             (
-                named[row.setting].name,
+                named[row.scenario].name,
                 f"{decibels(row.leakage)} ({decibels(row.leakage_interval[0])} to {decibels(row.leakage_interval[1])})",
                 percent(row.identified),
                 percent(row.utility) if study.accuracy else figure(-row.utility),
@@ -307,7 +307,7 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
         console,
     )
     for choice in study.choices:
-        name = "" if choice.row is None else f"{named[choice.row.setting].name}, "
+        name = "" if choice.row is None else f"{named[choice.row.scenario].name}, "
         say(console, f"So that {goal(choice.limits)}: {name}{choice_words(choice.row, study)}.")
     for worth in study.worths:
         name = named[worth.scenario].name

@@ -18,7 +18,7 @@ from leakscope.contracts.disk import atomic_write, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.report.export import VERSIONS, document, json_text
 from leakscope.results.names import name_settings
-from leakscope.results.reasons import Scenario
+from leakscope.results.reasons import InScenario
 from leakscope.results.records import mapping, number, plain
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.store import Store, differences
@@ -34,17 +34,13 @@ _ASKED = ("attacks", "knowledge", "seeds", "batch", "task", "training", "dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingLeaks:
+class SettingLeaks(InScenario):
     """What leaks in one setting: PSNR of each leaking example (NaN where another measure says so), and shares."""
 
     protocol: str
     defense: str
     examples: Mapping[int, float] = field(default_factory=dict)
     shares: Mapping[str, float] = field(default_factory=dict)
-
-    @property
-    def scenario(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
     @classmethod
     def of(cls, setting: SettingVerdict) -> SettingLeaks:
@@ -138,7 +134,7 @@ def judge_against(
 
 
 def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None) -> tuple[list[str], list[str]]:
-    titles = {setting.cell: setting.short for setting in name_settings(verdict)}
+    titles = {setting.scenario: setting.short for setting in name_settings(verdict)}
     known = {one.scenario: one for one in (accepted.settings if accepted else ())}
     if accepted is not None and now.settings and (lines := differences(accepted.audited, dict(now.audited))):
         told = [line.replace("the store has", "the baseline has") for line in lines]
@@ -197,7 +193,7 @@ def _decibels(psnr: float) -> str:
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    named = {setting.cell: f"{setting.short}: " for setting in name_settings(verdict)}
+    named = {setting.scenario: f"{setting.short}: " for setting in name_settings(verdict)}
     doubts = [reason for setting in verdict.settings for reason in setting.doubts] + verdict.doubts_of_all
     return [f"{named[d.scenario] if d.scenario else ''}{dataclasses.replace(d, scenario=None)}" for d in doubts]
 

@@ -134,7 +134,7 @@ class _Audit:
         seeds: dict[tuple[str, str, str], dict[int, list[ExampleRecord]]] = {}
         for row in self.attempts:
             attack = row.job.attack if row.job.attack_name in crowded else row.job.attack_name
-            examples = seeds.setdefault((*row.job.setting, attack), {})
+            examples = seeds.setdefault((*row.job.scenario, attack), {})
             for example in row.examples:
                 examples.setdefault(example.index, []).append(example)
         for place, tries in seeds.items():

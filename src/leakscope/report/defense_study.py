@@ -29,8 +29,8 @@ def study_section(
     """Everything the template shows of the study; None where nothing was trained."""
     if study is None:
         return None
-    named = {setting.cell: setting for setting in settings}
-    rows = [row for row in study.rows if row.setting in named]
+    named = {setting.scenario: setting for setting in settings}
+    rows = [row for row in study.rows if row.scenario in named]
     protocols = list(dict.fromkeys(row.protocol for row in rows))
     return {
         "utility": utility_words(study).capitalize(),
@@ -57,8 +57,8 @@ def _front(
 ) -> dict[str, Any]:
     marks = [
         Mark(
-            label=named[row.setting].name,
-            title=named[row.setting].defense_short,
+            label=named[row.scenario].name,
+            title=named[row.scenario].defense_short,
             utility=row.utility,
             leakage=row.leakage,
             utility_interval=row.utility_interval,
@@ -72,7 +72,7 @@ def _front(
     guess = next((row.guess for row in rows if row.protocol == protocol and not math.isnan(row.guess)), math.nan)
     facts: dict[str, Any] = {"utility": words, "share": study.accuracy, "guess": guess}
     return {
-        "protocol": next(named[row.setting].protocol_short for row in rows if row.protocol == protocol),
+        "protocol": next(named[row.scenario].protocol_short for row in rows if row.protocol == protocol),
         "wide": front_plot(marks, identity=f"front-{place}", **facts),
         "narrow": front_plot(marks, identity=f"front-narrow-{place}", width=360, height=400, **facts),
     }
@@ -84,7 +84,7 @@ def _line(row: StudyRow, study: Study, named: Mapping[Scenario, Setting]) -> dic
     seeds = 0 if row.training is None else len(row.training.seeds)
     losses = () if row.training is None else row.training.losses
     return {
-        "setting": named[row.setting],
+        "setting": named[row.scenario],
         "row": row,
         "leakage": fixed(row.leakage),
         "leakage_interval": span(row.leakage_interval, row.examples),
@@ -137,11 +137,11 @@ def place_words(row: StudyRow, named: Mapping[Scenario, Setting]) -> str:
 
 def _choice(choice: Choice, study: Study, named: Mapping[Scenario, Setting], several: bool) -> dict[str, Any]:
     protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
-    alike = ", ".join(named[other.setting].name for other in choice.alike if other.setting in named)
+    alike = ", ".join(named[other.scenario].name for other in choice.alike if other.scenario in named)
     return {
         "goal": goal(choice.limits),
         "where": f" under {protocol}" if several else "",
-        "setting": None if choice.row is None else named[choice.row.setting],
+        "setting": None if choice.row is None else named[choice.row.scenario],
         "text": choice_words(choice.row, study),
         "alike": f"as cheap: {alike}" if alike else "",
         "doubts": "" if choice.row is None else "; ".join(map(reason_text, choice.row.doubts)),
@@ -179,8 +179,8 @@ def choice_words(row: StudyRow | None, study: Study) -> str:
 
 def _heat(matrix: Mapping[str, Any], settings: Sequence[Setting], rows: Sequence[StudyRow]) -> dict[str, Any]:
     """Attack by defence, turned so that defences are lines: there are more of them than attacks."""
-    shown = {row.setting for row in rows}
-    places = [(place, setting) for place, setting in enumerate(settings) if setting.cell in shown]
+    shown = {row.scenario for row in rows}
+    places = [(place, setting) for place, setting in enumerate(settings) if setting.scenario in shown]
     return {
         "attacks": [(line["name"], line["options"], line["attack"]) for line in matrix["lines"]],
         "lines": [(setting, [line["cells"][place] for line in matrix["lines"]]) for place, setting in places],
@@ -191,11 +191,11 @@ def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenari
     """A line a defence: what the strongest attack made of the same few examples; None where none may be shown."""
     if not gallery.allowed:
         return None
-    indices = sorted({example.index for row in rows for example in named[row.setting].verdict.examples})[:MAX_PICTURES]
+    indices = sorted({example.index for row in rows for example in named[row.scenario].verdict.examples})[:MAX_PICTURES]
     originals: dict[int, Any] = {}
     lines = []
     for place, row in enumerate(rows):
-        by_index = {example.index: example for example in named[row.setting].verdict.examples}
+        by_index = {example.index: example for example in named[row.scenario].verdict.examples}
         cells = []
         for index in indices:
             example = by_index.get(index)
@@ -203,7 +203,7 @@ def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenari
             if original is not None:
                 originals.setdefault(index, original)
             cells.append((example, guess))
-        lines.append((named[row.setting], cells))
+        lines.append((named[row.scenario], cells))
     if not originals:
         return None
     return {"originals": [(index, originals.get(index)) for index in indices], "lines": lines}
@@ -230,7 +230,7 @@ def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> list[
             "Even without a defence the model learns hardly more than a constant guess, so that nothing is compared: "
             "give the training more rounds or other learning rates."
         )
-    for weakness in dict.fromkeys(named[row.setting].verdict.weakness for row in rows):
+    for weakness in dict.fromkeys(named[row.scenario].verdict.weakness for row in rows):
         if weakness:
             notes.append(f"Nothing is compared where the attacks tell nothing: {weakness}.")
     if any(not row.known and row.examples for row in rows):

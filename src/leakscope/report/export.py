@@ -54,7 +54,7 @@ def schema(kind: str) -> dict[str, Any]:
 def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> dict[str, Any]:
     """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are."""
     settings = name_settings(verdict)
-    names = {setting.cell: setting.name for setting in settings}
+    names = {setting.scenario: setting.name for setting in settings}
     rows = store.rows()
     content = {
         "outcome": verdict.outcome,
@@ -83,7 +83,7 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
 
 def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every example of every job, and one for each job without a result."""
-    names = {setting.cell: setting.name for setting in name_settings(verdict)}
+    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
     measures = dict.fromkeys(measure.key for measure in MEASURES.values())
     blank = {"index": None, "score": None, **_flat_proof(None), **measures}
     lines = []
@@ -98,7 +98,7 @@ def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
 
 def study_table(study: Study, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every setting of a defence study: what it leaks and what it costs."""
-    names = {setting.cell: setting.name for setting in name_settings(verdict)}
+    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
     return [plain(_flat_study_row(row, names)) for row in study.rows]
 
 
@@ -151,7 +151,7 @@ def _strongest(example: StrongestExample, names: Mapping[Scenario, str]) -> dict
 
 def _row(row: Row, names: Mapping[Scenario, str]) -> dict[str, Any]:
     facts = {
-        "setting": names.get(row.job.setting) if row.counts else None,  # a control serves every defence
+        "setting": names.get(row.job.scenario) if row.counts else None,  # a control serves every defence
         **{name: getattr(row.job, name) for name in _ROW if name != "setting"},
         **{name: getattr(row, name) for name in _FATE},
     }
@@ -187,8 +187,8 @@ def _study(study: Study | None, names: Mapping[Scenario, str]) -> dict[str, Any]
         {
             "protocol": choice.protocol,
             "limits": list(choice.limits),
-            "setting": None if choice.row is None else names.get(choice.row.setting),
-            "alike": [names.get(row.setting) for row in choice.alike],
+            "setting": None if choice.row is None else names.get(choice.row.scenario),
+            "alike": [names.get(row.scenario) for row in choice.alike],
         }
         for choice in study.choices
     ]
@@ -202,7 +202,7 @@ def _study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = [field.name for field in dataclasses.fields(row) if field.name != "training"]
     facts = {name: getattr(row, name) for name in same} | {"doubts": [reason_text(doubt) for doubt in row.doubts]}
     return {
-        "setting": names.get(row.setting),
+        "setting": names.get(row.scenario),
         **facts,
         "beaten_by": names.get(Scenario(row.protocol, row.beaten_by or "")),
     }
@@ -231,4 +231,4 @@ def _flat_study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, A
 
 def _finding(finding: FindingRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = ("kind", "protocol", "defense", "seed", "batch", "key", "status", "reason", "seconds", "content")
-    return {"setting": names.get(finding.setting), **{name: getattr(finding, name) for name in same}}
+    return {"setting": names.get(finding.scenario), **{name: getattr(finding, name) for name in same}}

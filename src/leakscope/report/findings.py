@@ -41,7 +41,7 @@ def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting])
     """One entry a setting whose clients sent weight updates; none where no client did."""
     entries = []
     for setting in settings:
-        own = [f for f in findings if f.kind == "trajectory" and f.setting == setting.cell]
+        own = [f for f in findings if f.kind == "trajectory" and f.scenario == setting.scenario]
         if own:
             reasons = list(dict.fromkeys(finding.reason for finding in own if finding.reason))
             entries.append(_entry(setting, [finding for finding in own if not finding.reason], reasons))
@@ -226,7 +226,7 @@ def embedding_section(findings: Sequence[FindingRow], settings: Sequence[Setting
     """One entry a setting that has the finding: a sentence, and a smaller line below it."""
     entries = []
     for setting in settings:
-        own = next((f for f in findings if f.kind == "embedding" and f.setting == setting.cell), None)
+        own = next((f for f in findings if f.kind == "embedding" and f.scenario == setting.scenario), None)
         if own is not None:
             span = _span(own)
             sentence, small = (
@@ -322,7 +322,7 @@ def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -
     """One entry a protocol whose training is known; none where no protocol trains."""
     protocols: dict[str, list[_Curve]] = {}
     for setting in settings:
-        cost = next((f for f in findings if f.kind == "cost" and f.setting == setting.cell), None)
+        cost = next((f for f in findings if f.kind == "cost" and f.scenario == setting.scenario), None)
         if cost is not None:
             protocols.setdefault(setting.protocol, []).append(_Curve(setting, cost))
     return [_cost_entry(curves, f"cost-{place}") for place, curves in enumerate(protocols.values())]

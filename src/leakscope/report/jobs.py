@@ -46,7 +46,7 @@ class JobTable:
 
     def __init__(self, rows: Sequence[Row], settings: Sequence[Setting], data: Mapping[str, Any]) -> None:
         self.rows = rows
-        self.names = {setting.cell: setting.name for setting in settings}
+        self.names = {setting.scenario: setting.name for setting in settings}
         self.class_names = data.get("class_names")
         self.measures = measures_of(example for row in rows for example in row.examples)
         self.main = main_measures(self.measures)
@@ -72,7 +72,7 @@ class JobTable:
 
     def _job_cells(self, position: int, row: Row) -> list[Cell]:
         """What was done, to whom."""
-        job, setting = row.job, self.names.get(row.job.setting, words.DASH)
+        job, setting = row.job, self.names.get(row.job.scenario, words.DASH)
         control = f"{job.control} control" if job.control else ""
         return [
             _figure_cell(str(position), position),

@@ -25,13 +25,13 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
     lines: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
     for setting in settings:
-        done = [r for r in rows if r.counts and r.status == "done" and r.job.setting == setting.cell]
-        floor = next((f for f in findings if f.kind in ("floor", "rounds") and f.setting == setting.cell), None)
+        done = [r for r in rows if r.counts and r.status == "done" and r.job.scenario == setting.scenario]
+        floor = next((f for f in findings if f.kind in ("floor", "rounds") and f.scenario == setting.scenario), None)
         outcomes = _outcomes(done, floor)
         if floor is None and not outcomes:
             continue
         best = _best_psnr(done, floor)
-        named = any(finding.setting == setting.cell for finding in findings)
+        named = any(finding.scenario == setting.scenario for finding in findings)
         counts = [{"name": name, "jobs": outcomes[name]} for name in DIAGNOSES if outcomes[name]]
         line = {"setting": setting, "best": _error(best, 10 ** (-best / 20)), "outcomes": counts}
         if floor is not None and floor.kind == "rounds":

@@ -121,7 +121,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
         "findings": findings,
         "fates": jobs.fates(findings, meta["plan"].get("findings")),
-        "names": {setting.cell: setting.name for setting in named},
+        "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "explain_flag": words.explain_flag,
         "flag_rule": words.FLAG_RULE,
@@ -194,7 +194,7 @@ def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict
     return {
         "example": worst,
         "label": gallery.label_of(worst),
-        "setting": next((s for s in named if s.cell == worst.scenario), None),
+        "setting": next((s for s in named if s.scenario == worst.scenario), None),
         "original": original,
         "guess": guess,
     }

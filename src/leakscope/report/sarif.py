@@ -164,8 +164,8 @@ def _told(reasons: list[Reason]) -> tuple[list[tuple[str, str]], list[Reason]]:
 
 def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     setting = finding.setting
-    where = source.whole if setting is None else source.of_setting(*setting.cell)
-    subject = ("whole", "audit") if setting is None else setting.cell
+    where = source.whole if setting is None else source.of_setting(*setting.scenario)
+    subject = ("whole", "audit") if setting is None else setting.scenario
     title = "The audit" if setting is None else setting.short
     told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
     if setting is not None and finding.rule is RULES["reconstruction"]:

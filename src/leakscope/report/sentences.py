@@ -296,7 +296,7 @@ def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> li
 @in_words.register
 def paragraph(verdict: Verdict) -> str:
     """The verdict in one paragraph: outcome, strongest reconstruction, and the first reasons with their remedies."""
-    names = {setting.cell: f"{setting.name} ({setting.short})" for setting in name_settings(verdict)}
+    names = {setting.scenario: f"{setting.name} ({setting.short})" for setting in name_settings(verdict)}
     sentences = [verdict.outcome.upper()]
     if (worst := verdict.worst) is not None:
         best = f"example {worst.index} at {worst.psnr:.1f} dB by {worst.attack_name}"

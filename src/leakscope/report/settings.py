@@ -154,7 +154,7 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
         own = [row for row in attempts if row.job.attack == attack]
         cells = []
         for setting in settings:
-            jobs = [row for row in own if row.job.setting == setting.cell]
+            jobs = [row for row in own if row.job.scenario == setting.scenario]
             ignores = parts[attack].options.get(IGNORES) is True
             cell = _cell(jobs, attack, baselines[setting.protocol], ignores)
             cells.append(cell)

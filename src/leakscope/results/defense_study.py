@@ -22,7 +22,7 @@ from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import WIDE_GAP
 from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
-from leakscope.results.reasons import Reason, Scenario, because
+from leakscope.results.reasons import InScenario, Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.verdict import Verdict
@@ -64,7 +64,7 @@ class Training:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyRow:
+class StudyRow(InScenario):
     """One protocol with one defence: what leaks, what it costs, and whether something else is better at both."""
 
     protocol: str
@@ -102,10 +102,6 @@ class StudyRow:
     #: Defence of a setting that is better, where there is one, and whether intervals bear that out.
     beaten_by: str | None = None
     beaten_clearly: bool = False
-
-    @property
-    def setting(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
     @property
     def comparable(self) -> bool:
@@ -176,7 +172,7 @@ def _trainings(findings: Iterable[FindingRow]) -> dict[Scenario, Training | None
     by_setting: dict[Scenario, list[FindingRow]] = defaultdict(list)
     for finding in findings:
         if finding.kind == UTILITY:
-            by_setting[finding.setting].append(finding)
+            by_setting[finding.scenario].append(finding)
     return {cell: _training([f for f in some if f.status == "done"]) for cell, some in by_setting.items()}
 
 
@@ -222,14 +218,14 @@ def _row(
 ) -> StudyRow:
     cell = setting.scenario
     training, undefended = trainings[cell], trainings.get(Scenario(setting.protocol, "none"))
-    attempts = [row for row in rows if row.counts and row.status == "done" and row.job.setting == cell]
+    attempts = [row for row in rows if row.counts and row.status == "done" and row.job.scenario == cell]
     guessed = [guesses.get(example.index, NAN) for example in setting.examples]
     reached = [highest((example.psnr, guess)) for example, guess in zip(setting.examples, guessed, strict=True)]
     leaked = [min(psnr, LEGIBLE) for psnr in reached]
     errors = _least_errors(attempts)
     utilities = () if training is None else training.utilities
     lost = () if training is None or undefended is None else _lost(training, undefended)
-    embedding = next((f for f in findings if f.kind == "embedding" and f.setting == cell), None)
+    embedding = next((f for f in findings if f.kind == "embedding" and f.scenario == cell), None)
     known = setting.defense == "none" or any(row.result is not None and row.result.adaptive for row in attempts)
     names = Counter(example.attack_name for example in setting.examples)
     learnt = undefended is None or undefended.learns

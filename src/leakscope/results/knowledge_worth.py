@@ -10,7 +10,7 @@ from typing import Any
 
 from leakscope.metrics import interval
 from leakscope.results.names import parts_of
-from leakscope.results.reasons import Scenario
+from leakscope.results.reasons import InScenario, Scenario
 from leakscope.results.records import NAN, Row, highest, mean
 
 Interval = tuple[float, float]
@@ -21,7 +21,7 @@ IGNORES = "ignore_defense"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Worth:
+class Worth(InScenario):
     """What knowing a defence was worth to one attack, in dB: the same attack with the knowledge and without it."""
 
     protocol: str
@@ -30,10 +30,6 @@ class Worth:
     gain: float
     interval: Interval
     examples: int
-
-    @property
-    def scenario(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
 
 def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
@@ -54,7 +50,7 @@ def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
         options = parts[row.job.attack].options if row.counts and row.status == "done" else {}
         if IGNORES in options:
             others = str({name: value for name, value in options.items() if name != IGNORES})
-            own = best[row.job.setting, row.job.attack_name, others, options[IGNORES] is True]
+            own = best[row.job.scenario, row.job.attack_name, others, options[IGNORES] is True]
             for example in row.examples:
                 own[example.index] = highest((own.get(example.index, NAN), example.value("psnr")))
     worths = []

@@ -100,7 +100,7 @@ class Setting:
         return self.verdict.defense
 
     @property
-    def cell(self) -> Scenario:
+    def scenario(self) -> Scenario:
         return self.verdict.scenario
 
     @property

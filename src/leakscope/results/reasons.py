@@ -26,6 +26,17 @@ class Scenario(NamedTuple):
     defense: str
 
 
+class InScenario:
+    """What belongs to one scenario, and names its protocol and its defence."""
+
+    protocol: str
+    defense: str
+
+    @property
+    def scenario(self) -> Scenario:
+        return Scenario(self.protocol, self.defense)
+
+
 @dataclass(frozen=True)
 class Remedy:
     """What can be done about a reason: the kind of action, what it is done with, and what else would do."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self, get_type_hints
 
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import DIAGNOSES
-from leakscope.results.reasons import Scenario
+from leakscope.results.reasons import InScenario
 
 Status = Literal["done", "failed", "refused"]
 #: What a control is for: an attack with nothing to learn from, a guess without any attack, or an attack that must find.
@@ -164,7 +164,7 @@ class _Record:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JobRecord(_Record):
+class JobRecord(InScenario, _Record):
     """What a job was: a cell of the grid.
 
     ``protocol``, ``defense`` and ``attack`` are reprs; ``parts`` says the same as name, class and options.
@@ -182,10 +182,6 @@ class JobRecord(_Record):
     indices: tuple[int, ...] = ()
     knowledge: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def setting(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,7 +305,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class FindingRow:
+class FindingRow(InScenario):
     """What is true of a setting, or of one client of it, whatever attack is run.
 
     ``content`` is what its kind says it is, plain JSON values, or only a ``reason`` why there is nothing.
@@ -332,10 +328,6 @@ class FindingRow:
     def value(self, name: str) -> float:
         """A number of the content; NaN where it has none of this name."""
         return number(self.content.get(name))
-
-    @property
-    def setting(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
     @property
     def reason(self) -> str:

@@ -20,7 +20,7 @@ from leakscope.results.label_leakage import (
     unresolved_labels,
 )
 from leakscope.results.policy import Limit, Policy
-from leakscope.results.reasons import FLAG_REMEDIES, Reason, Remedy, Scenario, because
+from leakscope.results.reasons import FLAG_REMEDIES, InScenario, Reason, Remedy, Scenario, because
 from leakscope.results.records import NAN, Row, best, highest, mean
 from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
 
@@ -30,7 +30,7 @@ _IDENTIFIED_ABOVE_CHANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class SettingVerdict:
+class SettingVerdict(InScenario):
     """One scenario: a protocol with a defence."""
 
     protocol: str
@@ -56,10 +56,6 @@ class SettingVerdict:
     failed: int = 0
     refused: int = 0
     missing: int = 0
-
-    @property
-    def scenario(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
     @property
     def doubts(self) -> list[Reason]:

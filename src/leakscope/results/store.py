@@ -93,7 +93,7 @@ class Store:
         temporary = folder / f".{DATABASE}.{os.getpid()}.tmp"
         try:
             if target.exists():
-                raise StoreError(f"{target}: exists already; open it, or choose another --out")
+                raise StoreError(f"{target}: exists already; open it, or choose another folder")
             _sweep(folder)
             os.close(os.open(temporary, os.O_CREAT | os.O_WRONLY, 0o600))  # SQLite gives its own files the same mode
             with closing(sqlite3.connect(temporary, isolation_level=None)) as connection:
@@ -295,7 +295,7 @@ def check_same_audit(store: Store, identity: Mapping[str, Any], may_be_new: Sequ
     lines = differences({**stored, **new} if isinstance(stored, dict) else stored, wanted)
     if lines:
         raise StoreMismatch(
-            f"{store.directory}: holds another audit; choose another --out or delete this folder.\n"
+            f"{store.directory}: holds another audit; choose another folder or delete this folder.\n"
             + "\n".join(f"  - {line}" for line in lines)
         )
 
@@ -418,7 +418,7 @@ def _take_lock(folder: Path) -> FileLock:
     try:
         lock.acquire()
     except Timeout as error:
-        raise StoreError(f"{folder}: another audit is writing here; wait for it or choose another --out") from error
+        raise StoreError(f"{folder}: another audit is writing here; wait for it or choose another folder") from error
     return lock
 
 

@@ -12,12 +12,12 @@ from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import BEYOND_DOUBT
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import Scenario
+from leakscope.results.reasons import InScenario
 from leakscope.results.records import NAN, ExampleRecord, Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrongestExample:
+class StrongestExample(InScenario):
     """The best reconstruction of one example, over attacks and seeds, by PSNR."""
 
     index: int
@@ -33,10 +33,6 @@ class StrongestExample:
     certificate: Certificate | None = None
     baseline_psnr: float = NAN
     leaks: bool = False
-
-    @property
-    def scenario(self) -> Scenario:
-        return Scenario(self.protocol, self.defense)
 
     def value(self, key: str) -> float:
         """The measure with this key; NaN where it is missing."""

@@ -96,7 +96,7 @@ def judge(
     # What a defence costs says nothing about what leaks.
     findings = [finding for finding in findings if finding.kind != UTILITY]
     total, cells, with_floor = _expectations(rows, plan, limits)
-    floors = {finding.setting: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
+    floors = {finding.scenario: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
     settings = []
     for protocol in dict.fromkeys(cell.protocol for cell in cells):
@@ -105,8 +105,8 @@ def judge(
         strength = AttackStrength.of(protocol, rows, baselines, limits, floors, protocol in with_floor)
         for cell, planned in cells.items():
             if cell.protocol == protocol:
-                attempts = [row for row in rows if row.counts and row.job.setting == cell]
-                left = planned.findings - sum(finding.setting == cell for finding in findings)
+                attempts = [row for row in rows if row.counts and row.job.scenario == cell]
+                left = planned.findings - sum(finding.scenario == cell for finding in findings)
                 expected = dataclasses.replace(planned, findings_missing=max(0, left))
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
                 judge_ = Judge(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
@@ -162,7 +162,7 @@ def _expectations(
     grid: dict[Scenario, set[tuple[Any, ...]]] = defaultdict(set)
     for row in rows:
         if row.counts:
-            grid[row.job.setting].add((row.job.attack, row.job.seed, row.job.batch))
+            grid[row.job.scenario].add((row.job.attack, row.job.seed, row.job.batch))
     widest = len(set().union(*grid.values())) if grid else 0
     # Positions count the plan from 0, so a gap in them is a job without a row.
     total = max((row.position + 1 for row in rows), default=0)
