@@ -73,7 +73,7 @@ def test_findings_round_trip(tmp_path: Path) -> None:
     with Store.open(tmp_path) as store:
         first, second = store.findings()
         assert first == finding(content={"psnr": None, "curve": [1, None]}), "JSON has no infinity"
-        assert (first.setting, first.reason) == (("FedSGD()", "none"), "")
+        assert (first.scenario, first.reason) == (("FedSGD()", "none"), "")
         assert (second.kind, second.status, second.reason, second.content) == ("cost", "failed", "E: no", {})
         assert store.finished() == {KEY: "done", "f1": "done", "f2": "failed"}
         assert len(store.rows()) == 1
@@ -169,7 +169,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
 def test_mismatch_names_what_differs(tmp_path: Path) -> None:
     with Store.create(tmp_path, {"identity": {"seeds": [0], "model": {"name": "a"}}}) as store:
         check_same_audit(store, {"seeds": [0], "model": {"name": "a"}})
-        with pytest.raises(StoreMismatch, match="choose another --out or delete") as caught:
+        with pytest.raises(StoreMismatch, match="another audit") as caught:
             check_same_audit(store, {"seeds": [0, 1], "model": {"name": "b"}})
     assert "seeds: the store has [0], now [0, 1]" in str(caught.value)
     assert "model.name: the store has 'a', now 'b'" in str(caught.value)
