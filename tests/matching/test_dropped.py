@@ -13,7 +13,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.defenses import NetworkDropout
 from leakscope.equations.embedding import recover_embedding
 from leakscope.federation import FedAvg, FedSGD
-from leakscope.matching.dropped import MASKS, PACE, DroppedMatching, searched_layers
+from leakscope.matching.held import MASKS, PACE, DroppedMatching, searched_layers
 from leakscope.metrics import psnr
 from leakscope.metrics.assignment import assign
 

@@ -48,8 +48,8 @@ class Candidate:
     ``distance``: what they leave of the whole update. ``residual``: what they leave of the equations that were solved;
     infinite where none were. ``surprise``: minus the logarithm of their probability, where known noise gives them one.
     ``fair``: what the method leaves of noise, relative to what the true inputs leave; below one for least squares,
-    which fit the noise and have no prior in their favour; of ``pictures`` roughness counts. ``curve``, ``flags``, ``notes``, ``score``, ``labels`` and
-    ``info`` go into the result.
+    which fit the noise and have no prior in their favour; of ``pictures`` roughness counts. ``curve``, ``flags``,
+    ``notes``, ``score``, ``labels`` and ``info`` go into the result.
     """
 
     inputs: Tensor

@@ -8,7 +8,8 @@ input's content at all and are left out, and the first layer misleads where it i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -20,12 +21,13 @@ from leakscope.matching.canvas import Pixels
 from leakscope.matching.optimisers import Adam, schedule_factor
 from leakscope.matching.priors import total_variation
 from leakscope.matching.search import Evaluation, SearchResult, Watch, search
-from leakscope.network.recorder import inputs_of
+from leakscope.network.recorder import change_input, inputs_of, record_layers
 
 #: Rows of a gradient below this share of the largest are left out: they are rounding.
 SMALLEST_ROW = 1e-4
-#: The share of step size and prior that remains for a start that is nearly right.
-NEAR = 0.2
+#: The share of step size and prior that remains for a start that is nearly right, and a mask's step relative to a
+#: pixel's.
+NEAR = PACE = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +58,8 @@ DEPTH = Weighting(name="depth", features=0.4, ratio=2.0, level_rows=True)
 FEATURES = Weighting(name="features", features=0.7, ratio=3.0)
 EQUAL = Weighting(name="equal", features=0.3, ratio=1.0)
 WHOLE = Weighting(name="whole", features=0.3, ratio=1.0, first=True)
+#: Where masks are searched too, layers that read the input do not mislead.
+MASKS = replace(WHOLE, name="masks")
 WEIGHTINGS: tuple[Weighting, ...] = (DEPTH, FEATURES, EQUAL, WHOLE)
 
 
@@ -183,6 +187,81 @@ class HeldMatching:
             if bool(size > 0):
                 terms.append(_Term(self.model.get_parameter(name), target, weight * scale / size))
         return terms
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class DroppedMatching(HeldMatching):
+    """The search in a network that dropped units: for the inputs and the masks of ``dropped`` layers.
+
+    Scheliga, Maeder, Seeland, "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023: a mask between 0
+    and 1 stands for each input that went with ``probability``, and all are moved together with the pixels. Unlike
+    there, features and adjoints at the cut are known and held, masks of the cut itself included, which were read. A row
+    holds the pixels, then the masks in units of their pace.
+    """
+
+    dropped: Sequence[str]
+    probability: float
+    _masks: dict[str, Tensor] = field(default_factory=dict, init=False, repr=False)
+    _shapes: dict[str, torch.Size] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blank = self.features.new_zeros(self.shape)
+        record = record_layers(self.model, blank, lambda name, _: name in self.dropped, evaluate=True)
+        for name in self.dropped:
+            (call,) = record.of(name)
+            self._shapes[name] = call.inputs.shape
+            change_input(self.model.get_submodule(name), _Masked(name, self._masks))
+
+    @property
+    def pixels(self) -> int:
+        return math.prod(self.shape)
+
+    def start(self, generator: torch.Generator) -> Tensor:
+        return self._with_masks(super().start(generator))
+
+    def start_near(self, inputs: Tensor) -> Tensor:
+        return self._with_masks(super().start_near(inputs))
+
+    def pictures(self, row: Tensor) -> Tensor:
+        return row.flatten()[: self.pixels].reshape(self.shape)
+
+    def at_cut(self, row: Tensor) -> Tensor:
+        sizes = [shape.numel() for shape in self._shapes.values()]
+        parts = row.flatten()[self.pixels :].split(sizes)
+        for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
+            self._masks[name] = part.reshape(shape) * PACE / (1 - self.probability)
+        try:
+            return super().at_cut(row)
+        finally:
+            self._masks.clear()
+
+    def project(self, rows: Tensor) -> Tensor:
+        pixels = super().project(rows[:, : self.pixels])
+        return torch.cat([pixels, rows[:, self.pixels :].clamp(0, 1 / PACE)], 1)
+
+    def _with_masks(self, pixels: Tensor) -> Tensor:
+        """All masks at their mean to begin with."""
+        count = sum(shape.numel() for shape in self._shapes.values())
+        return torch.cat([pixels, pixels.new_full((1, count), (1 - self.probability) / PACE)], 1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Masked:
+    """Multiplies a layer's inputs with the mask of its name."""
+
+    name: str
+    masks: dict[str, Tensor]
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mask = self.masks.get(self.name)
+        return x if mask is None else x * mask
+
+
+def searched_layers(model: nn.Module, layer: str, dropped: Sequence[str], blank: Tensor) -> list[str]:
+    """Those of the ``dropped`` layers that act below the cut, in the order of the network."""
+    order = [call.name for call in record_layers(model, blank, evaluate=True).calls]
+    return [name for name in order[: order.index(layer)] if name in dropped]
 
 
 def _row_scale(target: Tensor, level: bool) -> Tensor:

@@ -21,8 +21,7 @@ from leakscope.equations.embedding import Embedding
 from leakscope.equations.gated_inverse import GatedProblem
 from leakscope.equations.noise_test import NoiseTest
 from leakscope.matching import DirectionL1, Victim
-from leakscope.matching.dropped import DroppedMatching, searched_layers
-from leakscope.matching.held import HeldMatching
+from leakscope.matching.held import DroppedMatching, HeldMatching, searched_layers
 from leakscope.matching.victim import forward_flops
 from leakscope.network.kinks import kinks
 from leakscope.network.read_gates import read_gated

@@ -33,9 +33,8 @@ from leakscope.equations.embedding import peel_embedding, recover_embedding
 from leakscope.equations.gated_inverse import SolverSettings
 from leakscope.matching import GradientMap, LevenbergMarquardt
 from leakscope.matching.determinacy import free_directions, movement
-from leakscope.matching.dropped import MASKS, DroppedMatching
 from leakscope.matching.gradient_map import affordable_steps
-from leakscope.matching.held import WEIGHTINGS, HeldMatching, Weighting
+from leakscope.matching.held import MASKS, WEIGHTINGS, DroppedMatching, HeldMatching, Weighting
 from leakscope.matching.search import Watch
 
 WHOLE_UPDATE = "whole update"
