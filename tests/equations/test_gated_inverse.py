@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from leakscope.equations.gated_equations import blocks_of, conjugate_gradients, whitening_matrix
 from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.models.resnet import ResidualBlock
-from leakscope.network.read_gates import read_gated
+from leakscope.network.gates import read_gated
 from leakscope.network.recorder import inputs_of
 
 CERTIFIED = 1e-6

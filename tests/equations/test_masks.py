@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from leakscope.equations.masks import LayerEquations, Masks, decode_masks
+from leakscope.equations.gated_equations import LayerEquations, Masks, decode_masks
 
 EXAMPLES, UNITS, INPUTS, PLACES = 2, 6, 40, 12
 

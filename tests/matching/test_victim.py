@@ -89,7 +89,7 @@ import sys
 import torch
 import leakscope as ls
 from leakscope.matching import GradientMap
-from leakscope.network.read_gates import read_gated
+from leakscope.network.gates import read_gated
 
 net = ls.build_model("convnet", input_shape=(3, 8, 8), num_classes=9)
 x, y = torch.full((1, 3, 8, 8), 0.3), torch.tensor([4])

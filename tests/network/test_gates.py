@@ -9,8 +9,7 @@ from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
 from leakscope.models import build_model
-from leakscope.network.gates import GatedNetwork
-from leakscope.network.read_gates import read_gated
+from leakscope.network.gates import GatedNetwork, read_gated
 from leakscope.network.recorder import inputs_of
 
 IMAGE, SIGNAL = (2, 12, 12), (2, 20)

@@ -15,16 +15,12 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.head_system import EXACT, LEAST_RANK
 
 #: Largest relative gap (L1) between the outputs that the inputs give and those that were known.
 TOLERANCE = 1e-4
-#: The slopes are settled after a few passes, or never.
+#: The slopes are settled after a few passes, or never; the rows that fit after half as many.
 PASSES = 12
-ROBUST_PASSES = 6
-#: Outputs so near to a flat piece of the activation, relative to the largest, count as on it.
-FLAT = 1e-5
-#: The smallest singular value of the signals, relative to their largest, that still carries an example.
-LEAST_RANK = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,7 +106,7 @@ def undo(activation: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tenso
     low = torch.where(falls, grid[lowest], -1e3).expand_as(outputs).clone()
     high = torch.full_like(outputs, 1e3)
     # Next to the value of a flat piece rounding decides; it is taken for flat.
-    goal = torch.where((outputs - curve[0]).abs() <= FLAT * outputs.abs().max(), curve[0].expand_as(outputs), outputs)
+    goal = torch.where((outputs - curve[0]).abs() <= EXACT * outputs.abs().max(), curve[0].expand_as(outputs), outputs)
     for _ in range(80):
         middle = (low + high) / 2
         above = activation(middle) >= goal
@@ -137,7 +133,7 @@ def _fitting(signals: Tensor, observed: Tensor, sums: Tensor | None, usable: Ten
         rows = seen
     sizes = observed.norm(dim=1).clamp_min(1e-300)
     weights = rows / sizes
-    for _ in range(ROBUST_PASSES):  # towards least absolute errors, so that rows that do not fit lose their say
+    for _ in range(PASSES // 2):  # towards least absolute errors, so that rows that do not fit lose their say
         inputs = _solved(signals * weights, observed * weights[:, None])
         gap = (signals.T @ inputs - observed).norm(dim=1) / sizes
         weights = rows / sizes / (gap + 1e-8)

@@ -3,11 +3,10 @@
 With the gates of a piecewise-linear network and the derivative at a cut held, the values at the cut and the gradient of
 every weight below it are linear in the input: for a small ConvNet a hundred thousand equations for three thousand
 unknowns. Three things stand in the way. The masks of the last layers must be right, and they follow from the weight
-gradients themselves (:mod:`leakscope.equations.masks`). Masks of lower layers that are still wrong must not spoil the
-equations: units near zero are given slack. And the equations are badly conditioned, which whitening by the known
-signals mends (:mod:`leakscope.equations.gated_equations`). Masks and input are found in turn; the residual of the
-gradients is a certificate that needs no truth. This is this project's own; docs/strength.md explains it and says how
-far it carries.
+gradients themselves. Masks of lower layers that are still wrong must not spoil the equations: units near zero are given
+slack. And the equations are badly conditioned, which whitening by the known signals mends
+(:mod:`leakscope.equations.gated_equations`). Masks and input are found in turn; the residual of the gradients is a
+certificate that needs no truth. This is this project's own; docs/strength.md says how far it carries.
 """
 
 from __future__ import annotations
@@ -20,8 +19,14 @@ import torch
 from torch import Tensor
 
 from leakscope.equations.embedding import SILENT
-from leakscope.equations.gated_equations import LayerState, LinearStep, blocks_of
-from leakscope.equations.masks import MOST_FREE, LayerEquations, decode_masks
+from leakscope.equations.gated_equations import (
+    MOST_FREE,
+    LayerEquations,
+    LayerState,
+    LinearStep,
+    blocks_of,
+    decode_masks,
+)
 from leakscope.network.gates import GatedNetwork, Gates, Pass, WeightedLayer
 
 #: A unit that is nearer to zero than so many times that share may be active behind such a feature.
@@ -34,7 +39,9 @@ FIRST_PASS = (6.0, 3.0)
 #: are held (of one example), and the conditioning of the equations is what counts.
 FAR = 2e-3
 #: Where progress stalls, layers explained up to this share count in full (one example far away, and else): the highest
-#: alone may not determine the input, and the better it is explained the less would the others count.
+#: alone may not determine the input, and the better it is explained the less would the others count. The smaller one is
+#: also what an exact solution may leave of the features and of layers that read the input, which only rule out what the
+#: others do not see.
 FAIR = (1e-2, 1e-3)
 #: A certificate that falls to more than this share in one pass has stalled (far away, and near).
 STALLED = (0.9, 0.5)
@@ -46,14 +53,8 @@ FAR_SHARE = 1 / 20
 FREE_OF_FIRST = 0.25
 #: Passes after which a solution that does not come nearer is given up, and over how many it must have done so.
 PATIENCE, WINDOW = 12, 5
-#: Multiplications that all products with the equations may take; below the second number, a certificate, half as many
-#: again: the rest of the way is short.
-WORK, SOON_THERE = 6e10, 1e-4
-#: Of features and of layers that read the input, the share that an exact solution may leave. Their residual is not as
-#: small as that of the others, and not needed as small: they only rule out what the others do not see.
-UNSEEN = 1e-3
-#: Products that counting free directions may take: a trained ConvNet takes 200 for one example and 900 for four.
-MOST_PROBES = 2000
+#: Multiplications that all products with the equations may take; half as many again once the end is near.
+WORK = 6e10
 #: A slack of a gate is at most this share of the spread of what it receives.
 MOST_SLACK = 0.2
 
@@ -141,7 +142,7 @@ class GatedProblem:
         """Count the directions of each example that the equations do not determine, with the masks decoded at ``z``."""
         gates, layers, _ = self._decode(self.network.run(z), near=True)
         linear = LinearStep(self.network, self.features, self.project)
-        return linear.free_directions(z, gates, layers, limit=min(MOST_PROBES, self.affordable_products()))
+        return linear.free_directions(z, gates, layers, limit=min(SolverSettings.products, self.affordable_products()))
 
     def certificate(self, z: Tensor) -> float:
         """What the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
@@ -151,7 +152,7 @@ class GatedProblem:
         above = max((one.whole for one in _above(layers)), default=math.inf)
         # A first layer has too few equations for its masks: units that these do not explain say nothing.
         unseen = max([features, *(one.residual for one in layers if one.layer.first)])
-        return above if unseen < UNSEEN else max(above, unseen)
+        return above if unseen < FAIR[1] else max(above, unseen)
 
     def _decode(
         self, now: Pass, first: bool = False, near: bool = False
@@ -266,10 +267,10 @@ class _Pace:
         self.history.append(certificate)
         self.lowest = min(before, certificate)
         passes = len(self.history)
-        lost = passes > PATIENCE and self.lowest > max(FAR, 0.9 * min(self.history[:-WINDOW]))
+        lost = passes > PATIENCE and self.lowest > max(FAR, STALLED[0] * min(self.history[:-WINDOW]))
         # Badly conditioned directions want one pass of many steps without slack, however small the certificate is.
         finished = exact and stalled and before < settings.exact
-        spent = passes >= settings.passes or self._spent >= self.products * (1.5 if self.lowest < SOON_THERE else 1)
+        spent = passes >= settings.passes or self._spent >= self.products * (1.5 if self.lowest < FAR else 1)
         self.ended = finished or lost or spent or not math.isfinite(certificate)
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0
         if exact:

@@ -23,8 +23,8 @@ from leakscope.equations.noise_test import NoiseTest
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import DroppedMatching, HeldMatching, searched_layers
 from leakscope.matching.victim import forward_flops
+from leakscope.network.gates import read_gated
 from leakscope.network.kinks import kinks
-from leakscope.network.read_gates import read_gated
 from leakscope.network.recorder import record_layers
 
 if TYPE_CHECKING:
