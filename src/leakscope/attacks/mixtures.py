@@ -1,9 +1,8 @@
-"""What attacks that know of MixUp do with it: recover the mixtures, read the shares, take the mixtures apart.
+"""What attacks that know of MixUp do with it (:mod:`leakscope.equations.mixtures`).
 
-The gradient of the head gives the soft label of every mixture (:mod:`leakscope.equations.mixtures`). With them the
-mixtures are examples like any others, which an attack recovers as it does. Their parts then follow from the shares
-(:mod:`leakscope.equations.mixtures`): a solver's mixtures are taken apart as they are; a search looks for the parts
-themselves, so that its prior is one of pictures and not of their sums.
+The gradient of the head gives the soft label of every mixture. With them the mixtures are examples like any others. A
+solver's mixtures are taken apart as they are; a search looks for the parts themselves, so that its prior is one of
+pictures and not of their sums.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@ space of the equations A is probed: start from a random direction v and minimise
 They move w within the row space of A alone, so what remains is the part of v that A does not see. Of d unknowns with f
 free directions, ||w||^2 / ||v||^2 tends to f / d, in each example of a batch by itself.
 
-Small systems are decomposed instead, and their counts are exact. In a large one a single free direction is overlooked
-where both probes happen to be nearly orthogonal to it: with ``SEEN`` in one case of 1,600, two of them in one of four
-million.
+Small systems are decomposed instead, and their counts are exact. In a large one two probes overlook a single free
+direction where both are nearly orthogonal to it: with ``SEEN`` in one case of four million.
 """
 
 from __future__ import annotations

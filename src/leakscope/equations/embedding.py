@@ -1,5 +1,4 @@
-"""What the last linear layers of a model leak by themselves: each example's features in front of them, with a
-certificate.
+"""What the last linear layers of a model leak by themselves: each example's features in front of them.
 
 The head's gradient gives each example's output gradient and features (equations/head.py), and where dense layers lie
 below, the same of each of them in turn (equations/dense.py). The lowest layer that is reached is the cut.
@@ -40,13 +39,10 @@ class Embedding(HeadSolution):
     """The inputs of ``layer``, the cut, for each of n examples, and what the head's gradient says of them besides.
 
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
-    every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``residual`` is
-    the certificate of all layers down to the cut. ``signals`` (n, units): what came back to the outputs of ``layer``.
-    ``peeled``: dense layers between the cut and the head that were
-    solved for, the head's neighbour first. ``reaches_input``: the features are the examples themselves. ``seen`` (d,)
-    or (n, d): which features were, where a defence set entries of the gradient or units of the network to zero; None
-    where all were. ``notes``: why the
-    cut is not lower, and what else to know.
+    every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``signals``
+    (n, units): what came back to the outputs of ``layer``. ``residual`` is that of all layers down to the cut.
+    ``peeled``: dense layers that were solved for, the head's neighbour first. ``reaches_input``: the features are the
+    examples. ``seen`` (d,) or (n, d): which features were, where a defence set entries to zero; None where all were.
     """
 
     layer: str
@@ -103,7 +99,7 @@ def _at_head(solution: HeadSolution, weight: Tensor, **facts: Any) -> Embedding:
 
 
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
-    """Of a batch of mixtures, each one's soft labels and features at the head; NotApplicable where none follow."""
+    """Of a batch of mixtures, each one's soft labels and features at the head."""
     channel = observation.channel
     if channel is None or channel.mixed < 2:
         raise NotApplicable("the client is not known to train on mixtures of its examples")

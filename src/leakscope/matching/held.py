@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -138,23 +139,13 @@ class HeldMatching:
                 (gradient,) = torch.autograd.grad(objective, point)
             return objective.detach()[None], distance.detach().reshape(1, 1), gradient
 
-        names = [name for name, _ in self.model.named_parameters()]
-        parameters = [self.model.get_parameter(name) for name in names]
+        run = partial(search, evaluate, start, self.optimiser, project=self.project, keep="last")
         try:
             for term in terms:
                 term.parameter.requires_grad_(True)
-            return search(
-                evaluate,
-                start,
-                self.optimiser,
-                project=self.project,
-                iterations=iterations,
-                keep="last",
-                watch=watch,
-            )
+            return run(iterations=iterations, watch=watch)
         finally:
-            for parameter in parameters:
-                parameter.requires_grad_(False)
+            self.model.requires_grad_(False)
 
     def _apart(self, found: Tensor, sizes: Tensor) -> Tensor:
         if self.angle:
@@ -211,7 +202,7 @@ class DroppedMatching(HeldMatching):
         for name in self.dropped:
             (call,) = record.of(name)
             self._shapes[name] = call.inputs.shape
-            change_input(self.model.get_submodule(name), _Masked(name, self._masks))
+            change_input(self.model.get_submodule(name), partial(self._masked, name))
 
     @property
     def pixels(self) -> int:
@@ -240,22 +231,13 @@ class DroppedMatching(HeldMatching):
         pixels = super().project(rows[:, : self.pixels])
         return torch.cat([pixels, rows[:, self.pixels :].clamp(0, 1 / PACE)], 1)
 
+    def _masked(self, name: str, x: Tensor) -> Tensor:
+        return x * self._masks.get(name, 1.0)
+
     def _with_masks(self, pixels: Tensor) -> Tensor:
         """All masks at their mean to begin with."""
         count = sum(shape.numel() for shape in self._shapes.values())
         return torch.cat([pixels, pixels.new_full((1, count), (1 - self.probability) / PACE)], 1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Masked:
-    """Multiplies a layer's inputs with the mask of its name."""
-
-    name: str
-    masks: dict[str, Tensor]
-
-    def __call__(self, x: Tensor) -> Tensor:
-        mask = self.masks.get(self.name)
-        return x if mask is None else x * mask
 
 
 def searched_layers(model: nn.Module, layer: str, dropped: Sequence[str], blank: Tensor) -> list[str]:

@@ -376,9 +376,8 @@ class _Reader:
         return module
 
     def _refusal(self, node: fx.Node) -> NotApplicable:
-        return NotApplicable(
-            f"{label(node, self.graph)} is neither an affine layer nor a ReLU, a LeakyReLU or a max pooling"
-        )
+        name = label(node, self.graph)
+        return NotApplicable(f"{name} is neither an affine layer nor a ReLU, a LeakyReLU or a max pooling")
 
     def _layer(self, number: int, steps: list[Step]) -> WeightedLayer:
         module: Any = steps[number].module
@@ -424,13 +423,8 @@ def _gate_behind(number: int, steps: list[Step]) -> int | None:
 
 def _reads_input(number: int, steps: list[Step]) -> bool:
     """Whether nothing with a gate or weights is before the step."""
-    waiting = list(steps[number].sources)
-    while waiting:
-        step = steps[waiting.pop()]
-        if step.kind in ("weighted", "relu", "max"):
-            return False
-        waiting += step.sources
-    return True
+    before = [steps[source] for source in steps[number].sources]
+    return all(s.kind not in ("weighted", "relu", "max") and _reads_input(steps.index(s), steps) for s in before)
 
 
 def _pooling(module: Any) -> dict[str, Any]:
