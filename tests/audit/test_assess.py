@@ -26,7 +26,7 @@ from leakscope.capture.recordings import Origin, save_recording
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
-from leakscope.federation import FedAvg
+from leakscope.federation import FedAvg, FedSGD
 from leakscope.integrations.leakage import audit_recordings
 from leakscope.models import build_model
 from leakscope.results.records import AttemptRecord
@@ -102,6 +102,18 @@ def test_a_captured_update_is_judged_without_the_truth() -> None:
     assert right.unexplained < 1e-4
     assert FLAG in wrong.reconstruction.flags
     assert not wrong.one_gradient
+
+
+def test_with_the_truth_a_captured_update_is_judged_by_what_the_truth_leaves() -> None:
+    """The truth of another update leaves as much as a failed search: then nothing is flagged."""
+    observation = FedSGD().observe(doubles.net(), X[:2], Y[:2])
+    own, foreign = (
+        assess(observation, Oracle(share=1.0), truth, controls=()) for truth in ((X[:2], Y[:2]), (X[4:], Y[4:]))
+    )
+    assert own.unexplained == foreign.unexplained
+    assert own.unexplained_by_truth is not None
+    assert own.unexplained_by_truth < 1e-4
+    assert [FLAG in one.reconstruction.flags for one in (own, foreign)] == [True, False]
 
 
 def test_a_file_flower_and_a_job_say_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

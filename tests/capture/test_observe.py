@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from leakscope import capture
 from leakscope.capture.state import order_of
+from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.made import Made
 from leakscope.contracts.observation import Observation
@@ -248,3 +249,24 @@ def test_hostile_facts_of_how_it_was_made_are_refused(made: object, tmp_path: Pa
 def test_an_observation_of_a_protocol_says_who_wrote_it() -> None:
     assert Made.from_facts(None) is None
     assert Made(by="x").facts()["version"]
+
+
+def test_a_running_system_is_not_stopped_by_what_a_file_is_refused_for() -> None:
+    net = relu_net()
+    state = dict(net.state_dict())
+    facts = {"num_examples": 1, **FACTS}
+    for after in (state, {name: value * float("nan") for name, value in state.items()}):
+        with pytest.raises(UserError):
+            capture.from_state_dicts(state, after, model=net, **facts)
+        seen = capture.from_state_dicts(state, after, model=net, running=True, **facts)
+        assert seen.made is not None
+        assert seen.made.sign == "cannot be told"
+
+
+def test_the_older_names_work_and_warn() -> None:
+    net, (x, y) = relu_net(), examples(1)
+    after = trained(net, x, y).state_dict()
+    with pytest.warns(DeprecationWarning, match=r"capture\.from_state_dicts"):
+        old = Observation.from_state_dicts(net.state_dict(), after, model=net, num_examples=1, **FACTS)
+    new = capture.from_state_dicts(net.state_dict(), after, model=net, num_examples=1, **FACTS)
+    assert all(torch.equal(value, new.message.update[name]) for name, value in old.message.update.items())
