@@ -6,17 +6,25 @@ OUT ?= leakscope-audit
 BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit test wheel-check bench docs clean
+.PHONY: audit check lint test wheel-check bench docs clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
 	@$(BIN)/leakscope audit --out $(OUT); code=$$?; [ $$code -le 1 ] || exit $$code
 
-test: $(VENV)/.installed-dev
+PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+check: lint
+	@# For daily work, a few minutes: all but the tests that are marked slow.
+	$(PYTEST) -m "not slow"
+
+test: lint
+	$(PYTEST)
 
 wheel-check: $(VENV)/.installed-dev
 	@# Wheel and sdist, the extras under the constraints, an empty environment, and the embedded audit in it.

@@ -12,6 +12,8 @@ import pytest
 from docs_blocks import PAGES, ROOT, blocks, run_block
 from docs_folders import FOLDERS
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 

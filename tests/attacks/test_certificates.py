@@ -20,6 +20,8 @@ from leakscope.federation import FedSGD
 from leakscope.limits import diagnose
 from leakscope.metrics import psnr
 
+pytestmark = pytest.mark.slow
+
 SIDE, CLASSES = 12, 6
 SHAPE = (3, SIDE, SIDE)
 

@@ -13,6 +13,8 @@ from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import psnr
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 
 def batch(examples: int = 1, shape: tuple[int, ...] = (1, 8, 8)) -> tuple[Tensor, Tensor]:
     return torch.rand(examples, *shape, generator=torch.Generator().manual_seed(7)), torch.arange(examples) % 4

@@ -18,6 +18,8 @@ from leakscope.limits.cramer_rao import cramer_rao
 from leakscope.matching import GradientMap
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (1, 8, 8)
 #: Everything but the defence.
 UNTOLD = dataclasses.replace(Knowledge.full, defense=False)

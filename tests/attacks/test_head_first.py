@@ -29,6 +29,8 @@ from leakscope.matching.held import HeldMatching
 from leakscope.metrics import assign, psnr
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 SHAPE, CLASSES = (3, 12, 12), 6
 KNOWS_LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
 

@@ -26,6 +26,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.metrics import psnr
 
+pytestmark = pytest.mark.slow
+
 SIGMA = 0.01
 
 

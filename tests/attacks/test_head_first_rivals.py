@@ -15,6 +15,8 @@ from leakscope.attacks.head_first.case import Case
 from leakscope.attacks.head_first.stages import rivals_for
 from leakscope.contracts.observation import Observation
 
+pytestmark = pytest.mark.slow
+
 
 def smooth_picture(shape: tuple[int, ...], seed: int = 11) -> Tensor:
     x = torch.rand(1, *shape, generator=torch.Generator().manual_seed(seed))

@@ -16,6 +16,8 @@ from leakscope.attacks import HeadFirst
 from leakscope.contracts.errors import NotApplicable
 from leakscope.federation import FedAvg, FedSGD
 
+pytestmark = pytest.mark.slow
+
 SMALL = (1, 8, 8)
 
 

@@ -23,6 +23,8 @@ from leakscope.limits import cramer_rao
 from leakscope.matching import GradientMap, SingleGradient, Victim
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 SHAPE = (1, 8, 8)
 
 

@@ -35,6 +35,8 @@ from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import psnr
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 SERVER = Knowledge.informed_server
 QUICK = LearningToInvert(clients=300, hidden=0)
 

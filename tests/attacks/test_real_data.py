@@ -17,6 +17,8 @@ from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import evaluate
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 CASES = [
     pytest.param(InvertingGradients(), "convnet", "cifar10", "cifar-10-batches-bin", 1, 40.0, id="ig-one"),
     pytest.param(InvertingGradients(), "convnet", "cifar10", "cifar-10-batches-bin", 4, 22.0, id="ig-four"),

@@ -370,9 +370,7 @@ def test_margin_at_and_below_the_least_product() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "model, options", [("cnn2-c1", {}), ("cnn3-c3", {}), ("cnn6", {"num_classes": 1})]
-)
+@pytest.mark.parametrize("model, options", [("cnn2-c1", {}), ("cnn3-c3", {}), ("cnn6", {"num_classes": 1})])
 def test_real_pictures_are_exact(model: str, options: dict[str, Any], real_data: Path) -> None:
     data = load_data("cifar10", path=real_data / "cifar-10-batches-bin", split="test", limit=4).batch(1, 1)
     one = options.get("num_classes") == 1

@@ -21,6 +21,8 @@ from leakscope.metrics import psnr
 from leakscope.models import build_model
 from leakscope.network.recorder import record_layers
 
+pytestmark = pytest.mark.slow
+
 QUICK = {"iterations": 3}
 
 

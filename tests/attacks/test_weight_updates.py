@@ -20,6 +20,8 @@ from leakscope.matching import Victim
 from leakscope.metrics import assign, psnr
 from leakscope.models import MODELS, build_model
 
+pytestmark = pytest.mark.slow
+
 LABELS = dataclasses.replace(Knowledge.honest_server, labels="yes")
 
 

@@ -19,6 +19,8 @@ from leakscope.audit.setup import Setup, build_setup
 from leakscope.results.records import AttemptRecord
 from leakscope.results.verdict import judge
 
+pytestmark = pytest.mark.slow
+
 #: Few enough jobs to run one of every length: two settings, two examples, a blind and a positive control.
 SMALL: dict[str, Any] = {
     "attacks": [doubles.Quotient()],

@@ -19,6 +19,8 @@ from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.federation import FedSGD
 
+pytestmark = pytest.mark.slow
+
 PROVER = '''
 """An attack that proves its result, or says what it leaves open."""
 from dataclasses import dataclass

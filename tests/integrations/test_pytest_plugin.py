@@ -14,6 +14,8 @@ import pytest
 
 from sarif_schema import sarif_problems
 
+pytestmark = pytest.mark.slow
+
 pytest_plugins = ["pytester"]
 #: Whether or not the package is installed with its entry point, the plug-in under test is this one, once.
 PLUGIN = ("-p", "no:leakscope", "-p", "leakscope.integrations.pytest_plugin", "-p", "no:cacheprovider")

@@ -13,6 +13,8 @@ from leakscope.contracts.inputs import ValueRange
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.models import build_model
 
+pytestmark = pytest.mark.slow
+
 # c(M) and the deficiency of each convolution, at 3 x 32 x 32.
 PREDICTED = {
     "cnn2-c1": (0, [0]),

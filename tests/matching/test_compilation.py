@@ -31,6 +31,8 @@ from leakscope.matching.compilation import DIRECTORY, DROPPED, FIRST, OTHER_INPU
 from leakscope.models import build_model
 from matching_problems import SITUATIONS, problem, rows_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def compiles(monkeypatch) -> list[str]:

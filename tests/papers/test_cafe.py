@@ -18,6 +18,8 @@ from leakscope.models import build_model
 from leakscope.papers import cafe, reproduce
 from leakscope.papers.cafe import RECONSTRUCTIONS, TABLE_11, TRAININGS, Reconstruction, Scene, Training
 
+pytestmark = pytest.mark.slow
+
 TINY = Scene(6, 2, (2, 4), 8)
 
 

@@ -14,6 +14,8 @@ from leakscope.data import load_data
 from leakscope.network.chain import read_chain
 from leakscope.papers import hybrid
 
+pytestmark = pytest.mark.slow
+
 
 def test_published_numbers_are_those_of_the_paper() -> None:
     numbers = {str(cell): cell.published for cell in hybrid.CELLS}

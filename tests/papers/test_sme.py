@@ -11,6 +11,8 @@ from leakscope.data import load_data
 from leakscope.papers import reproduce, sme
 from leakscope.papers.base import measured_row
 
+pytestmark = pytest.mark.slow
+
 
 def test_published_numbers_are_those_of_the_paper() -> None:
     first, _, third, fourth, _, last = sme.TABLE_2

@@ -10,6 +10,8 @@ from leakscope.papers import reproduce
 from leakscope.papers.systematic import attack as systematic_attack
 from leakscope.papers.systematic.attack import LPIPS, NO_JEON, PSNR, RMSE, SCALES, TABLE_3, TABLE_6
 
+pytestmark = pytest.mark.slow
+
 
 def test_published_numbers_are_those_of_the_paper() -> None:
     assert [TABLE_6[batch]["whole"][PSNR][0] for batch in (4, 8, 16, 32)] == [23.59, 23.37, 21.90, 20.69]

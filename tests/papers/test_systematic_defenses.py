@@ -11,6 +11,8 @@ from leakscope.papers import reproduce
 from leakscope.papers.systematic import defenses as systematic_defenses
 from leakscope.papers.systematic.defenses import SIZES, protection, published
 
+pytestmark = pytest.mark.slow
+
 
 def _number(table: int, column: str, **place: str) -> float:
     [cell] = [row for row in published(table) if all(row[name] == value for name, value in place.items())]

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from leakscope.results import FindingRow, Row, Verdict, judge
+
+pytestmark = pytest.mark.slow
 
 PROTOCOL, NOISE = "FedAvg()", "GradientNoise(sigma=0.01)"
 REQUIRED = ("head-first", "idlg")
