@@ -66,6 +66,16 @@ def test_the_document_of_an_audit_keeps_its_schema(store: Any) -> None:
     assert told["findings"][0]["content"] == {"rmse": None}
     assert told["audited"] == [{"text": "random weights", "warning": True}]
     assert any(reason["settings"] == ["S1"] for reason in told["reasons"])
+    leak = told["settings"][0]["reasons"][0]
+    assert {
+        name: leak[name] for name in ("kind", "code", "example", "attack", "measure", "value", "limit", "baseline")
+    } == {
+        **{"kind": "reconstruction", "code": "reconstruction", "example": 0, "attack": "a", "measure": "psnr"},
+        **{"value": 30.0, "limit": 20.0, "baseline": 8.0},
+    }
+    assert leak["scenario"] == {"protocol": SGD, "defense": "none"}
+    failed = next(reason for reason in told["settings"][1]["reasons"] if reason["code"] == "job-failed")
+    assert (failed["kind"], failed["count"], failed["remedies"]) == ("doubt", 1, [{"kind": "retry", "arguments": {}}])
 
 
 def test_certificates_are_in_the_document_and_in_the_table(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from leakscope.results import AttemptRecord, FindingRow, JobRecord, Row, judge, summarise
+from leakscope.results.names import Part, parts_of
 from leakscope.results.records import ExampleRecord, job_facts, number, plain
 
 DAMAGED: list[Any] = [None, 3, "text", [], [None, "x", 7], {}, {"examples": "x"}, {"examples": [{}, None, 5]}]
@@ -93,3 +94,13 @@ def test_the_reason_is_the_first_line_of_an_error() -> None:
 
 def test_json_has_no_nan_and_no_infinity() -> None:
     assert plain({"a": math.nan, 2: (1, math.inf, "x", True)}) == {"a": None, "2": [1, None, "x", True]}
+
+
+def test_rows_keep_what_a_part_is_beside_its_repr() -> None:
+    facts = {"name": "mine:Noise", "class": "Noise", "options": {"sigma": 0.5, "law": "normal"}}
+    job = {"protocol": "P()", "defense": "Noise(...)", "attack": "A(steps=3)", "parts": {"defense": facts}}
+    parts = parts_of([Row.read("k", 0, "refused", job, None)])
+    assert parts["Noise(...)"] == Part("Noise", {"sigma": 0.5, "law": "normal"})
+    assert parts["A(steps=3)"] == Part("A", {"steps": 3}), "an older row has only the repr"
+    for broken in (None, 3, {"class": 3, "options": {}}, {"class": "A", "options": []}):
+        assert Part.read("A(", broken) == Part("A(")
