@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks.drowning import explained_end, shortened
 from leakscope.attacks.mixtures import is_mixed, search_parts
 from leakscope.attacks.shared_work import read_labels, run_matcher
 from leakscope.contracts.attack import Attack, Progress
@@ -18,6 +17,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
+from leakscope.equations.noise_test import drowned
 from leakscope.labels import RecoveredLabels, mean_gradient_scale
 from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
@@ -38,6 +38,8 @@ MOST_TRIALS = 32
 DRAWN_ORDERS = 8
 #: The best of four trials or more are tried again, with so many times the steps: equal labels tell orders apart slowly.
 FINALISTS, LONGER = 4, 4
+#: Steps of a search in known noise that drowns the update: enough to show what it makes of noise; a longer one fits it.
+DROWNED_STEPS = 30
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
 
 
@@ -63,8 +65,15 @@ class GradientMatching(Attack):
     def run(
         self, observation: Observation, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        matcher = shortened(self.matcher(observation), observation)
-        return explained_end(self.search(observation, matcher, generator, progress), observation)
+        matcher = self.matcher(observation)
+        if not drowned(observation):
+            return self.search(observation, matcher, generator, progress)
+        short = replace(matcher, iterations=min(matcher.iterations, DROWNED_STEPS))
+        result = self.search(observation, short, generator, progress)
+        # That the objective would go on falling does not mean that more steps would find anything.
+        flags = tuple(flag for flag in result.flags if flag != "did not converge")
+        note = f"the known noise drowns the clipped update, so the search ends after at most {DROWNED_STEPS} steps"
+        return replace(result, flags=flags, notes=(*result.notes, note))
 
     def search(
         self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None

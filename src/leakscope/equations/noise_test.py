@@ -1,9 +1,8 @@
 """Whether inputs explain a noisy update: what they leave of it must look like the noise, and like no more.
 
-Under a known noise level the certificate of an exact solution has no sense, for nothing explains noise. In its place
-stands a test: for the true inputs the sum over entries of ((observed - simulated) / sigma)^2 is chi-square with as many
-degrees of freedom as there are entries, and for inputs fitted to the update with so many less as were fitted. Inputs
-that leave significantly more miss something that the update tells.
+For the true inputs the sum over entries of ((observed - simulated) / sigma)^2 is chi-square with as many degrees of
+freedom as there are entries, and for inputs fitted to the update with so many less as were fitted. Inputs that leave
+significantly more miss something that the update tells.
 """
 
 from __future__ import annotations

@@ -201,9 +201,8 @@ class Case:
     @property
     def labels(self) -> Tensor | None:
         """Known labels, soft ones too, else those that were found with the best."""
-        found = None if self.best is None else self.best.labels
-        found = found if self.held is None else self.held.labels
-        return found if self.observation.labels is None else self.observation.labels
+        source = self.best if self.held is None else self.held
+        return self.observation.labels if source is None or self.observation.labels is not None else source.labels
 
     def blank(self, count: int) -> Tensor:
         return self.like.new_zeros((count, *self.observation.input_shape))

@@ -5,11 +5,10 @@ Minus the logarithm of the probability of pictures x, given an update of which e
 likelihood and a Laplace prior of natural pictures. rho is a square that becomes linear beyond a few levels, so that
 what is still far away does not outweigh the rest.
 
-Two things make it findable. Where the loss is a softmax's, its derivative by the outputs is held, as everywhere in
-``head-first``; of one example it is the head's leading singular vector, which the noise hardly moves. And the level is
-inflated at first: to each row's own size, so that every layer counts alike from afar, then less and less. Searches
-begin at grey and at what was found without the knowledge, and of all these pictures the most probable is taken, by the
-client's own loss: knowing the level can replace a result only by one that explains the update better.
+Two things make it findable. The derivative by the outputs is held; of one example it is the head's leading singular
+vector, which the noise hardly moves. And the level is inflated at first: to each row's own size, so that every layer
+counts alike from afar, then less and less. Searches begin at grey and at the best so far, which is replaced by what is
+more probable only, by the client's own loss.
 """
 
 from __future__ import annotations
