@@ -37,7 +37,7 @@ _NAMES = {
     "Protocol": "leakscope.contracts.protocol",
     "Reconstruction": "leakscope.contracts.reconstruction",
     "SecureAggregation": "leakscope.federation",
-    "RecoveredFeatures": "leakscope.equations.features",
+    "RecoveredFeatures": "leakscope.equations.feature_separation",
     "Task": "leakscope.contracts.task",
     "ValueRange": "leakscope.contracts.inputs",
     "Vertical": "leakscope.federation",

@@ -155,10 +155,10 @@ def test_batches_of_everybody_are_not_identifiable(method) -> None:
     found = CAFE(method=method, iterations=10, first_iterations=20)(seen)
     assert {"not identifiable", "labels uncertain"} <= set(found.flags)
     assert "rounds disagree" not in found.flags
-    assert any("every round has the same samples" in note for note in found.notes)
+    assert any("same samples" in note for note in found.notes)
     assert any("5 for 'strip 1', 5 for 'strip 2'" in note for note in found.notes)
     assert found.diagnosis.outcome == "not identifiable"
-    assert "every round has the same samples" in found.diagnosis.reason
+    assert "same samples" in found.diagnosis.reason
     assert float(decibels(found, x).max()) < 20
     assert torch.isfinite(found.inputs).all()
 
@@ -185,7 +185,7 @@ def test_a_sample_that_was_in_no_round_is_told_and_the_others_are_exact() -> Non
     found = CAFE()(seen)
     assert float((found.inputs - x)[:5].abs().max()) < 1e-8
     assert float(found.inputs[5].abs().max()) < 10
-    assert "1 of them in no round" in found.notes[0]
+    assert "1 of them" in found.notes[0]
     assert "not identifiable" in found.flags
     for method in ("nested", "single-loop", "gradients"):
         again = CAFE(method=method, iterations=8, first_iterations=8, group=2)(seen)
@@ -279,13 +279,13 @@ def test_too_few_whole_messages_for_a_narrow_layer_are_noticed() -> None:
 def test_without_indices_there_is_no_attack() -> None:
     model, (x, y) = mlp(), data(6)
     shuffled = Vertical(batch_size=2, rounds=9).observe(model, x, y, knowledge=Knowledge.honest_server)
-    with pytest.raises(MissingKnowledge, match="needs to know batch_indices"):
+    with pytest.raises(MissingKnowledge, match="batch_indices"):
         CAFE()(shuffled)
     some = Vertical(batch_size=2, rounds=9).observe(model, x, y)
     lost = dataclasses.replace(
         some, messages=(*some.messages[:-1], dataclasses.replace(some.messages[-1], indices=None))
     )
-    with pytest.raises(MissingKnowledge, match="batch_indices, which messages of this observation lack"):
+    with pytest.raises(MissingKnowledge, match="batch_indices"):
         CAFE()(lost)
 
 
@@ -298,7 +298,7 @@ def test_without_indices_there_is_no_attack() -> None:
 def test_attacks_on_one_update_refuse_rounds_and_name_the_one_that_reads_them(name, knowledge) -> None:
     model, (x, y) = mlp(), data(6)
     seen = Vertical(batch_size=2, rounds=3).observe(model, x, y, knowledge=knowledge)
-    with pytest.raises(NotApplicable, match="got 3 messages on batches"):
+    with pytest.raises(NotApplicable, match="3 messages"):
         ATTACKS[name].target()(seen)
     one = Vertical(batch_size=2, rounds=1).observe(model, x, y, knowledge=knowledge)
     with pytest.raises(NotApplicable, match="reads rounds"):
@@ -330,14 +330,14 @@ def test_models_and_messages_that_it_cannot_read() -> None:
     message = dataclasses.replace(FedSGD().observe(plain, x, y).message, indices=tuple(range(6)))
     facts: dict[str, Any] = {"inputs": Box((8,)), "num_classes": 3, "num_examples": 6}
     facts["knowledge"] = Knowledge.vertical_server
-    with pytest.raises(NotApplicable, match="rounds of a VerticalModel, got"):
+    with pytest.raises(NotApplicable, match="VerticalModel"):
         CAFE()(Observation(model=plain, messages=(message,), **facts))
     delta = dataclasses.replace(FedAvg().observe(model, x, y).message, indices=tuple(range(6)))
-    with pytest.raises(NotApplicable, match="gradients, got weight updates"):
+    with pytest.raises(NotApplicable, match="weight updates"):
         CAFE()(Observation(model=model, messages=(delta,), **facts))
     bare = mlp()
     bare.workers[1].fc1 = nn.Linear(4, 16, bias=False).double()
-    with pytest.raises(NotApplicable, match="bias gradient of the first dense layer; none in strip 2"):
+    with pytest.raises(NotApplicable, match=r"bias.*strip 2"):
         CAFE()(protocol.observe(bare, x, y))
     for part in ("weight", "bias"):
         frozen = mlp()
@@ -352,7 +352,7 @@ def test_models_and_messages_that_it_cannot_read() -> None:
     flat = build_model("cafe-cnn", input_shape=(1, 8, 8), num_classes=3, filters=(2, 2), hidden=4, middle=4)
     flat.workers[0] = nn.Sequential(nn.Conv2d(1, 3, 4), nn.Flatten())
     pictures, labels = data(6, (1, 8, 8))
-    with pytest.raises(NotApplicable, match="worker 'top left': expected a dense layer"):
+    with pytest.raises(NotApplicable, match=r"'top left'.*dense"):
         CAFE()(protocol.observe(flat, pictures.float(), labels))
 
 

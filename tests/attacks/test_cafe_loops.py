@@ -182,7 +182,7 @@ def test_a_model_that_moves_far_is_noticed() -> None:
         assert found.info["unexplained"] > 0.6
         assert "rounds disagree" in found.flags
         assert found.diagnosis.outcome == "undecided"
-        assert any("are not explained by one row per sample" in note for note in found.notes)
+        assert any("not explained" in note for note in found.notes)
         assert float(decibels(found, x).mean()) < 20
 
 
@@ -271,7 +271,7 @@ def test_targets_that_are_no_classes_are_searched_and_never_read_off_the_last_la
     targets = torch.rand((6, 3), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     seen = Vertical(batch_size=2, rounds=18).observe(model, x, targets, task=Regression())
     found = CAFE(method=method, iterations=5, first_iterations=400)(seen)
-    assert any("cannot be read: Regression(distance='squared') has no classes" in note for note in found.notes)
+    assert any("Regression(distance='squared')" in note for note in found.notes)
     if method == "direct":
         assert found.labels is None
         assert float((found.inputs - x).abs().max()) < 1e-8

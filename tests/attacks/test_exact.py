@@ -93,7 +93,7 @@ def test_closed_form_says_where_it_does_not_apply() -> None:
         def forward(self, z: Tensor) -> Tensor:
             return self.layer(z.flatten(1) ** 2)
 
-    with pytest.raises(NotApplicable, match="does not read the input itself"):
+    with pytest.raises(NotApplicable, match="input"):
         LinearLayer()(FedSGD().observe(Squared(), x, y))
 
 

@@ -177,9 +177,7 @@ def test_an_attack_that_needs_labels_is_refused_where_they_are_withheld(generato
     for labels in ("no", "counts"):
         knowledge = dataclasses.replace(Knowledge.adaptive_server, labels=labels)
         seen = FedSGD().observe(smooth_net(), x, y, knowledge=knowledge)
-        with pytest.raises(
-            MissingKnowledge, match="NeedsLabels needs to know labels, which this threat model withholds"
-        ):
+        with pytest.raises(MissingKnowledge, match=r"NeedsLabels.*labels"):
             attack(seen)
     granted = dataclasses.replace(Knowledge.adaptive_server, labels="yes")
     found = attack(FedSGD().observe(smooth_net(), x, y, knowledge=granted))
@@ -191,7 +189,7 @@ def test_an_honest_server_is_not_told_the_defence(generator: torch.Generator) ->
     x, y = pictures(1, generator), torch.tensor([3])
     seen = FedSGD().observe(smooth_net(), x, y, GradientNoise(sigma=1e-3), Knowledge.honest_server)
     assert seen.channel is None
-    with pytest.raises(ValueError, match="channel is given although the knowledge denies it"):
+    with pytest.raises(ValueError, match="channel"):
         dataclasses.replace(seen, channel=Channel(noise=1e-3))
 
 

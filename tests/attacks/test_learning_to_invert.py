@@ -16,7 +16,6 @@ from leakscope.attacks.learning_to_invert.regression import (
     Featuriser,
     KernelRidge,
     Mean,
-    NetworkSize,
     Pairs,
     choose_ridge,
     fit_network,
@@ -184,7 +183,7 @@ def test_too_few_examples_are_refused(count: int, examples: int, least: int) -> 
 
 def test_a_recipe_that_is_not_known_is_refused() -> None:
     seen, _ = look(None, FedAvg(), knowledge=dataclasses.replace(SERVER, learning_rate=False))
-    with pytest.raises(NotApplicable, match="learning_rate, optimizer not known"):
+    with pytest.raises(NotApplicable, match="learning_rate, optimizer"):
         QUICK(seen)
 
 
@@ -194,9 +193,9 @@ def test_an_observation_from_a_file_is_given_the_code_and_the_examples_again(tmp
     seen.save(tmp_path / "update")
     loaded = Observation.load(tmp_path / "update", net())
     assert (loaded.defense, loaded.auxiliary, loaded.channel) == (None, None, seen.channel)
-    with pytest.raises(NotApplicable, match="examples of the adversary's own"):
+    with pytest.raises(NotApplicable, match="examples"):
         QUICK(loaded)
-    with pytest.raises(NotApplicable, match="does not carry the defence's code"):
+    with pytest.raises(NotApplicable, match="defense="):
         QUICK(dataclasses.replace(loaded, auxiliary=OTHERS))
     whole = dataclasses.replace(loaded, auxiliary=OTHERS, defense=defense)
     assert torch.equal(QUICK(whole).inputs, QUICK(seen).inputs)
@@ -298,8 +297,7 @@ def test_a_network_corrects_and_never_harms() -> None:
     data = pairs()
     ridge, before = chosen(data, None)
     heard: list[float] = []
-    size = NetworkSize(hidden=32, epochs=30, learning_rate=3e-3)
-    better, after = fit_network(ridge, data, size, generator(), heard.append)
+    better, after = fit_network(ridge, data, generator(), hidden=32, epochs=30, lr=3e-3, tell=heard.append)
     assert after <= before * 1.0001
     assert after == pytest.approx(min([before, *heard]), rel=1e-4)
     assert data.error(better) == pytest.approx(after, rel=1e-5)

@@ -12,14 +12,8 @@ import torch
 import leakscope as ls
 from imprint_cases import SERVER, SHAPE, certified, draws, errors, look, net, pictures, truly_alone
 from leakscope.attacks import RobbingTheFed
-from leakscope.attacks.robbing_the_fed.imprint import (
-    Imprinted,
-    bin_edges,
-    interpolated_quantile,
-    laplace_quantile,
-    normal_quantile,
-    read_bins,
-)
+from leakscope.attacks.robbing_the_fed import bin_edges, interpolated_quantile, laplace_quantile, normal_quantile
+from leakscope.attacks.robbing_the_fed.imprint import Imprinted, read_bins
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.inputs import Box
 from leakscope.metrics import assign, psnr
@@ -92,7 +86,7 @@ def test_clipping_changes_nothing() -> None:
 
 def test_refuses_a_model_without_an_imprint() -> None:
     seen = ls.FedSGD().observe(net(), pictures([0.5]), torch.tensor([0]), knowledge=SERVER)
-    with pytest.raises(NotApplicable, match="the model has no imprint"):
+    with pytest.raises(NotApplicable, match="imprint"):
         RobbingTheFed()(seen)
 
 
@@ -111,7 +105,7 @@ def test_refuses_what_it_cannot_prepare() -> None:
         attack.prepare(vertical, (16,))
     with pytest.raises(NotApplicable, match="already"):
         attack.prepare(attack.prepare(net(), SHAPE), SHAPE)
-    with pytest.raises(ValueError, match="bins: rows of the imprint"):
+    with pytest.raises(ValueError, match=r"^bins"):
         RobbingTheFed(bins=10**5).prepare(net(), (3, 1024, 1024))
 
 
@@ -133,7 +127,7 @@ def test_settings_that_do_not_go_together(settings: dict[str, Any], words: str) 
 
 
 def test_fitting_needs_examples() -> None:
-    with pytest.raises(ValueError, match="expected at least 17"):
+    with pytest.raises(ValueError, match=r"examples.*17"):
         RobbingTheFed.fitted_to(torch.rand(3, 4))
 
 

@@ -106,10 +106,10 @@ def test_the_result_says_where_features_came_from() -> None:
 
 def test_features_that_cannot_be_had_are_refused_only_where_they_were_asked_for() -> None:
     noisy, _ = look(defense=GradientNoise(sigma=1.0))
-    with pytest.raises(NotApplicable, match=r"features='head': .*use features='auto' or 'none'"):
+    with pytest.raises(NotApplicable, match=r"features='head'"):
         make_attack("systematic", features="head", **QUICK)(noisy)
     alone, _ = look(net(hidden=0), defense=GradientNoise(sigma=1.0))
-    with pytest.raises(NotApplicable, match=r"features='recovered': no dense layer"):
+    with pytest.raises(NotApplicable, match=r"features='recovered'"):
         make_attack("systematic", features="recovered", **QUICK)(alone)
     result = make_attack("systematic", **QUICK)(alone)
     assert result.info["features"] == "none"

@@ -265,7 +265,7 @@ def test_a_bad_update_is_one_clear_error() -> None:
             attack(seen.with_update(broken))
     with pytest.raises(ValueError, match=r"conv2.weight"):
         Observation.from_update(seen.model, missing, num_examples=3, **facts)
-    with pytest.raises(ValueError, match=r"num_examples: expected a whole number of at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"num_examples.*got 0"):
         Observation.from_update(seen.model, update, num_examples=0, **facts)
 
 
@@ -298,7 +298,7 @@ def test_the_visiting_order_is_searched_where_there_are_few(attack: InvertingGra
     told: list[tuple[int, int]] = []
     found = attack(seen, seed=0, progress=lambda done, total, _: told.append((done, total)))
     assert found.info["batch_order"] == order
-    assert any("4 visiting orders exist; 4 were tried" in note for note in found.notes)
+    assert any("4 visiting orders exist; 4" in note for note in found.notes)
     assert score(x, found.inputs) > 20
     assert [done for done, _ in told] == sorted(done for done, _ in told)
     assert {total for _, total in told} == {told[-1][0]}
@@ -310,7 +310,7 @@ def test_many_visiting_orders_are_drawn() -> None:
     seen, _ = look(FedAvg(epochs=3, batch_size=1, lr=0.05), examples=3)
     for attack in (InvertingGradients(iterations=4), DLFA(iterations=4)):
         found = attack(seen)
-        assert any("216 visiting orders or more exist; 8 were tried" in note for note in found.notes), found.notes
+        assert any("216 visiting orders or more exist; 8" in note for note in found.notes), found.notes
         assert ("batch_order" in found.info) == isinstance(attack, InvertingGradients)
     known = look(FedAvg(epochs=3, batch_size=1, lr=0.05), 3, dataclasses.replace(LABELS, batch_order=True))[0]
     assert not any("visiting orders" in note for note in InvertingGradients(iterations=4)(known).notes)

@@ -165,9 +165,9 @@ def test_beside_an_identity_the_filters_decide() -> None:
 
 def test_the_equations_of_plain_stages_refuse_a_block() -> None:
     systems, values, signals = truth("dense")
-    with pytest.raises(ValueError, match="'body' is a residual block"):
+    with pytest.raises(ValueError, match="'body'"):
         stage_system(systems.block, values["y"], signals["y"], systems.update)
-    with pytest.raises(ValueError, match="'body' is a residual block"):
+    with pytest.raises(ValueError, match="'body'"):
         signal_at_input(systems.block, signals["y"])
     assert generic_rank(systems.block) is None
 

@@ -201,11 +201,11 @@ def test_the_same_generator_gives_the_same_features_and_nothing_is_changed() -> 
 def test_refusals_say_what_stands_in_the_way() -> None:
     net = deep_net(nn.ReLU())
     seen, _ = look(net, 3)
-    with pytest.raises(ValueError, match="methods: expected some of"):
+    with pytest.raises(ValueError, match=r"^methods"):
         recover_features(seen, methods=("guess",))
-    with pytest.raises(NotApplicable, match="expected the name of a dense layer"):
+    with pytest.raises(NotApplicable, match=r"^layer"):
         recover_features(seen, layer="0")
-    with pytest.raises(NotApplicable, match="has no 40 directions"):
+    with pytest.raises(NotApplicable, match="40"):
         recover_features(seen, count=40)
     zero = seen.with_update({name: torch.zeros_like(value) for name, value in seen.message.update.items()})
     with pytest.raises(NotApplicable, match="is zero"):
@@ -225,7 +225,7 @@ def test_a_head_of_equal_rows_says_nothing_comes_back() -> None:
         net[7].weight.copy_(net[7].weight[:1].expand_as(net[7].weight))
     seen, _ = look(net, 2)
     assert float(seen.message.update["5.weight"].abs().max()) < 1e-15
-    with pytest.raises(NotApplicable, match=r"is zero|none of stein"):
+    with pytest.raises(NotApplicable, match=r"zero|stein"):
         recover_features(seen, methods=("stein",))
 
 

@@ -177,13 +177,13 @@ def test_says_where_the_number_cannot_be_told() -> None:
 
 def test_refusals_name_what_is_wrong() -> None:
     gradient = mixed(laplace(3, 40, draws()), 6, draws(1))
-    with pytest.raises(NotApplicable, match="7 rows cannot be told apart in a gradient of 6 units and 40 inputs"):
+    with pytest.raises(NotApplicable, match=r"7 rows.*6 units and 40 inputs"):
         unmix(gradient, 7, draws())
-    with pytest.raises(NotApplicable, match="fewer than 5 different rows"):
+    with pytest.raises(NotApplicable, match="fewer than 5"):
         unmix(gradient, 5, draws())
-    with pytest.raises(ValueError, match="picture: expected a shape of 40 numbers"):
+    with pytest.raises(ValueError, match=r"^picture.*40"):
         unmix(gradient, 3, draws(), picture=(1, 6, 6))
-    with pytest.raises(ValueError, match="count: expected at least 1"):
+    with pytest.raises(ValueError, match=r"^count"):
         unmix(gradient, 0, draws())
     with pytest.raises(ValueError, match="units, inputs"):
         unmix(gradient[0], 1, draws())

@@ -204,7 +204,7 @@ def test_a_step_that_cannot_be_compiled_stays_plain_and_says_why(compiles) -> No
     assert match.info["evaluation"] == "plain"
     assert not match.info["compiled"]
     assert "cannot be traced" in match.info["not_compiled_because"]
-    with pytest.raises(ValueError, match="compile: expected a step that can be compiled, got one of which it cannot"):
+    with pytest.raises(ValueError, match=r"^compile"):
         run(MATCHER, seen, y)
     assert compiles == []
 
@@ -214,7 +214,7 @@ def test_a_compiler_that_fails_is_no_reason_to_fail(compiles, monkeypatch) -> No
         raise OSError("no space left")
 
     monkeypatch.setattr(compilation, "_compile", broken)
-    with pytest.raises(CannotCompile, match="it cannot be compiled: OSError: no space left"):
+    with pytest.raises(CannotCompile, match="OSError: no space left"):
         CompiledFunctions().get(lambda x: (x + 1,), (torch.ones(3),))
 
 

@@ -88,9 +88,9 @@ def test_features_reach_every_block() -> None:
     first, second = canvas.draw(row, 2, inputs), other.draw(row, 2, inputs)
     assert torch.equal(first[0], second[0])
     assert float((first[1] - second[1]).abs().max()) > 1e-3
-    with pytest.raises(ValueError, match="one row for each of 3 examples, got 2"):
+    with pytest.raises(ValueError, match=r"^features.*3 examples, got 2"):
         canvas.draw(canvas.initial(3, inputs, generator, torch.zeros(())), 3, inputs)
-    with pytest.raises(ValueError, match="size: expected one of tiny, small, paper, got 'huge'"):
+    with pytest.raises(ValueError, match=r"^size.*'huge'"):
         Drawing(size="huge")
 
 
@@ -166,9 +166,9 @@ def test_a_feature_of_nothing_has_finite_derivatives() -> None:
 
 
 def test_wrong_features_are_refused() -> None:
-    with pytest.raises(ValueError, match="form: expected one of direction, span, got 'angle'"):
+    with pytest.raises(ValueError, match=r"^form.*'angle'"):
         FeatureMatching(weight=1.0, layer="fc", features=torch.eye(2), form="angle")
-    with pytest.raises(ValueError, match=r"features: expected \(n, d\), got \(3,\)"):
+    with pytest.raises(ValueError, match=r"^features.*\(3,\)"):
         FeatureMatching(weight=1.0, layer="fc", features=torch.zeros(3))
 
 
@@ -178,13 +178,13 @@ def test_tensors_count_by_their_parameters_that_are_not_zero(generator) -> None:
     assert float(Reweighted()(observed, flipped)) == pytest.approx(2 * 2 / 8)
     assert float(Reweighted(counts=(1, 3))(observed, flipped)) == pytest.approx(2 * 3 / 4)
     assert float(Reweighted(counts=(5, 0))(observed, flipped)) == pytest.approx(0, abs=1e-6)
-    with pytest.raises(ValueError, match="one for each of 2 tensors, got 1"):
+    with pytest.raises(ValueError, match=r"^counts.*2 tensors, got 1"):
         Reweighted(counts=(1,))(observed, flipped)
     root = Reweighted(power=0.5, counts=(9, 1))
     assert float(root(observed, flipped)) == pytest.approx(2 * 1 / 4)
     assert Reweighted().scale_free
     assert not Reweighted(distance=SquaredL2()).scale_free
-    with pytest.raises(ValueError, match="power: expected a positive number, got 0"):
+    with pytest.raises(ValueError, match=r"^power.*0"):
         Reweighted(power=0)
     with pytest.raises(ValueError, match="not all zero"):
         Reweighted(counts=(0, 0))

@@ -95,10 +95,10 @@ def test_directions_do_not_see_clipping_or_learning_rates(distance, factor, gene
 
 
 def test_weights_by_depth_change_the_sum_as_they_should() -> None:
-    g = {"a": torch.zeros(1), "b": torch.zeros(1)}
-    c = {"a": torch.ones(1), "b": 2 * torch.ones(1)}
+    g = {"a.weight": torch.zeros(1), "b.weight": torch.zeros(1)}
+    c = {"a.weight": torch.ones(1), "b.weight": 2 * torch.ones(1)}
     assert float(SquaredL2()(g, c)) == 5
-    assert float(SquaredL2(weights="linear")(g, c)) == pytest.approx((4 / 3) * 1 + (2 / 3) * 4)
+    assert float(SquaredL2(weights="layers")(g, c)) == pytest.approx(1 + 4 * math.exp(-1))
     assert float(L1()({"a": torch.ones(1)}, {"a": torch.zeros(1)})) == 1
     assert float(RelativeSquaredL2()({"a": 2 * torch.ones(1)}, {"a": torch.zeros(1)})) == 1
 

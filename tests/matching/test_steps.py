@@ -102,5 +102,5 @@ def test_the_way_is_chosen_by_counts() -> None:
 
 
 def test_a_way_that_does_not_exist_is_named() -> None:
-    with pytest.raises(ValueError, match="way: expected one of plain, batched, compiled, got 'fast'"):
+    with pytest.raises(ValueError, match=r"^way.*'fast'"):
         problem().evaluator_by("fast")  # type: ignore[arg-type]

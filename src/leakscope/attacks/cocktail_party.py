@@ -52,8 +52,6 @@ from leakscope.network.layers import DenseEntry, dense_entry, output_jacobian, s
 
 #: Features alone, as the paper inverts them.
 FEATURES_ALONE = Weighting(name="features alone", features=1.0, ratio=1.0)
-#: Steps of the paper's objective for embeddings, where none are asked for.
-EMBEDDING_STEPS = 300
 #: The share of an input's values that is below the upper end of the value range, where its scale is a guess.
 BRIGHTEST = 0.99
 #: Outputs beyond which their derivatives cost more than they tell.
@@ -96,7 +94,9 @@ class CocktailParty(Attack):
     domain: Domain = setting("auto", "What is unmixed: differences between neighbours where there are any, or values.")
     start: Literal["fixed-point", "identity"] = setting("fixed-point", "Where the paper's objective starts from.")
     steps: int | None = setting(
-        None, "Steps of the paper's objective; by default none for examples and 300 for embeddings.", ge=0
+        None,
+        "Steps of the paper's objective; by default 0 for examples and those of iterations for embeddings.",
+        ge=0,
     )
     lr: float = setting(0.02, "Step size of Adam on the paper's objective.", gt=0)
     negentropy: float = setting(1.0, "Weight of negentropy.", ge=0)
@@ -227,7 +227,7 @@ class _Party:
     def _steps(self) -> int:
         if self.attack.steps is not None:
             return self.attack.steps
-        return 0 if self.entry.reads_input else EMBEDDING_STEPS
+        return 0 if self.entry.reads_input else self.attack.iterations
 
     def _scaled(self, unmixed: Unmixed) -> Tensor:
         if self.sums is not None and bool(self.sums.any()):

@@ -30,7 +30,6 @@ from types import MappingProxyType
 from typing import Literal
 
 import torch
-from scipy.optimize import linear_sum_assignment
 from torch import Tensor
 
 from leakscope.attacks.gradient_matching import (
@@ -50,7 +49,7 @@ from leakscope.matching import Matcher, Pixels, Ramp, Simulation, SingleGradient
 from leakscope.matching.distances import DISTANCES, Cosine, Distance, SquaredL2, as_distance
 from leakscope.matching.optimisers import Adam, Schedule
 from leakscope.matching.orders import Order, least_orders
-from leakscope.matching.priors import EpochAgreement, SoftRange, TotalVariation, TVVariant
+from leakscope.matching.priors import EpochAgreement, SoftRange, TotalVariation, TVVariant, assignment
 
 _PAPER = {"distance": "layered-l2", "tv_variant": "sq_roll", "clamp": False, "schedule": "constant", **NORMAL_START}
 _FEMNIST = {
@@ -202,6 +201,5 @@ def average_aligned(pictures: Tensor) -> Tensor:
     flat = pictures.flatten(2)
     total = pictures[0].clone()
     for copy, picture in zip(flat[1:], pictures[1:], strict=True):
-        _, order = linear_sum_assignment(torch.cdist(flat[0].double(), copy.double()).square().cpu().numpy())
-        total = total + picture[torch.as_tensor(order, device=pictures.device)]
+        total = total + picture[assignment(torch.cdist(flat[0].double(), copy.double()).square())]
     return total / len(pictures)

@@ -34,10 +34,9 @@ NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 LOCAL_STEP_FORWARDS = 12
 #: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
 MOST_TRIALS = 32
-#: Where there are more orders, so many are drawn: the right one is hardly among them, but some fit better than others.
-DRAWN_ORDERS = 8
-#: The best of four trials or more are tried again, with so many times the steps: equal labels tell orders apart slowly.
-FINALISTS, LONGER = 4, 4
+#: The best four trials are tried again, with four times the steps: equal labels tell orders apart slowly. Where there
+#: are too many orders to try, a fourth as many are drawn: the right one is hardly among them, but some fit better.
+FINALISTS = 4
 #: Steps of a search in known noise that drowns the update: enough to show what it makes of noise; a longer one fits it.
 DROWNED_STEPS = 30
 LABELS = "Labels that are not known: inferred before the search, or searched along with the input."
@@ -157,7 +156,7 @@ class GradientMatching(Attack):
         if complete:
             return found, f"{len(found)} visiting orders exist"
         exist = least_orders(labels, batch_size, epochs)
-        return found[:DRAWN_ORDERS], f"{_rounded(exist)} visiting orders or more exist"
+        return found[: MOST_TRIALS // FINALISTS], f"{_rounded(exist)} visiting orders or more exist"
 
     def _with_orders(
         self, observation: Observation, trials: list[_Trial], generator: torch.Generator
@@ -279,7 +278,7 @@ def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:
         return []
     if trials < FINALISTS:
         return [(trials, brief)]
-    steps = min(matcher.iterations, LONGER * brief.iterations)
+    steps = min(matcher.iterations, FINALISTS * brief.iterations)
     return [(trials, brief), (FINALISTS, replace(brief, iterations=steps))]
 
 

@@ -29,7 +29,8 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
-from leakscope.equations.features import RecoveredFeatures, recover_features
+from leakscope.equations.feature_separation import RecoveredFeatures
+from leakscope.equations.features import recover_features
 from leakscope.network.layers import structure
 
 #: The share of the gradient's size that inputs may leave unexplained and still count as told apart.

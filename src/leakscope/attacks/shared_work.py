@@ -82,54 +82,32 @@ def shared(
 
 
 def run_matcher(
-    store: WorkStore | None, matcher: Matcher, victim: Victim, observed: dict[str, Tensor], **problem: Any
-) -> Match:
-    """``matcher.run``, or what an equal search has found where work is shared."""
-
-    def work() -> Match:
-        return matcher.run(victim, observed, **problem)
-
-    key = None if store is None else _search_key(matcher, victim, observed, **problem)
-    if store is None or key is None:
-        return work()
-    found: Match = store.recall(key, problem["generator"], problem["count"] * problem["inputs"].size, work)
-    return found
-
-
-def read_labels(observation: Observation, generator: torch.Generator) -> list[RecoveredLabels]:
-    """``label_candidates``, or what was read of an equal observation where work is shared."""
-
-    def work() -> list[RecoveredLabels]:
-        return label_candidates(observation, generator)
-
-    store = observation.shared
-    key = None if store is None else _labels_key(observation, generator)
-    if store is None or key is None:
-        return work()
-    found: list[RecoveredLabels] = store.recall(key, generator, observation.num_examples or 1, work)
-    return found
-
-
-def _search_key(
+    store: WorkStore | None,
     matcher: Matcher,
     victim: Victim,
-    observed: Mapping[str, Tensor],
+    observed: dict[str, Tensor],
     *,
     targets: Tensor | None,
     generator: torch.Generator,
     progress: Any = None,
     **facts: Any,
-) -> Hashable:
-    """All that a search depends on; None where some of it cannot be compared."""
+) -> Match:
+    """``matcher.run``, or what an equal search has found where work is shared."""
     tables: list[Mapping[str, Tensor]] = [*victim.tensors, observed, _given(targets=targets)]
     tables += [dict(zip(("mean", "var"), pair, strict=True)) for pair in victim.batchnorm_targets.values()]
     # Objects go by their own equality, that of values for the house's dataclasses: a repr may leave something out.
     parts = matcher, victim.task, victim.channel, victim.reduction, tuple(sorted(facts.items()))
-    return _key("search", parts, victim.model, tables, generator)
+    numbers = facts["count"] * facts["inputs"].size
+
+    def work() -> Match:
+        return matcher.run(victim, observed, targets=targets, generator=generator, progress=progress, **facts)
+
+    found: Match = shared(store, "search", parts, victim.model, tables, generator, numbers, work)
+    return found
 
 
-def _labels_key(seen: Observation, generator: torch.Generator) -> Hashable:
-    """All that labels are read from; None where some of it cannot be compared."""
+def read_labels(seen: Observation, generator: torch.Generator) -> list[RecoveredLabels]:
+    """``label_candidates``, or what was read of an equal observation where work is shared."""
     message = seen.message
     parts = (
         *(seen.inputs, seen.num_classes, seen.task, seen.knowledge, seen.num_examples, seen.training, seen.channel),
@@ -137,12 +115,20 @@ def _labels_key(seen: Observation, generator: torch.Generator) -> Hashable:
     )
     given = _given(labels=seen.labels, label_counts=seen.label_counts)
     tables = [seen.model.state_dict(), message.update, message.batchnorm_statistics or {}, given]
-    return _key("labels", parts, seen.model, tables, generator)
+
+    def work() -> list[RecoveredLabels]:
+        return label_candidates(seen, generator)
+
+    found: list[RecoveredLabels] = shared(
+        seen.shared, "labels", parts, seen.model, tables, generator, seen.num_examples or 1, work
+    )
+    return found
 
 
 def _key(
     kind: str, parts: Hashable, model: nn.Module, tables: list[Mapping[str, Tensor]], generator: torch.Generator
 ) -> Hashable:
+    """All that the work depends on; None where some of it cannot be compared."""
     modes = tuple((name, module.training) for name, module in model.named_modules())
     key = (kind, parts, repr(model), modes, _digest([*tables, {"draws": generator.get_state()}]))
     try:

@@ -48,12 +48,10 @@ from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_embedding
 from leakscope.equations.features import recover_features
 from leakscope.matching import (
+    DISTANCES,
     Adam,
     BatchNormStatistics,
     Canvas,
-    Cosine,
-    DirectionL1,
-    Distance,
     Drawing,
     FeatureMatching,
     Matcher,
@@ -69,8 +67,6 @@ FeatureChoice = Literal["auto", "direction", "span"]
 #: How features are recovered from what was seen, with draws.
 Source = Callable[[Observation, torch.Generator], "KnownFeatures"]
 PIXEL_STEP, DRAWING_STEP = 0.1, 0.005
-#: The power of a tensor's size by which its direction counts where directions are compared by L1.
-ROOT = 0.5
 #: Up to so many examples features are matched one by one; beyond, their order is too uncertain.
 ONE_BY_ONE = 8
 
@@ -144,11 +140,11 @@ class SystematicEvaluation(GradientMatching):
 
     def matcher(self, observation: Observation) -> Matcher:
         """The search without known features."""
-        distance: Distance = Cosine() if self.distance == "cosine" else DirectionL1()
-        if self.reweight:
-            counts = tuple(int(p.count_nonzero()) for p in _parameters(observation))
-            power = 1.0 if self.distance == "cosine" else ROOT
-            distance = Reweighted(distance=distance, counts=counts if sum(counts) else None, power=power)
+        distance = DISTANCES[f"reweighted-{self.distance}" if self.reweight else self.distance]
+        if isinstance(distance, Reweighted):
+            parameters = dict(observation.model.named_parameters())
+            counts = tuple(int(parameters[name].count_nonzero()) for name in observation.message.update)
+            distance = dataclasses.replace(distance, counts=counts if sum(counts) else None)
         canvas: Canvas = Pixels() if self.canvas == "pixels" else Drawing(size=self.canvas)
         step = PIXEL_STEP if self.canvas == "pixels" else DRAWING_STEP
         return self.engine(
@@ -223,9 +219,3 @@ def dense_features(
     like = next(iter(observation.message.update.values()))
     rows = found.directions if found.separated else found.span
     return KnownFeatures(found.layer, rows.to(like), found.separated, found.method)
-
-
-def _parameters(observation: Observation) -> list[Tensor]:
-    """Those that the update speaks of, in its order."""
-    parameters = dict(observation.model.named_parameters())
-    return [parameters[name] for name in observation.message.update]

@@ -26,8 +26,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM, Protocol, client_copy
 from leakscope.contracts.task import Task, outputs_of
 from leakscope.equations.embedding import Embedding, recover_embedding
-from leakscope.equations.feature_separation import read_dense_gradient
-from leakscope.equations.features import features_of
+from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.federation import Vertical
 from leakscope.federation.client import own_randomness
 from leakscope.limits import Floor, affordable_floor, cramer_rao, vertical_limits

@@ -19,26 +19,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from leakscope.equations.unmixing import row_space
+from leakscope.equations.unmixing import AT_REST, MOST_STEPS, ROUNDING, row_space
 
 #: From inputs (n, d) the derivatives (n, units, K) of each example's outputs by the layer's outputs.
 Jacobian = Callable[[Tensor], Tensor]
 #: So many rounds without a smaller residual are the end of it.
-ROUNDS, PATIENCE = 40, 5
-#: Passes of reweighted least squares, which end where solutions move by less than this share.
-PASSES, AT_REST = 30, 1e-9
-#: Units whose gradient is below this share of the largest are dead: rounding is all that they tell.
-DEAD = 1e-6
+PATIENCE = 5
+#: Passes of reweighted least squares at most.
+PASSES = 30
 #: An equation is obeyed where it is off by less than this share of the largest signal and so many times the noise.
+#: Solutions whose cosine is as near to one are the same.
 OBEYED, NOISES = 1e-4, 6.0
-#: Shares of obeyed equations: the least that is no chance, that of a solution that is near, and that of a solution.
-LEAST, NEAR, SETTLED = 0.3, 0.8, 0.995
+#: Shares of obeyed equations: that of a solution that is near, and that of a solution.
+NEAR, SETTLED = 0.8, 0.995
 #: With more of the gradient than this outside of the rows, equations say too little.
 MOST_NOISE = 0.1
 #: Mean shares of obeyed equations that differ by less are alike.
 TIE = 0.02
-#: Solutions with a larger cosine are one and the same.
-SAME = 0.9999
 #: What rounding of a float32 gradient leaves of it is below this; solutions that are wrong leave a twentieth and more.
 CERTIFIED = 1e-5
 #: Differences of float32 weights are rounded more coarsely; what is above this is noise and no rounding.
@@ -102,7 +99,7 @@ def separate(
     jacobian: Jacobian,
     *,
     rescale: Callable[[Tensor], Tensor] = positive_peak,
-    rounds: int = ROUNDS,
+    rounds: int = MOST_STEPS,
 ) -> Separated:
     """The inputs of a dense layer from its ``gradient`` (units, d) and ``inputs`` (n, d) that are nearly right.
 
@@ -168,7 +165,7 @@ class _Problem:
         units, width = observed.shape
         # What is left outside of the rows is noise, the same in every entry; inside there is as much an entry.
         noise = residual * float(observed.norm()) / max(1.0, ((units - count) * (width - count)) ** 0.5)
-        live = lengths > max(DEAD * float(lengths.max()), 3 * noise * width**0.5)
+        live = lengths > max(ROUNDING * float(lengths.max()), 3 * noise * width**0.5)
         return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, residual, noise, rescale)
 
     def columns(self, rows: Tensor) -> Tensor:
@@ -217,7 +214,7 @@ class _Problem:
         count = len(self.basis)
         allowed = self._allowed(equations, solution, lengths)
         within = (gaps <= allowed) & (usable > 0)
-        enough = (within.sum(1) >= equations.shape[2] + SPARE) & (within.sum(1) >= LEAST * usable.sum(1))
+        enough = within.sum(1) >= equations.shape[2] + SPARE
         final = _solved(equations, within.double(), fixed)
         gaps = torch.einsum("nup,np->nu", equations, final).abs()
         still = ((gaps <= self._allowed(equations, final, lengths)) & (usable > 0)).sum(1) >= within.sum(1)
@@ -252,7 +249,7 @@ def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
     """Whether no other example ended at the same solution from nearer by."""
     found, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, before))
     movement = 1 - (found * before).sum(1).abs()
-    same = (found @ found.T).abs() > SAME
+    same = (found @ found.T).abs() > 1 - OBEYED
     return ~(same & (movement[None] < movement[:, None])).any(1)
 
 

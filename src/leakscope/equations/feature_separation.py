@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
-from leakscope.contracts.observation import Observation
 from leakscope.equations.dense import slope
+from leakscope.equations.feature_span import MOST_ROWS
 from leakscope.equations.stein_moments import (
     activation_class,
     diagonalising_vectors,
@@ -33,65 +33,20 @@ from leakscope.equations.stein_moments import (
     moment_matrices,
 )
 from leakscope.equations.unmixing import unmix
-from leakscope.network.dense_path import dense_path
-from leakscope.network.layers import find_head
 
-
-def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
-    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
-    if observation.has_rounds:
-        raise NotApplicable("the update is that of several rounds, or of batches of the examples")
-    try:
-        head = find_head(observation.model, observation.input_shape, observation.num_classes)
-    except ValueError as error:
-        if layer is None:
-            raise NotApplicable(str(error)) from error
-        head = None
-    path = None if head is None else dense_path(observation.model, head.module_name)
-    steps = () if path is None else path.steps
-    if layer is None:
-        if not steps:
-            assert path is not None
-            raise NotApplicable(
-                f"no dense layer with an activation lies below the head: {path.reason}. Name a layer, or use "
-                "recover_embedding, which reads the features in front of the head itself"
-            )
-        layer = max(steps, key=lambda step: step.module.out_features).name
-    module = dict(observation.model.named_modules()).get(layer)
-    if not isinstance(module, nn.Linear):
-        raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
-    step = next((step for step in steps if step.name == layer), None)
-    below_head = step is not None and step is steps[0] and head is not None
-    head_weight = head_gradient = None
-    if below_head and head is not None:
-        head_weight = dict(observation.model.named_parameters())[head.weight_name]
-        head_gradient = observation.message.update.get(head.weight_name)
-    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
-    update = observation.message.update
-    gradient = update.get(names.get(id(module.weight), ""))
-    if gradient is None:
-        raise NotApplicable(f"{layer!r} is frozen: the update says nothing of it")
-    sums = None if module.bias is None else update.get(names.get(id(module.bias), ""))
-    return DenseGradient(
-        name=layer,
-        gradient=_wide(gradient),
-        bias_gradient=None if sums is None else _wide(sums),
-        weight=_wide(module.weight),
-        bias=None if module.bias is None else _wide(module.bias),
-        activation=None if step is None else step.activation,
-        head=None if head_weight is None else _wide(head_weight),
-        head_gradient=None if head_gradient is None else _wide(head_gradient),
-    )
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.detach().to(device="cpu", dtype=torch.float64)
-
-
-#: Distinct rows that are compared with each other, and how near, relative to the largest, rows count as the same.
-MOST_ROWS, SAME = 600, 1e-4
+Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
+#: How near, relative to the largest, rows count as the same.
+SAME = 1e-4
 #: A difference counts as a feature where it occurs at least so often.
 LEAST_OCCURRENCES = 3
+#: Passes at most, and in each those towards least absolute errors, so that units with a wrong slope lose their say.
+PASSES, ROBUST_PASSES = 25, 4
+#: A residual that is rounding.
+EXACT = 1e-10
+#: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
+SETTLED = 0.2
+#: So many units that are not dead, for each number that the slopes are fitted with, tell right from wrong.
+UNITS_PER_UNKNOWN = 4
 
 
 def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -148,13 +103,6 @@ def _keys(rows: Tensor, size: float, generator: torch.Generator) -> Tensor:
     """Whole numbers that are the same for rows that are the same, but for those at a rounding's edge."""
     probe = torch.randn((rows.shape[1], 1), generator=generator, dtype=torch.float64)
     return (rows @ probe / (SAME * max(size, 1e-300))).round().flatten().long()
-
-
-PASSES = 25
-#: Passes towards least absolute errors, so that units with a wrong slope lose their say.
-ROBUST_PASSES = 4
-#: A residual that is rounding.
-EXACT = 1e-10
 
 
 @dataclass(frozen=True, eq=False)
@@ -283,13 +231,6 @@ def _residual(layer: SpanGradient, design: Tensor) -> float:
     return float(gap.norm() / layer.rows.norm().clamp_min(1e-300))
 
 
-Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
-#: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
-SETTLED = 0.2
-#: So many units that are not dead, for each number that the slopes are fitted with, tell right from wrong.
-UNITS_PER_UNKNOWN = 4
-
-
 @dataclass(frozen=True, eq=False)
 class DenseGradient:
     """What the adversary holds of one dense layer, float64: gradients and present weights.
@@ -320,30 +261,49 @@ def no_moments(layer: DenseGradient) -> str | None:
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
-    """``directions`` (n, n): unit rows in coordinates of the span; the rest as in RecoveredFeatures."""
+class RecoveredFeatures:
+    """Features in front of ``layer``, in an order of their own.
 
+    ``directions`` (n, d), fewer than examples where the gradient's rank is smaller: unit rows, one a feature, up to
+    sign unless ``signed``; only directions of the span where ``separated`` is false. ``span`` (n, d): orthonormal rows.
+    ``lengths`` (n,): what the directions have to be multiplied with, where a bias gradient tells. ``method``: how the
+    span was found, or "unmixing" where the directions are independent components. ``residual``: the relative size of
+    entries of the gradient that the span does not predict, fitted on other entries. ``quality``: the share of the
+    gradient that single features explain with the slopes of the units (where ``method`` is "refined", of that and of
+    the head's), None where slopes do not tell features from mixtures. ``notes``: what was compared, and what else to
+    know.
+    """
+
+    layer: str
     directions: Tensor
+    span: Tensor
+    method: Method
+    signed: bool
     separated: bool
-    signed: bool = False
-    by_unmixing: bool = False
+    residual: float
     quality: float | None = None
     lengths: Tensor | None = None
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
+
+    @property
+    def features(self) -> Tensor | None:
+        """The features themselves, where lengths are told."""
+        return None if self.lengths is None else self.directions * self.lengths[:, None]
 
 
 def separated_features(
     layer: DenseGradient,
-    span: Tensor,
+    found: RecoveredFeatures,
     rows: Tensor,
     used: Tensor,
     methods: Sequence[Method],
     generator: torch.Generator,
-) -> Apart:
-    """The best estimate of single features by what can be seen; the span's own directions where none applies.
+) -> RecoveredFeatures:
+    """The best estimate of single features in the span that was ``found``; its own directions where none applies.
 
     ``rows`` (units, n): rows of the gradient in coordinates of the span, of the units ``used``.
     """
+    span = found.span
     inner = _inside(layer, span, rows, used)
     starts: dict[str, Tensor] = {}
     notes: list[str] = []
@@ -360,14 +320,14 @@ def separated_features(
             reason = _by_unmixing(rows @ span, span, starts, generator) or reason
         if not starts:
             words = "directions are those of the span, mixtures of features"
-            return Apart(torch.eye(len(span), dtype=torch.float64), False, notes=(f"{words}: {reason}",))
-    results = {name: _settled(layer, inner, start) for name, start in starts.items()}
+            return dataclasses.replace(found, notes=(f"{words}: {reason}",))
+    results = {name: _settled(layer, inner, found, start) for name, start in starts.items()}
     best = max(results, key=lambda name: results[name].quality or 0.0)
     if len(results) > 1:
-        shares = ", ".join(f"{name} {1 - (found.quality or 0.0):.1e}" for name, found in results.items())
+        shares = ", ".join(f"{name} {1 - (result.quality or 0.0):.1e}" for name, result in results.items())
         notes.append(f"features by {best}: share of the gradient that each leaves unexplained: {shares}")
-    found = results[best]
-    return dataclasses.replace(found, by_unmixing=best == "unmixing", notes=(*notes, *found.notes))
+    method: Method = "unmixing" if best == "unmixing" else found.method
+    return dataclasses.replace(results[best], method=method, notes=tuple(notes))
 
 
 def _inside(layer: DenseGradient, span: Tensor, rows: Tensor, used: Tensor) -> SpanGradient:
@@ -417,14 +377,18 @@ def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
     return live >= UNITS_PER_UNKNOWN * unknowns and (inner.homogeneous or inner.bias_gradient is not None)
 
 
-def _settled(layer: DenseGradient, inner: SpanGradient, start: Tensor) -> Apart:
-    """An estimate with what slopes of the units and a bias gradient say of it."""
+def _settled(layer: DenseGradient, inner: SpanGradient, found: RecoveredFeatures, start: Tensor) -> RecoveredFeatures:
+    """An estimate (n, n) in coordinates of the span, with what slopes of the units and a bias gradient say of it."""
+    signed, quality, lengths = False, None, None
     if _slopes_tell(layer, inner):
         fit = fit_gates(inner, start)
-        quality, signed = max(0.0, 1 - fit.residual**2), fit.residual <= SETTLED
-        return Apart(fit.directions, True, signed, quality=quality, lengths=fit.lengths if signed else None)
-    if inner.bias_gradient is None:
-        return Apart(start, True)
-    lengths = signed_lengths(inner.rows, start, inner.bias_gradient)
-    # Of several, nothing confirms that these are no mixtures; then their signs mean little.
-    return Apart(start * lengths.sign()[:, None], True, len(start) == 1, lengths=lengths.abs())
+        start, quality, signed = fit.directions, max(0.0, 1 - fit.residual**2), fit.residual <= SETTLED
+        lengths = fit.lengths if signed else None
+    elif inner.bias_gradient is not None:
+        # Of several, nothing confirms that these are no mixtures; then their signs mean little.
+        told, signed = signed_lengths(inner.rows, start, inner.bias_gradient), len(start) == 1
+        start, lengths = start * told.sign()[:, None], told.abs()
+    directions = nn.functional.normalize(start @ found.span, dim=1)
+    return dataclasses.replace(
+        found, directions=directions, separated=True, signed=signed, quality=quality, lengths=lengths
+    )

@@ -35,7 +35,7 @@ SOFT_ZEROS = ((0.1, 20), (0.01, 30), (1e-3, 50), (1e-5, 150))
 SETTLED = 1e-7
 #: A row is asked where it has so many entries for each direction.
 FIT_ENTRIES = 4
-#: Rows that a completion reads; each column needs only a few equations.
+#: Rows that are read; each column of a completion needs only a few equations.
 MOST_ROWS = 1536
 
 
@@ -166,9 +166,10 @@ def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch
     return min(float(gaps[sizes > 0].median()), 1.0) if bool((sizes > 0).any()) else 1.0
 
 
+#: Rounds of refinement at most, and conjugate-gradient steps in each.
 ROUNDS, CONJUGATE_STEPS = 12, 25
-#: First every so-manieth unit alone, where these have so many equations for each unknown; then all, for fewer rounds.
-COARSE, SPARE, FINE_ROUNDS = 4, 3, 8
+#: First every fourth unit alone, where these have four equations for each unknown; then all.
+COARSE = 4
 #: A round that lowers the residual by less than this share is the last.
 AT_REST = 1e-4
 #: Damping of a step, relative to the mean square of what an entry of a feature weighs.
@@ -238,15 +239,14 @@ def refine_features(problem: TwoGradients, start: Tensor) -> Refined:
     (True, True)
     """
     coarse = problem.of_units(slice(None, None, COARSE))
-    if coarse.head.shape[1] * len(coarse.head) >= SPARE * start.numel():
-        start = _refined(coarse, start, ROUNDS).features
-        return _refined(problem, start, FINE_ROUNDS)
-    return _refined(problem, start, ROUNDS)
+    if coarse.head.shape[1] * len(coarse.head) >= COARSE * start.numel():
+        start = _refined(coarse, start).features
+    return _refined(problem, start)
 
 
-def _refined(problem: TwoGradients, start: Tensor, rounds: int) -> Refined:
+def _refined(problem: TwoGradients, start: Tensor) -> Refined:
     best = fitted_output_gradients(problem, start)
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         step = _gauss_newton(problem, best)
         found = best
         for share in (1.0, 0.5, 0.2):

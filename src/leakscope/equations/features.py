@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -20,11 +19,12 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
+from leakscope.equations.dense import LEAST_RANK
 from leakscope.equations.feature_separation import (
     DenseGradient,
     Method,
+    RecoveredFeatures,
     no_moments,
-    read_dense_gradient,
     separated_features,
 )
 from leakscope.equations.feature_span import (
@@ -40,6 +40,8 @@ from leakscope.equations.feature_span import (
     with_best_signs,
 )
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
+from leakscope.network.dense_path import dense_path
+from leakscope.network.layers import find_head
 
 METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refined")
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
@@ -48,43 +50,9 @@ PRUNED = 0.01
 CLEARLY = 0.9
 #: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
 UNTOUCHED = 1e-5
-#: Singular values below this share of the largest are rounding.
-LEAST_RANK = 1e-7
-#: Refined features that leave less than this of both gradients are taken for the right ones.
-EXPLAINED = 0.3
-#: Of entries that carry no noise they leave less than this, or some feature may be wrong.
-CERTAIN = 0.05
-
-
-@dataclass(frozen=True, eq=False)
-class RecoveredFeatures:
-    """Features in front of ``layer``, in an order of their own.
-
-    ``directions`` (n, d), fewer than examples where the gradient's rank is smaller: unit rows, one a feature, up to
-    sign unless ``signed``; only directions of the span where ``separated`` is false. ``span`` (n, d): orthonormal rows.
-    ``lengths`` (n,): what the directions have to be multiplied with, where a bias gradient tells. ``method``: how the
-    span was found, or "unmixing" where the directions are independent components. ``residual``: the relative size of
-    entries of the gradient that the span does not predict, fitted on other entries. ``quality``: the share of the
-    gradient that single features explain with the slopes of the units (where ``method`` is "refined", of that and of
-    the head's), None where slopes do not tell features from mixtures. ``notes``: what was compared, and what else to
-    know.
-    """
-
-    layer: str
-    directions: Tensor
-    span: Tensor
-    method: Method
-    signed: bool
-    separated: bool
-    residual: float
-    quality: float | None = None
-    lengths: Tensor | None = None
-    notes: tuple[str, ...] = ()
-
-    @property
-    def features(self) -> Tensor | None:
-        """The features themselves, where lengths are told."""
-        return None if self.lengths is None else self.directions * self.lengths[:, None]
+#: Refined features that leave less than this of both gradients are taken for the right ones; of entries that carry no
+#: noise they leave less than the second, or some feature may be wrong.
+EXPLAINED, CERTAIN = 0.3, 0.05
 
 
 def recover_features(
@@ -119,6 +87,57 @@ def recover_features(
     return features_of(
         observed, methods=methods, count=count or observation.num_examples, neurons=neurons, generator=generator
     )
+
+
+def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
+    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
+    if observation.has_rounds:
+        raise NotApplicable("the update is that of several rounds, or of batches of the examples")
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError as error:
+        if layer is None:
+            raise NotApplicable(str(error)) from error
+        head = None
+    path = None if head is None else dense_path(observation.model, head.module_name)
+    steps = () if path is None else path.steps
+    if layer is None:
+        if not steps:
+            assert path is not None
+            raise NotApplicable(
+                f"no dense layer with an activation lies below the head: {path.reason}. Name a layer, or use "
+                "recover_embedding, which reads the features in front of the head itself"
+            )
+        layer = max(steps, key=lambda step: step.module.out_features).name
+    module = dict(observation.model.named_modules()).get(layer)
+    if not isinstance(module, nn.Linear):
+        raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
+    step = next((step for step in steps if step.name == layer), None)
+    below_head = step is not None and step is steps[0] and head is not None
+    head_weight = head_gradient = None
+    if below_head and head is not None:
+        head_weight = dict(observation.model.named_parameters())[head.weight_name]
+        head_gradient = observation.message.update.get(head.weight_name)
+    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
+    update = observation.message.update
+    gradient = update.get(names.get(id(module.weight), ""))
+    if gradient is None:
+        raise NotApplicable(f"{layer!r} is frozen: the update says nothing of it")
+    sums = None if module.bias is None else update.get(names.get(id(module.bias), ""))
+    return DenseGradient(
+        name=layer,
+        gradient=_wide(gradient),
+        bias_gradient=None if sums is None else _wide(sums),
+        weight=_wide(module.weight),
+        bias=None if module.bias is None else _wide(module.bias),
+        activation=None if step is None else step.activation,
+        head=None if head_weight is None else _wide(head_weight),
+        head_gradient=None if head_gradient is None else _wide(head_gradient),
+    )
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.detach().to(device="cpu", dtype=torch.float64)
 
 
 def features_of(
@@ -198,20 +217,9 @@ def _with_directions(
     neurons: slice | None,
     draws: torch.Generator,
 ) -> RecoveredFeatures:
+    found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
     rows, used = _rows_inside(layer, span, mask, method, neurons)
-    apart = separated_features(layer, span, rows, used, methods, draws)
-    return RecoveredFeatures(
-        layer=layer.name,
-        directions=nn.functional.normalize(apart.directions @ span, dim=1),
-        span=span,
-        method="unmixing" if apart.by_unmixing else method,
-        signed=apart.signed,
-        separated=apart.separated,
-        residual=residual,
-        quality=apart.quality,
-        lengths=apart.lengths,
-        notes=apart.notes,
-    )
+    return separated_features(layer, found, rows, used, methods, draws)
 
 
 def _refined(

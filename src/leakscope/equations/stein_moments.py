@@ -116,10 +116,9 @@ def _polished(matrices: Tensor, vectors: Tensor) -> Tensor:
 Elementwise = Callable[[Tensor], Tensor]
 #: Expected derivatives below this share of the largest count as zero.
 VANISHING = 1e-3
-#: Directions of the head's rows that are read, the strongest first.
-MOST_LOADINGS = 12
-#: Slices of an order-four moment are of no use beyond so many features: m would have to be far larger.
-MOST_ORDER_FOUR = 12
+#: Directions of the head's rows that are read, the strongest first, and features up to which slices of an order-four
+#: moment are of use: beyond it the layer would have to be far wider.
+MOST = 12
 
 
 @dataclass(frozen=True)
@@ -176,7 +175,7 @@ def head_loadings(head: Tensor) -> Tensor:
     # What centring leaves of equal rows is rounding, and no direction.
     floor = max(1e-6 * float(sizes[0]), 1e-12 * float(head.norm()))
     kept = int((sizes > floor).sum())
-    return rows[: min(kept, MOST_LOADINGS)] * math.sqrt(head.shape[1])
+    return rows[: min(kept, MOST)] * math.sqrt(head.shape[1])
 
 
 def stein_span(
@@ -268,7 +267,7 @@ def moment_matrices(
         pairs = (unit[:, :, None] * unit[:, None, :] - _eye(count)).flatten(1)
         if 3 in activation.orders:
             stacks.append(_symmetric((rest.T @ pairs / len(unit)).reshape((count,) * 3)) / math.sqrt(2))
-        if 4 in activation.orders and count <= MOST_ORDER_FOUR:
+        if 4 in activation.orders and count <= MOST:
             upper = torch.triu(torch.ones(count, count)).flatten().bool()
             rest = rest - pairs[:, upper] @ least_squares(pairs[:, upper], rest)
             triples = torch.einsum("ja,jb,jc->jabc", unit, unit, unit)

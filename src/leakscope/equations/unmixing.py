@@ -35,8 +35,10 @@ GAUSSIAN_LOG_COSH = 0.3745672075
 LEAST_GAP = 10.0
 #: Singular values below this share of the largest are the rounding of a float32 gradient.
 ROUNDING = 1e-6
-#: Fixed points move by less than this, as one minus a cosine, or there are so many steps.
-AT_REST, MOST_STEPS = 1e-8, 200
+#: A fixed point has come to rest where it moves by less than this, as one minus a cosine.
+AT_REST = 1e-8
+#: Loops end by a test of their own, long before so many steps where there is something to find.
+MOST_STEPS = 200
 
 
 @dataclass(frozen=True, eq=False)

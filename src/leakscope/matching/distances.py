@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, get_args
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch import Tensor
 from leakscope.contracts.errors import UserError
 
 Update = Mapping[str, Tensor]
-Weights = Literal["equal", "linear", "exponential", "layers"]
+Weights = Literal["equal", "layers"]
 
 # Added under square roots: far below the square of any float32 update that carries information, yet it keeps the
 # derivative at an all-zero update finite.
@@ -27,12 +27,15 @@ TINY = 1e-24
 
 
 class Distance(Protocol):
+    """Override ``against``, or ``__call__`` where nothing can be worked out before the candidate is known."""
+
     #: Whether only the direction of the updates counts, not their length.
     scale_free: bool = False
     #: Whether only sums over all entries count, so that an update may come as one tensor.
     joins: bool = False
 
-    def __call__(self, observed: Update, candidate: Update) -> Tensor: ...
+    def __call__(self, observed: Update, candidate: Update) -> Tensor:
+        return self.against(observed)(candidate)
 
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         return lambda candidate: self(observed, candidate)
@@ -50,32 +53,20 @@ def _size(update: Update) -> Tensor:
     return _total(value.abs().sum() for value in update.values())
 
 
-def depth_weights(names: Iterable[str], weights: Weights) -> list[float]:
-    """One weight a tensor, decreasing with depth (``names`` are in the model's order).
+def layer_weights(names: Iterable[str]) -> list[float]:
+    """One weight a tensor (``names`` are in the model's order): exp(-layer), 1 for all tensors of the first layer.
 
-    "linear" and "exponential" have mean one. "layers" is exp(-layer), 1 for the first; a layer's tensors share it.
-
-    >>> [round(w, 3) for w in depth_weights(["a.weight", "a.bias", "b.weight"], "linear")]
-    [1.5, 1.0, 0.5]
-    >>> [round(w, 3) for w in depth_weights(["a.weight", "a.bias", "b.weight"], "layers")]
+    >>> [round(w, 3) for w in layer_weights(["a.weight", "a.bias", "b.weight"])]
     [1.0, 1.0, 0.368]
     """
     owners = [name.rpartition(".")[0] for name in names]
-    count = len(owners)
-    if weights == "layers":
-        layers = list(dict.fromkeys(owners))
-        return [math.exp(-layers.index(owner)) for owner in owners]
-    rules = {"equal": lambda i: 1.0, "linear": lambda i: float(count - i), "exponential": lambda i: math.exp(-i)}
-    if weights not in rules:
-        raise UserError(f"weights: expected 'equal', 'linear', 'exponential' or 'layers', got {weights!r}")
-    raw = [rules[weights](i) for i in range(count)]
-    mean = sum(raw) / count
-    return [value / mean for value in raw]
+    layers = list(dict.fromkeys(owners))
+    return [math.exp(-layers.index(owner)) for owner in owners]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SquaredL2(Distance):
-    """Sum of squared differences over all entries (DLG), times ``scale``.
+    """Sum of squared differences over all entries (DLG), times ``scale``; "layers" count by :func:`layer_weights`.
 
     >>> float(SquaredL2()({"w": torch.zeros(2)}, {"w": torch.tensor([3.0, 4.0])}))
     25.0
@@ -84,12 +75,16 @@ class SquaredL2(Distance):
     weights: Weights = "equal"
     scale: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.weights not in get_args(Weights):
+            raise UserError(f"weights: expected one of {', '.join(get_args(Weights))}, got {self.weights!r}")
+
     @property
     def joins(self) -> bool:  # type: ignore[override]
         return self.weights == "equal"
 
     def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        shares = depth_weights(observed, self.weights)
+        shares = layer_weights(observed) if self.weights == "layers" else [1.0] * len(observed)
         return self.scale * _total(
             w * ((candidate[name] - value) ** 2).sum()
             for w, (name, value) in zip(shares, observed.items(), strict=True)
@@ -106,9 +101,6 @@ class RelativeSquaredL2(Distance):
 
     joins = True
 
-    def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return self.against(observed)(candidate)
-
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         square = _norm(observed) ** 2
         return lambda candidate: SquaredL2()(observed, candidate) / square
@@ -124,9 +116,6 @@ class L1(Distance):
 
     joins = True
 
-    def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return self.against(observed)(candidate)
-
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         size = _size(observed) + TINY
         return lambda candidate: (
@@ -138,7 +127,7 @@ class L1(Distance):
 class Cosine(Distance):
     """One minus the cosine of the angle between the updates (Inverting Gradients).
 
-    ``per="model"`` takes all tensors as one vector; ``per="tensor"`` averages over tensors with ``weights``.
+    ``per="model"`` takes all tensors as one vector; ``per="tensor"`` averages over tensors.
 
     >>> float(Cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 7.0])}))
     1.0
@@ -147,7 +136,6 @@ class Cosine(Distance):
     scale_free = True
 
     per: Literal["model", "tensor"] = "model"
-    weights: Weights = "equal"
 
     @property
     def joins(self) -> bool:  # type: ignore[override]
@@ -157,16 +145,10 @@ class Cosine(Distance):
         if self.per not in ("model", "tensor"):
             raise UserError(f"per: expected 'model' or 'tensor', got {self.per!r}")
 
-    def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return self.against(observed)(candidate)
-
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         if self.per == "tensor":
-            scale = depth_weights(observed, self.weights)
-            each = [
-                (w, name, Cosine().against({name: observed[name]})) for w, name in zip(scale, observed, strict=True)
-            ]
-            return lambda candidate: _total(w * angle({name: candidate[name]}) for w, name, angle in each) / len(each)
+            each = {name: Cosine().against({name: value}) for name, value in observed.items()}
+            return lambda candidate: _total(angle({n: candidate[n]}) for n, angle in each.items()) / len(each)
         norm = _norm(observed)
 
         def angle(candidate: Update) -> Tensor:
@@ -190,9 +172,6 @@ class DirectionL1(Distance):
 
     scale_free = True
     joins = True
-
-    def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return self.against(observed)(candidate)
 
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         norm = _norm(observed)
@@ -234,9 +213,6 @@ class Reweighted(Distance):
             raise UserError(f"counts: expected numbers of parameters, not all zero, got {self.counts}")
         if not self.power > 0:
             raise UserError(f"power: expected a positive number, got {self.power}")
-
-    def __call__(self, observed: Update, candidate: Update) -> Tensor:
-        return self.against(observed)(candidate)
 
     def against(self, observed: Update) -> Callable[[Update], Tensor]:
         counts = [value.numel() for value in observed.values()] if self.counts is None else self.counts

@@ -41,6 +41,8 @@ def keep_freed_memory() -> bool:
     return all(library.mallopt(*setting) == 1 for setting in (TRIM_THRESHOLD, MMAP_THRESHOLD))
 
 
+#: Examples searched or evaluated at a time where none influences another: so many fit into a processor's cache.
+AT_ONCE = 32
 #: Objectives (rows,), judged values (rows, k), gradients (rows, n). The optimiser descends the objective; the first
 #: judged value says which point is best, the others go along with it.
 Evaluation = tuple[Tensor, Tensor, Tensor]

@@ -21,17 +21,13 @@ from leakscope.contracts.observation import Message
 from leakscope.matching import DISTANCES, Adam, BatchNormStatistics, Pixels, Victim, total_variation
 from leakscope.matching.optimisers import RowAdam, schedule_factor
 from leakscope.matching.priors import Scene
-from leakscope.matching.search import Evaluation, search
+from leakscope.matching.search import AT_ONCE, Evaluation, search
 from leakscope.models.split import VerticalModel, assemble
 from leakscope.network.layers import FirstDense
 from leakscope.network.recorder import inputs_of
 
 if TYPE_CHECKING:
     from leakscope.attacks.cafe import CAFE
-
-
-#: Samples searched at a time: they do not influence each other, and so many fit into a processor's cache.
-CHUNK = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,8 +128,8 @@ class _Inversion:
         start = self.terms.start(generator)
         curve = torch.zeros(iterations)
         pieces, scores = [], []
-        for first in range(0, samples, CHUNK):
-            rows = slice(first, min(first + CHUNK, samples))
+        for first in range(0, samples, AT_ONCE):
+            rows = slice(first, min(first + AT_ONCE, samples))
 
             def watch(done: int, values: Tensor, _best: Tensor, rows: slice = rows) -> None:
                 curve[done - 1] += float(values.sum()) / samples

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from leakscope.contracts.errors import MissingKnowledge, NotApplicable
 from leakscope.contracts.observation import Message, Observation
-from leakscope.equations.index_matrix import Identifiability, identify, index_matrix
+from leakscope.equations.index_matrix import INSIDE, Identifiability, identify, index_matrix
 from leakscope.matching.optimisers import RowAdam
 from leakscope.models.split import VerticalModel
 from leakscope.network.layers import FirstDense, first_dense
@@ -133,7 +133,7 @@ def solve(rounds: Rounds) -> Tables:
     return Tables(
         output_gradients=output_gradients,
         inputs=[solution.rows for solution in solutions],
-        determined=torch.stack([solution.determined for solution in solutions]),
+        determined=torch.stack([solution.determined for solution in solutions if solution.determined is not None]),
         unexplained=max(unexplained, *(solution.residual for solution in solutions)),
         error=math.hypot(error, max(solution.error for solution in solutions)),
     )
@@ -213,27 +213,20 @@ def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
 
 #: Cut off in the eigenvalues of a system, relative to the largest: what is below was made by rounding.
 CUTOFF = 1e-11
-#: How near to 1 the share of a sample in what the equations determine must be to count as determined.
-INSIDE = 1e-7
 
 
 @dataclass(frozen=True, eq=False)
 class Solution:
     """One row per sample, and how much of the observed gradients it leaves unexplained, relative to them.
 
-    ``error`` is the error of the rows to be expected, relative to them, if what is unexplained is independent noise.
+    ``error`` is the error of the rows to be expected, relative to them, if what is unexplained is independent noise;
+    ``determined`` (samples,): whose row of step II follows from the equations; the others are zero.
     """
 
     rows: Tensor
     residual: float
     error: float
-
-
-@dataclass(frozen=True, eq=False)
-class InputSolution(Solution):
-    """``determined`` (samples,): whose row follows from the equations; the others are zero."""
-
-    determined: Tensor
+    determined: Tensor | None = None
 
 
 def solve_output_gradients(matrix: Tensor, bias_gradients: Tensor) -> Solution:
@@ -252,75 +245,53 @@ def solve_output_gradients(matrix: Tensor, bias_gradients: Tensor) -> Solution:
     return Solution(rows, _ratio(float(rest.square().sum()), float(observed.square().sum())), error)
 
 
-@dataclass(frozen=True, eq=False)
-class InputSystem:
-    """The normal equations of step II: A H = R with R_n = v_n' sum_t C_tn G_t, for output gradients of norm one.
-
-    Where step I does not determine all output gradients, ``rounds`` (C) has the combinations of rounds that those
-    samples do not enter: their guessed output gradients must not spoil the others. ``determined`` are the samples
-    whose row follows.
-    """
-
-    unit: Tensor
-    norms: Tensor
-    rounds: Tensor
-    inverse: Tensor
-    determined: Tensor
-    complete: bool
-
-    @classmethod
-    def of(cls, messages: Sequence[Message], output_gradients: Tensor, determined: Tensor | None = None) -> InputSystem:
-        """``determined`` (samples,): whether step I determines the output gradient; None where it does for all."""
-        tiny = torch.finfo(torch.float64).tiny
-        norms = torch.linalg.vector_norm(output_gradients, dim=1)
-        determined = torch.ones_like(norms, dtype=torch.bool) if determined is None else determined.cpu()
-        visible = determined & (norms > 0)
-        unit = torch.where(visible[:, None], output_gradients / norms.clamp_min(tiny)[:, None], 0.0)
-        matrix = index_matrix([message.indices or () for message in messages], len(output_gradients))
-        rounds, vague = matrix * visible, matrix[:, ~determined & (matrix.sum(0) > 0)]
-        if vague.shape[1]:
-            rounds = rounds - vague @ (torch.linalg.pinv(vague, rtol=CUTOFF) @ rounds)
-        values, vectors = torch.linalg.eigh((matrix.T @ rounds) * (unit @ unit.T))
-        nonzero = values > CUTOFF * values[-1].clamp_min(tiny)
-        inverse = (vectors[:, nonzero] / values[nonzero]) @ vectors[:, nonzero].T
-        follows = visible & (vectors[:, nonzero].square().sum(1) >= 1 - INSIDE)
-        return cls(unit, norms, rounds, inverse, follows, vague.shape[1] == 0)
-
-
 def solve_inputs(
     messages: Sequence[Message], weight: str, output_gradients: Tensor, determined: Tensor | None = None
-) -> InputSolution:
+) -> Solution:
     """Step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
 
     The normal equations are (S'S o VV') H = R with R_n = sum over the rounds with n of v_n' G_t, so the gradients, by
     far the largest part, are read one at a time. Rows of V are scaled to norm one first: then the system is
-    conditioned no worse than S'S. Rows that are not determined are zero. Nothing is said of a residual or an error
-    where step I does not determine all samples, for those may explain anything.
+    conditioned no worse than S'S. ``determined`` (samples,): whether step I determines the output gradient, None where
+    it does for all. Guessed output gradients of the others must not spoil the rest: only combinations of rounds are
+    used that those samples do not enter, and nothing is said of a residual or an error.
     """
-    system = InputSystem.of(messages, output_gradients, determined)
-    unit = system.unit
-    rows = torch.zeros((len(output_gradients), messages[0].update[weight].shape[1]), dtype=torch.float64)
+    tiny = torch.finfo(torch.float64).tiny
+    norms = torch.linalg.vector_norm(output_gradients, dim=1)
+    known = torch.ones_like(norms, dtype=torch.bool) if determined is None else determined.cpu()
+    visible = known & (norms > 0)
+    unit = torch.where(visible[:, None], output_gradients / norms.clamp_min(tiny)[:, None], 0.0)
+    matrix = index_matrix([message.indices or () for message in messages], len(norms))
+    rounds, vague = matrix * visible, matrix[:, ~known & (matrix.sum(0) > 0)]
+    complete = vague.shape[1] == 0
+    if not complete:
+        rounds = rounds - vague @ (torch.linalg.pinv(vague, rtol=CUTOFF) @ rounds)
+    values, vectors = torch.linalg.eigh((matrix.T @ rounds) * (unit @ unit.T))
+    nonzero = values > CUTOFF * values[-1].clamp_min(tiny)
+    inverse = (vectors[:, nonzero] / values[nonzero]) @ vectors[:, nonzero].T
+    follows = visible & (vectors[:, nonzero].square().sum(1) >= 1 - INSIDE)
+
+    rows = torch.zeros((len(norms), messages[0].update[weight].shape[1]), dtype=torch.float64)
     unexplained = total = 0.0
     for repeat in range(3):  # the first solves, the second takes back rounding, the third only looks
         right, unexplained, total = torch.zeros_like(rows), 0.0, 0.0
-        for message, combined in zip(messages, system.rounds, strict=True):
+        for message, combined in zip(messages, rounds, strict=True):
             batch = torch.tensor(message.indices)
             observed = message.update[weight].detach().cpu().double()
             rest = observed - unit[batch].T @ rows[batch] if repeat else observed
-            used = batch if system.complete else torch.nonzero(combined).flatten()
+            used = batch if complete else torch.nonzero(combined).flatten()
             right[used] += combined[used, None] * (unit[used] @ rest)
             unexplained, total = unexplained + float(rest.square().sum()), total + float(observed.square().sum())
         if repeat < 2:
-            rows = rows + system.inverse @ right
+            rows = rows + inverse @ right
     spare = sum(message.update[weight].numel() for message in messages) - rows.numel()
-    noise = unexplained / spare if spare > 0 and system.complete else 0.0
-    rows = torch.where(system.determined[:, None], rows / system.norms[:, None], 0.0)
+    noise = unexplained / spare if spare > 0 and complete else 0.0
+    rows = torch.where(follows[:, None], rows / norms[:, None], 0.0)
     # A sample that no round shows has neither a row nor an error.
-    counted = system.determined & (system.norms > CUTOFF * system.norms.max())
-    spread = float((system.inverse.diagonal() / system.norms.square())[counted].sum()) * rows.shape[1]
-    residual = _ratio(unexplained, total) if system.complete else 0.0
+    counted = follows & (norms > CUTOFF * norms.max())
+    spread = float((inverse.diagonal() / norms.square())[counted].sum()) * rows.shape[1]
     error = _ratio(noise * spread, float(rows[counted].square().sum()))
-    return InputSolution(rows, residual, error, system.determined)
+    return Solution(rows, _ratio(unexplained, total) if complete else 0.0, error, follows)
 
 
 def share_unexplained(

@@ -24,6 +24,7 @@ examples, and on nothing of the client. So its draws come from the setting ``see
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ from leakscope.attacks.learning_to_invert.regression import (
     WIDTHS,
     Featuriser,
     Mean,
-    NetworkSize,
     Pairs,
     Regressor,
     choose_ridge,
@@ -53,8 +53,8 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Task
 
-#: Examples of its own below which an adversary learns nothing worth the name, and as many for each in a batch.
-LEAST_EXAMPLES, LEAST_PER_EXAMPLE = 32, 8
+#: Examples of its own for each in a batch (of at least four) below which an adversary learns nothing worth the name.
+LEAST_PER_EXAMPLE = 8
 #: A tensor this many times larger or smaller than any that a played client sent was not sent by such a client.
 UNLIKE = 2.0
 
@@ -142,7 +142,7 @@ class LearningToInvert(Attack):
         )
 
     def _examples(self, observation: Observation, count: int) -> tuple[Tensor, Tensor]:
-        least = max(LEAST_EXAMPLES, LEAST_PER_EXAMPLE * count)
+        least = LEAST_PER_EXAMPLE * max(4, count)
         got = 0 if observation.auxiliary is None else len(observation.auxiliary[0])
         if observation.auxiliary is None or got < least:
             raise NotApplicable(
@@ -170,20 +170,27 @@ class LearningToInvert(Attack):
         """Play clients, fit the regressions, keep the best by what was held out."""
         count = client.observation.num_examples or 1
         batches, learned = self._batches(len(x), count, draws)
-        steps = _Steps(progress, len(batches) + (self.epochs if self.hidden else 0))
+        done, total = itertools.count(1), len(batches) + (self.epochs if self.hidden else 0)
+
+        def tell(objective: float) -> None:
+            if progress is not None:
+                progress(next(done), total, objective)
+
         featuriser = Featuriser.of(client.observation.message.update, self.features, draws)
-        rows, scales, targets = [], [], []
+        played, scales, targets = [], [], []
         for batch in batches:
             features, scale = featuriser(client.update(x[batch], y[batch], draws))
-            rows.append(features)
+            played.append(features)
             scales.append(scale)
             targets.append(x[batch][in_order(x[batch], y[batch])].flatten())
-            steps.tell(math.nan)
-        scaled, sizes, wanted = torch.stack(rows), torch.stack(scales), torch.stack(targets)
+            tell(math.nan)
+        scaled, sizes, wanted = torch.stack(played), torch.stack(scales), torch.stack(targets)
         if not bool(torch.isfinite(scaled).all()):
             raise NotApplicable("updates of played clients are not finite: this recipe diverges on other examples")
-        plain = _split(featuriser.unscaled(scaled, sizes), wanted, learned)
-        even = _split(scaled, wanted, learned)
+        plain, even = (
+            Pairs(rows[:learned], wanted[:learned], rows[learned:], wanted[learned:])
+            for rows in (featuriser.unscaled(scaled, sizes), scaled)
+        )
         regressor: Regressor = Mean(plain.targets.mean(0))
         prior = error = plain.error(regressor)
         tried = [(plain, choose_ridge(plain, [None, *(WIDTHS if self.kernel else ())]))]
@@ -195,26 +202,10 @@ class LearningToInvert(Attack):
             ridge, error = refit_ridge(ridge, error, pairs)
             regressor = ridge
             if self.hidden:
-                size = NetworkSize(hidden=self.hidden, epochs=self.epochs, learning_rate=self.lr)
-                regressor, error = fit_network(ridge, pairs, size, draws, steps.tell)
+                size = {"hidden": self.hidden, "epochs": self.epochs}
+                regressor, error = fit_network(ridge, pairs, draws, **size, lr=self.lr, tell=tell)
         bounds = sizes.amin(0), sizes.amax(0)
         return Inversion(featuriser, regressor, pairs is even, error, prior, learned, bounds)
-
-
-class _Steps:
-    """Counts what is done and tells it."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def tell(self, objective: float) -> None:
-        self._done += 1
-        if self._progress is not None:
-            self._progress(self._done, self._total, objective)
-
-
-def _split(rows: Tensor, targets: Tensor, learned: int) -> Pairs:
-    return Pairs(rows[:learned], targets[:learned], rows[learned:], targets[learned:])
 
 
 #: What must be known of a recipe to replay it.

@@ -246,20 +246,14 @@ def _absolute(pairs: Pairs, width: float | None) -> float | None:
     return max(width * float(apart.median()), torch.finfo(distances.dtype).tiny) if len(apart) else width
 
 
-@dataclass(frozen=True, kw_only=True)
-class NetworkSize:
-    """How large a network is, and how it is trained."""
-
-    hidden: int
-    epochs: int
-    learning_rate: float
-
-
 def fit_network(
     ridge: KernelRidge,
     pairs: Pairs,
-    size: NetworkSize,
     generator: torch.Generator,
+    *,
+    hidden: int,
+    epochs: int,
+    lr: float,
     tell: Callable[[float], None] = lambda error: None,
 ) -> tuple[Regressor, float]:
     """A network that corrects a ridge regression, as it was at its least held-out error; the ridge if it never helps.
@@ -269,10 +263,10 @@ def fit_network(
     count = len(ridge.rows)
     rows, targets = ridge.leave_one_out(pairs.targets[:count]), pairs.targets[:count]
     held = ridge(pairs.held_rows)
-    layers = _layers((rows.shape[1], size.hidden, size.hidden, targets.shape[1]), rows, generator)
-    rule = torch.optim.Adam(layers.parameters(), lr=size.learning_rate)
+    layers = _layers((rows.shape[1], hidden, hidden, targets.shape[1]), rows, generator)
+    rule = torch.optim.Adam(layers.parameters(), lr=lr)
     best, weights, since = pairs.error(ridge), None, 0
-    for _ in range(size.epochs):
+    for _ in range(epochs):
         for batch in torch.randperm(count, generator=generator).split(64):
             rule.zero_grad()
             nn.functional.mse_loss(rows[batch] + layers(rows[batch]), targets[batch]).backward()

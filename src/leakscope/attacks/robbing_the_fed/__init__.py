@@ -28,30 +28,16 @@ some label, is the bin's. All others count as mixtures.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
 
-from leakscope.attacks.robbing_the_fed.imprint import (
-    NATURAL_BRIGHTNESS,
-    PATTERN,
-    BinReading,
-    Connection,
-    Imprint,
-    Imprinted,
-    Measurement,
-    Placement,
-    bin_edges,
-    interpolated_quantile,
-    is_one_step,
-    laplace_quantile,
-    measurement_row,
-    normal_quantile,
-    read_bins,
-)
+from leakscope.attacks.robbing_the_fed.imprint import BinReading, Connection, Imprint, Imprinted, is_one_step, read_bins
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.checks import PARAMETERS
 from leakscope.contracts.errors import NotApplicable, UserError
@@ -59,6 +45,19 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import RECOVERED, Diagnosis, Reconstruction
 from leakscope.contracts.settings import setting
 from leakscope.models.split import VerticalModel
+
+Measurement = Literal["mean", "dct", "random"]
+Placement = Literal["measured", "normal", "laplace"]
+
+#: Quantiles of the mean brightness of natural pictures with values in [0, 1], at equal steps (j + 1/2) / 9 of their
+#: probability: 10,000 training images of CIFAR-10.
+NATURAL_BRIGHTNESS = (0.2850, 0.3563, 0.4017, 0.4366, 0.4690, 0.5009, 0.5377, 0.5911, 0.6890)
+#: Where the outermost bins end, in distances between the lowest and the highest threshold of the others.
+OUTER = 10.0
+#: How far the block moves an input value when the measurement goes through the whole of its range (sparse), or by one
+#: (ReLU). Small, so that the model behind it keeps its use.
+PATTERN = 0.1
+
 
 #: Quantiles that :meth:`RobbingTheFed.fitted_to` takes of public examples.
 FITTED = 17
@@ -195,6 +194,65 @@ class RobbingTheFed(Attack):
             "the thresholds are those of pictures with values in [0, 1], and these have another range: with quantiles "
             "of their own kind (RobbingTheFed.fitted_to) more of them are alone in their bin",
         )
+
+
+def measurement_row(kind: Measurement, shape: Sequence[int], frequency: int, generator: torch.Generator) -> Tensor:
+    """The measurement h as a flat row of float64: the mean, one cosine along the flat input, or random numbers.
+
+    The last two have length one, so that they have unit variance where every input value has it.
+
+    >>> measurement_row("mean", (1, 2, 2), 1, torch.Generator()).tolist()
+    [0.25, 0.25, 0.25, 0.25]
+    >>> [round(v, 3) for v in measurement_row("dct", (4,), 1, torch.Generator()).tolist()]
+    [0.653, 0.271, -0.271, -0.653]
+    """
+    size = math.prod(shape)
+    if kind == "mean":
+        return torch.full((size,), 1 / size, dtype=torch.float64)
+    if kind == "dct":
+        row = torch.cos(math.pi / size * (torch.arange(size, dtype=torch.float64) + 0.5) * frequency)
+    else:
+        row = torch.randn(size, generator=generator, dtype=torch.float64)
+    return row / torch.linalg.vector_norm(row)
+
+
+#: The number that a standard normal variable stays below with this probability.
+normal_quantile = NormalDist().inv_cdf
+
+
+def laplace_quantile(share: float) -> float:
+    """Return the number that a Laplace variable of unit variance (scale 1 / sqrt 2) stays below.
+
+    >>> round(laplace_quantile(0.5), 3), round(laplace_quantile(0.75), 3)
+    (0.0, 0.49)
+    """
+    tail = math.log(2 * min(share, 1 - share)) / math.sqrt(2)
+    return tail if share <= 0.5 else -tail
+
+
+def interpolated_quantile(share: float, quantiles: Sequence[float]) -> float:
+    """Between measured quantiles at (j + 1/2) / m: linear in normal scores, so that tails go on as a normal's do.
+
+    >>> standard = [normal_quantile((j + 0.5) / 5) for j in range(5)]
+    >>> round(interpolated_quantile(0.999, standard), 3), round(normal_quantile(0.999), 3)
+    (3.09, 3.09)
+    """
+    count = len(quantiles)
+    scores = [normal_quantile((j + 0.5) / count) for j in range(count)]
+    score = normal_quantile(share)
+    right = min(max(sum(known < score for known in scores), 1), count - 1)
+    slope = (quantiles[right] - quantiles[right - 1]) / (scores[right] - scores[right - 1])
+    return quantiles[right - 1] + slope * (score - scores[right - 1])
+
+
+def bin_edges(inner: Sequence[float]) -> Tensor:
+    """Edges of the bins between ``inner`` thresholds: a lowest and a highest one far outside are added.
+
+    >>> bin_edges([0.0, 0.5, 1.0]).tolist()
+    [-10.0, 0.0, 0.5, 1.0, 11.0]
+    """
+    span = (inner[-1] - inner[0]) if len(inner) > 1 else 1.0
+    return torch.tensor([inner[0] - OUTER * span, *inner, inner[-1] + OUTER * span], dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)

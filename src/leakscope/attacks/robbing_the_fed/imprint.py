@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Literal
 
 import torch
@@ -26,83 +24,9 @@ from torch.nn.utils import skip_init
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification, outputs_of
+from leakscope.matching.search import AT_ONCE
 
-Measurement = Literal["mean", "dct", "random"]
-Placement = Literal["measured", "normal", "laplace"]
 Connection = Literal["add", "replace"]
-
-#: Quantiles of the mean brightness of natural pictures with values in [0, 1], at equal steps (j + 1/2) / 9 of their
-#: probability: 10,000 training images of CIFAR-10.
-NATURAL_BRIGHTNESS = (0.2850, 0.3563, 0.4017, 0.4366, 0.4690, 0.5009, 0.5377, 0.5911, 0.6890)
-#: Where the outermost bins end, in distances between the lowest and the highest threshold of the others.
-OUTER = 10.0
-#: How far the block moves an input value when the measurement goes through the whole of its range (sparse), or by one
-#: (ReLU). Small, so that the model behind it keeps its use.
-PATTERN = 0.1
-
-
-def measurement_row(kind: Measurement, shape: Sequence[int], frequency: int, generator: torch.Generator) -> Tensor:
-    """The measurement h as a flat row of float64: the mean, one cosine along the flat input, or random numbers.
-
-    The last two have length one, so that they have unit variance where every input value has it.
-
-    >>> measurement_row("mean", (1, 2, 2), 1, torch.Generator()).tolist()
-    [0.25, 0.25, 0.25, 0.25]
-    >>> [round(v, 3) for v in measurement_row("dct", (4,), 1, torch.Generator()).tolist()]
-    [0.653, 0.271, -0.271, -0.653]
-    """
-    size = math.prod(shape)
-    if kind == "mean":
-        return torch.full((size,), 1 / size, dtype=torch.float64)
-    if kind == "dct":
-        row = torch.cos(math.pi / size * (torch.arange(size, dtype=torch.float64) + 0.5) * frequency)
-    else:
-        row = torch.randn(size, generator=generator, dtype=torch.float64)
-    return row / torch.linalg.vector_norm(row)
-
-
-def normal_quantile(share: float) -> float:
-    """The number that a standard normal variable stays below with this probability.
-
-    >>> round(normal_quantile(0.975), 3)
-    1.96
-    """
-    return NormalDist().inv_cdf(share)
-
-
-def laplace_quantile(share: float) -> float:
-    """The same for a Laplace variable of unit variance (scale 1 / sqrt 2).
-
-    >>> round(laplace_quantile(0.5), 3), round(laplace_quantile(0.75), 3)
-    (0.0, 0.49)
-    """
-    tail = math.log(2 * min(share, 1 - share)) / math.sqrt(2)
-    return tail if share <= 0.5 else -tail
-
-
-def interpolated_quantile(share: float, quantiles: Sequence[float]) -> float:
-    """Between measured quantiles at (j + 1/2) / m: linear in normal scores, so that tails go on as a normal's do.
-
-    >>> standard = [normal_quantile((j + 0.5) / 5) for j in range(5)]
-    >>> round(interpolated_quantile(0.999, standard), 3), round(normal_quantile(0.999), 3)
-    (3.09, 3.09)
-    """
-    count = len(quantiles)
-    scores = [normal_quantile((j + 0.5) / count) for j in range(count)]
-    score = normal_quantile(share)
-    right = min(max(sum(known < score for known in scores), 1), count - 1)
-    slope = (quantiles[right] - quantiles[right - 1]) / (scores[right] - scores[right - 1])
-    return quantiles[right - 1] + slope * (score - scores[right - 1])
-
-
-def bin_edges(inner: Sequence[float]) -> Tensor:
-    """Edges of the bins between ``inner`` thresholds: a lowest and a highest one far outside are added.
-
-    >>> bin_edges([0.0, 0.5, 1.0]).tolist()
-    [-10.0, 0.0, 0.5, 1.0, 11.0]
-    """
-    span = (inner[-1] - inner[0]) if len(inner) > 1 else 1.0
-    return torch.tensor([inner[0] - OUTER * span, *inner, inner[-1] + OUTER * span], dtype=torch.float64)
 
 
 class Imprint(nn.Module):
@@ -172,23 +96,16 @@ class Imprinted(nn.Module):
         return self.model(self.imprint(x))
 
 
-#: Root-mean-square distance from the grid of 8-bit values, in its steps, below which a picture lies on it; values that
-#: lie anywhere have 0.29.
-ON_GRID = 0.1
-#: ... where so many different values inside the range say so.
-GRID_VALUES = 16
+#: Root-mean-square distance from the grid of 8-bit values, in its steps, below which a picture lies on it, where at
+#: least so many different values say so; values that lie anywhere have 0.29.
+ON_GRID, GRID_VALUES = 0.1, 16
 #: A bin's own gradient and that of its picture agree up to this share. By chance they do once in some thousand times.
 GRADIENTS_AGREE = 1e-4
 #: Rounding in a sum of examples, in units of the precision.
 ROUNDING = 8
-#: Distance from its bin, in mean widths of a bin, and from the range of values, at which a picture is still plausible.
-NEAR_BIN, NEAR_RANGE = 0.02, 0.01
-#: Differences, in units of the largest value, below which the values of a picture are all the same.
-CONSTANT = 1e-3
-#: Bins that are empty for certain, from which on their size is taken for that of an empty bin.
-LEAST_SPARE = 4
-#: Pictures that are passed through the rest of the model together.
-CHUNK = 16
+#: A picture is plausible up to this distance from its bin, in mean widths of a bin, and from the range of values, in
+#: units of it. Contrast below this share of its values is none.
+NEAR = 0.01
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,9 +157,9 @@ def bin_sums(weight: Tensor, bias: Tensor, *, cumulative: bool) -> tuple[Tensor,
 def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> BinReading:
     """Read every occupied bin off the update.
 
-    Alone are plausible pictures of which one of these holds: there are as many occupied bins as examples, all are
-    plausible, and no local step can have moved another one into its bin; its values lie on the grid of 8-bit pictures;
-    or, where no picture's do, its own gradient is its bin's.
+    A plausible picture is alone if there are as many occupied bins as examples, all plausible, and no local step can
+    have moved another one into its bin; if its values lie on the grid of 8-bit pictures; or, where no picture's do, if
+    its own gradient is its bin's.
     """
     update, block = observation.message.update, model.imprint
     rows, bias = (update[f"imprint.{block.reader}.{name}"].double() for name in ("weight", "bias"))
@@ -260,12 +177,12 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     blur = per_entry * factors.abs() * _slope(observation)
     outside = _outside(measured, block, places) - 4 * altered * measured.abs() / _width(block)
     beyond = _beyond(pictures, observation)
-    plausible = (outside <= NEAR_BIN) & (beyond <= NEAR_RANGE + uncertainty + 3 * blur)
+    plausible = (outside <= NEAR) & (beyond <= NEAR + uncertainty + 3 * blur)
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
     agree = mismatch <= GRADIENTS_AGREE
     # Steps that keep the sign of a gradient only make white pictures, which the top bin would not contradict.
-    varied = pictures.amax(1) - pictures.amin(1) > CONSTANT * pictures.abs().amax(1)
+    varied = pictures.amax(1) - pictures.amin(1) > NEAR * pictures.abs().amax(1)
     counted = varied & _undisturbed(observation, block, places, pictures, sums, gradients)
     if len(places) != observation.num_examples or not bool(plausible.all()):
         counted = torch.zeros_like(plausible)
@@ -297,7 +214,7 @@ def empty_size(sizes: Tensor, examples: int | None) -> float:
     0.10000000149011612
     """
     spare = 0 if examples is None else len(sizes) - examples
-    return float(sizes.sort().values[spare // 2]) if spare >= LEAST_SPARE else 0.0
+    return float(sizes.sort().values[spare // 2]) if spare > 0 else 0.0
 
 
 def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
@@ -349,33 +266,26 @@ def _outside(measured: Tensor, block: Imprint, places: Tensor) -> Tensor:
 
 def _slope(observation: Observation) -> float:
     """A step of one in the model's units, in units of the range."""
-    if not observation.inputs.bounded:
-        return 1.0
     ends = [observation.inputs.to_unit(torch.full((1, *observation.input_shape), value)) for value in (0.0, 1.0)]
     return float((ends[1] - ends[0]).mean())
 
 
 def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
     """How far values lie beyond their range: root-mean-square, in units of the range; 0 where it is not known."""
-    if not observation.inputs.bounded or not len(pictures):
-        return pictures.new_zeros(len(pictures))
-    unit = observation.inputs.to_unit(pictures.reshape(-1, *observation.input_shape)).flatten(1)
-    return (unit - unit.clamp(0, 1)).square().mean(1).sqrt()
+    inputs, batch = observation.inputs, pictures.reshape(-1, *observation.input_shape)
+    return (inputs.to_unit(batch) - inputs.to_unit(inputs.project(batch))).flatten(1).square().mean(1).sqrt()
 
 
 def _on_grid(pictures: Tensor, observation: Observation) -> Tensor:
     """Whether a picture's values are those of an 8-bit picture, by the values strictly within the range."""
     answers = torch.zeros(len(pictures), dtype=torch.bool, device=pictures.device)
-    if not observation.inputs.bounded or not len(pictures):
+    if not observation.inputs.bounded:
         return answers
-    levels = 255 * observation.inputs.to_unit(pictures.reshape(-1, *observation.input_shape)).flatten(1)
-    nearest = levels.round()
-    within = (nearest > 0) & (nearest < 255)
-    for place in range(len(pictures)):
-        inside = within[place]
-        distance = (levels[place] - nearest[place])[inside]
-        distinct = len(nearest[place][inside].unique())
-        answers[place] = distinct >= GRID_VALUES and float(distance.square().mean().sqrt()) < ON_GRID
+    for place, picture in enumerate(pictures):
+        levels = 255 * observation.inputs.to_unit(picture.reshape(1, *observation.input_shape)).flatten()
+        levels = levels[(levels.round() > 0) & (levels.round() < 255)]
+        distance = float((levels - levels.round()).square().mean().sqrt())
+        answers[place] = len(levels.round().unique()) >= GRID_VALUES and distance < ON_GRID
     return answers
 
 
@@ -402,9 +312,9 @@ def _witness(
         return outputs_of(functional_call(rest.model, tensors, (x,)))
 
     predicted = []
-    for start in range(0, len(batch), CHUNK):
+    for part in batch.split(AT_ONCE):
         with torch.no_grad():
-            entering = rest.imprint(batch[start : start + CHUNK])
+            entering = rest.imprint(part)
         try:
             values, slopes = jvp(logits, (entering,), (pattern.expand_as(entering).contiguous(),))[:2]
         except (RuntimeError, NotImplementedError):  # an operation without a forward derivative

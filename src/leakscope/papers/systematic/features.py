@@ -32,8 +32,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import Protocol
 from leakscope.defenses import GradientClipping, GradientNoise, GradientPruning
-from leakscope.equations.feature_separation import read_dense_gradient
-from leakscope.equations.features import features_of
+from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import feature_error
