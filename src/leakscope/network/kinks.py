@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from leakscope.contracts.task import outputs_of
+from leakscope.network.recorder import twin_of
 
 #: Operations with a kink, by how autograd calls their derivative.
 _KINKS = re.compile(
@@ -26,7 +26,7 @@ def kinks(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[str, ...]:
     >>> kinks(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.Tanh()), (2,))
     ('Relu',)
     """
-    probe = copy.deepcopy(model).eval()
+    probe = twin_of(model).eval()
     like = next(probe.parameters())
     with torch.enable_grad():
         x = torch.full((1, *input_shape), 0.5, device=like.device, dtype=like.dtype, requires_grad=True)

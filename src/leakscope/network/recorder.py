@@ -54,6 +54,17 @@ def is_layer(_name: str, module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (own and not inner)
 
 
+def twin_of(model: nn.Module) -> nn.Module:
+    """Copy modules and buffers, which hooks, modes and BatchNorm change; share the parameters, which a pass only reads.
+
+    >>> net = nn.BatchNorm1d(2)
+    >>> twin = twin_of(net)
+    >>> twin.weight is net.weight, twin.running_mean is net.running_mean
+    (True, False)
+    """
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+
+
 def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, evaluate: bool = False) -> Record:
     """Run a copy of ``model`` on ``x`` without gradients and record the layers of ``choice``.
 
@@ -63,7 +74,7 @@ def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, eva
     >>> [(call.name, tuple(call.output.shape)) for call in record_layers(net, torch.zeros(1, 2, 2)).calls]
     [('1', (1, 3)), ('3', (1, 2))]
     """
-    twin = copy.deepcopy(model)
+    twin = twin_of(model)
     calls: list[Call] = []
 
     def record(name: str, original: nn.Module, _module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
