@@ -1,9 +1,9 @@
-"""Federated training with checkpoints kept by content: what was trained once is read, and goes on from there.
+"""Training with checkpoints kept by content: what was trained once is read, and goes on from there.
 
     FOLDER/KEY/round-00005.safetensors      parameters and buffers before round 5; losses of rounds 1 to 4
 
-KEY is a hash of all that the training depends on, so a change of anything is another training. No private data is in
-a checkpoint, but trained weights are: folders and files are for their owner only.
+KEY is a hash of all that the training depends on. No private data is in a checkpoint, but trained weights are: folders
+and files are for their owner only.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ def cached_training(
     defense: Defense | None = None,
     progress: Progress | None = None,
 ) -> TrainingRun:
-    """What ``training.run`` gives, bit for bit, but a round that is in the cache is not trained again.
+    """Return what ``training.run`` gives, bit for bit, but do not train a round again that is in the cache.
 
-    A later round goes on from the latest checkpoint before it. Checkpoints of the rounds in ``at`` are kept; in
-    between, the latest round is kept until the next one is, so that an interrupted training goes on too; the file from
-    which it goes on stays. A damaged or foreign file is passed over and made anew. ``folder`` is by default
-    $LEAKSCOPE_CACHE/training, else leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
+    Checkpoints of the rounds in ``at`` are kept, and the latest round, so that an interrupted training goes on too. A
+    damaged or foreign file is passed over and made anew. ``folder`` is by default $LEAKSCOPE_CACHE/training, else
+    leakscope/training in the user's cache ($XDG_CACHE_HOME or ~/.cache).
     """
     wanted = training.wanted_rounds(at)
     check_clients(model, clients, seed, training.task, training.inputs)
@@ -88,7 +87,6 @@ def cached_training(
 
 
 def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
-    """``folder``, or where checkpoints lie by default."""
     return Path(folder) if folder is not None else cache_home() / "training"
 
 
@@ -100,10 +98,7 @@ def training_key(
     seed: int = 0,
     defense: Defense | None = None,
 ) -> str:
-    """sha256 over all that the checkpoints of a training depend on.
-
-    The number of rounds is not part of it, for a round does not depend on how many follow.
-    """
+    """Hash all that the checkpoints of a training depend on; a round does not depend on how many follow."""
     for what, text in (("training", repr(training)), ("defence", repr(defense))):
         if _ADDRESS.search(text):
             raise UserError(f"expected a {what} whose repr tells all its settings, got {text}; make it a dataclass")
@@ -130,7 +125,7 @@ def training_key(
 
 
 def _answer(model: nn.Module, x: Tensor) -> Tensor:
-    """What the model says to some inputs: its code may have changed though its parameters have not."""
+    """Return what the model says to some inputs: its code may have changed though its parameters have not."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         try:
@@ -156,12 +151,9 @@ def _file(home: Path, number: int) -> Path:
 
 
 def _latest(home: Path, model: nn.Module, now: _Checkpoint, target: int) -> _Checkpoint:
-    """The latest checkpoint up to round ``target``: a file's, or what is at hand."""
-    for number in range(target, now.number, -1):
-        checkpoint = _read(home, number, model)
-        if checkpoint is not None:
-            return checkpoint
-    return now
+    """Return the latest checkpoint up to round ``target``: a file's, or what is at hand."""
+    found = (_read(home, number, model) for number in range(target, now.number, -1))
+    return next((checkpoint for checkpoint in found if checkpoint is not None), now)
 
 
 def _write(home: Path, checkpoint: _Checkpoint) -> None:
@@ -175,7 +167,7 @@ def _write(home: Path, checkpoint: _Checkpoint) -> None:
 
 
 def _read(home: Path, number: int, model: nn.Module) -> _Checkpoint | None:
-    """The checkpoint of round ``number``; None if there is none, or if the file is not what was written there."""
+    """Read the checkpoint of round ``number``; None if there is none, or if the file is not what was written there."""
     from safetensors import SafetensorError, safe_open
 
     path = _file(home, number)
@@ -200,7 +192,7 @@ def _read(home: Path, number: int, model: nn.Module) -> _Checkpoint | None:
 
 
 def _seal(facts: str, tensors: dict[str, Tensor]) -> str:
-    """The format has no checksum of its own, and one changed bit in a weight is damage too."""
+    """Make a checksum: the format has none of its own, and one changed bit in a weight is damage too."""
     digest = hashlib.sha256(facts.encode())
     for name in sorted(tensors):
         digest.update(f"\n{name} ".encode())

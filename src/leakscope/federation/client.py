@@ -35,11 +35,11 @@ class OneMessage(Protocol):
 
     @abstractmethod
     def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
-        """The update before ``protect_message``, and the whole recipe; ``observe`` withholds what is not known."""
+        """Compute the update before ``protect_message``, and the recipe; ``observe`` withholds what is unknown."""
 
 
 def protected(client: ClientSide, update: Gradient) -> Gradient:
-    """The update as it is sent; UpdateNotFinite, a ValueError, where it is not."""
+    """Return the update as it is sent; raise UpdateNotFinite where it is not finite, before or after the defence."""
     _check_finite(update)
     update = client.defense.protect_message(update, client.generator)
     _check_finite(update)
@@ -56,7 +56,7 @@ def _check_finite(update: Gradient) -> None:
 
 
 def batchnorm_statistics(client: nn.Module, x: Tensor) -> Mapping[str, Tensor] | None:
-    """Mean and biased variance of the inputs of each BatchNorm layer on the private batch."""
+    """Return mean and biased variance of the inputs of each BatchNorm layer on the private batch."""
     if not any(isinstance(module, BATCHNORM) for module in client.modules()):
         return None
     # What a random model draws here must not change its training: the update is the same whoever looks at it.

@@ -49,11 +49,11 @@ class FedAvg(OneMessage):
         return self.epochs
 
     def easiest_examples(self, examples: int) -> int:
-        """All: with fewer the client would take fewer local steps."""
+        """Take all: with fewer the client would take fewer local steps."""
         return examples
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
-        """Of the difference of weights: noise of every step adds up; clipping is that of each step.
+        """Return the channel of the difference of weights: noise of every step adds up; clipping is that of each step.
 
         That of single examples is left out: an adversary here simulates the steps without it.
         """
@@ -64,9 +64,8 @@ class FedAvg(OneMessage):
         step = as_defense(steps).channel(examples=min(self.batch_size, examples))
         if step is None or type(step) is not Channel or self.optimizer != "sgd" or self.momentum:
             return None
-        if step.mixed > 1 and self.steps(examples) > 1:
-            return None  # other mixtures at each step
-        if step.masked or step.rounding != "none" or isinstance(step.noise, Mapping):
+        other_mixtures = step.mixed > 1 and self.steps(examples) > 1
+        if other_mixtures or step.masked or step.rounding != "none" or isinstance(step.noise, Mapping):
             return None
         noise = self.lr * math.sqrt(self.steps(examples)) * step.noise
         own = Channel(noise=noise, unreliable=step.unreliable, inexact=step.inexact, mixed=step.mixed)
@@ -77,7 +76,6 @@ class FedAvg(OneMessage):
         return composed([own, *rest])
 
     def steps(self, examples: int) -> int:
-        """Local steps on so many examples."""
         return self.epochs * -(-examples // self.batch_size)
 
     def trajectory(
@@ -91,20 +89,18 @@ class FedAvg(OneMessage):
         limit: int = 50,
         task: Task | None = None,
     ) -> Trajectory:
-        """The way of the training that :meth:`observe` makes of the same arguments and draws, bit for bit.
+        """Record the training that :meth:`observe` makes of the same arguments, bit for bit; no adversary sees it.
 
-        Truth, for the audit alone: no adversary sees it. At most ``limit`` sets of weights are kept, evenly spread,
-        among them those before the first and before the last step.
+        At most ``limit`` sets of weights are kept, evenly spread, among them those before the first and the last step.
         """
         client, _ = self.client_side(model, x, y, defense, generator, task)
         kept = chosen_steps(self.steps(len(x)), limit)
         weights: list[Gradient] = []
         norms: list[float] = []
-        wanted = frozenset(kept)
 
         def record(step: int, gradient: Gradient) -> None:
             norms.append(sum(float(g.double().square().sum()) for g in gradient.values()) ** 0.5)
-            if step in wanted:
+            if step in kept:
                 weights.append(client.weights())
 
         with own_randomness(client.generator):
@@ -124,9 +120,8 @@ class FedAvg(OneMessage):
 class Trajectory:
     """Weights before some of the local steps and after the last one, and how long each step's gradient was.
 
-    ``weights[n]`` are those before step ``kept[n]``, the first step being 0; ``after`` are those at the end, so that
-    ``weights[0] - after`` is the update before a defence of the message. ``norms`` has one norm for every step: of
-    the mini-batch gradient that the client stepped along, after the defence.
+    ``weights[n]`` are those before step ``kept[n]``; ``weights[0] - after`` is the update before a defence of the
+    message. ``norms`` has one norm for every step: of the gradient that the client stepped along, after the defence.
     """
 
     kept: tuple[int, ...]
@@ -144,12 +139,11 @@ class Trajectory:
 
     @property
     def steps(self) -> int:
-        """How many local steps there were."""
         return len(self.norms)
 
 
 def chosen_steps(total: int, limit: int) -> tuple[int, ...]:
-    """At most ``limit`` of ``total`` steps, evenly spread, with the first and the last.
+    """Choose at most ``limit`` of ``total`` steps, evenly spread, with the first and the last.
 
     >>> chosen_steps(3, 50), chosen_steps(100, 4)
     ((0, 1, 2), (0, 33, 66, 99))

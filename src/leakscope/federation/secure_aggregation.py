@@ -3,9 +3,7 @@
 Bonawitz et al., "Practical Secure Aggregation for Privacy-Preserving Machine Learning", CCS 2017. What the cryptography
 leaves to be seen is sum_l B_l G_l / sum_l B_l over the clients l of the cohort, B_l their numbers of examples and G_l
 their protected updates. For one gradient a client this is the gradient of one batch of all examples together, exactly.
-
-Promise: nobody learns whose example it was. The examples themselves are protected as those of a larger batch are, and
-no better: every attack on a batch applies, with the cohort's examples. Defences act at each client by itself.
+Nobody learns whose example it was, but every attack on a batch applies. Defences act at each client by itself.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ class SecureAggregation(Protocol):
 
     @classmethod
     def build(cls, options: Mapping[str, Any]) -> Self:
-        """``protocol`` may be the words of a spec: fedsgd, fedavg, or {fedavg: {setting: value}}."""
+        """Build it; ``protocol`` may be the words of a spec: fedsgd, fedavg, or {fedavg: {setting: value}}."""
         words = options.get("protocol")
         if isinstance(words, str) or (isinstance(words, Mapping) and len(words) == 1):
             name, settings = (words, {}) if isinstance(words, str) else next(iter(words.items()))
@@ -77,14 +75,14 @@ class SecureAggregation(Protocol):
         return self.protocol.passes(examples)
 
     def easiest(self) -> SecureAggregation:
-        """One client, whose update is then its own."""
+        """Take one client, whose update is then its own."""
         return replace(self, batchnorm="eval", clients=1, protocol=self.protocol.easiest())
 
     def easiest_examples(self, examples: int) -> int:
         return self.protocol.easiest_examples(max(self._sizes(examples)))
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
-        """Of the mean: noise of all clients adds up; what is clipped or zeroed at each of several is no one thing."""
+        """Return the channel of the mean: noise adds up; clipping or zeros at several clients are no one thing."""
         sizes = self._sizes(examples)
         each = [self.protocol.channel(defense, size) for size in sizes]
         if len(each) == 1:
@@ -130,10 +128,9 @@ class SecureAggregation(Protocol):
         return [size / sum(sizes) for size in sizes]
 
     def _of_the_cohort(self, recipe: LocalTraining, sizes: list[int]) -> LocalTraining:
-        """The recipe of one client with all examples that makes as many steps: its batch is one of every client.
+        """Return the recipe of one client with all examples and as many steps: its batch is one of every client.
 
-        Up to the first order in the learning rate it makes the same update. Which examples met in a step is not told:
-        there is no such client, unless the cohort is one.
+        Up to the first order in the learning rate it makes the same update. Its batch order is not told.
         """
         if len(sizes) == 1:
             return recipe

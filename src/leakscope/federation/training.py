@@ -1,10 +1,7 @@
 """Training over several rounds: federated, by protected updates to see what a defence costs, and in one place.
 
 Federated: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
-Algorithm 1. By protected updates: in each round every client sends the update of its next batch, with the defence in
-it, and the server goes a step along their mean; training that breaks down is a result and no error, see
-:class:`Diverged`. In one place: papers attack nets that were trained before the client computes its update; unlike
-federated training, which sends parameters only, this also moves the running statistics of BatchNorm.
+Algorithm 1. Training in one place, unlike federated training, also moves the running statistics of BatchNorm.
 """
 
 from __future__ import annotations
@@ -35,32 +32,24 @@ from leakscope.federation.fedsgd import FedSGD
 Client = tuple[Tensor, Tensor]
 Progress = Callable[[int, int, float], None]
 
-LOSS_CHUNK = 512
-"""The loss is measured on at most so many examples at once, which bounds memory."""
+LOSS_CHUNK = 512  # examples at once in a measured loss, which bounds memory
 _TOLD = 5
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingRun:
-    """``models[r]`` is what a client receives in round r; ``losses[r - 1]`` is the training loss of that model.
-
-    The loss is the mean loss over all examples of the clients that the server drew for the round.
-    """
+    """``models[r]`` is what a client receives in round r; ``losses[r - 1]`` its loss on the drawn clients' examples."""
 
     models: Mapping[int, nn.Module] = field(repr=False)
     losses: tuple[float, ...]
 
     @property
     def last(self) -> nn.Module:
-        """The model of the latest round that was asked for."""
         return self.models[max(self.models)]
 
 
 class Training(Described, ABC):
-    """Training in rounds, each of which depends on its number, the seed and the model before it alone.
-
-    So a training that goes on from round r is the training in one go.
-    """
+    """Training in rounds, each of which depends on its number, the seed and the model before it alone."""
 
     rounds: int
     task: Task
@@ -70,7 +59,7 @@ class Training(Described, ABC):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """Round ``number`` from the global ``model``: the model after it, as a new object, and the training loss."""
+        """Play round ``number`` from the global ``model``; return the model after it, as a new object, and the loss."""
 
     def run(
         self,
@@ -84,9 +73,8 @@ class Training(Described, ABC):
     ) -> TrainingRun:
         """Train ``model`` on ``clients``, each a pair (x, y), and keep it as it is before each round in ``at``.
 
-        Round 1 is the initial model and ``rounds`` + 1 the model after the last round, which is also what is kept
-        if ``at`` is None. No round is run that none of ``at`` needs. ``progress`` is told (done, total, loss) after
-        each round. The caller's model and torch's global generator stay as they are.
+        Round 1 is the initial model and ``rounds`` + 1, the default, the model after the last round. ``progress`` gets
+        (done, total, loss) after each round. The caller's model and torch's global generator stay as they are.
         """
         wanted = self.wanted_rounds(at)
         check_clients(model, clients, seed, self.task, self.inputs)
@@ -102,7 +90,7 @@ class Training(Described, ABC):
         return TrainingRun(MappingProxyType(kept), tuple(losses))
 
     def wanted_rounds(self, at: Sequence[int] | None) -> tuple[int, ...]:
-        """``at`` checked, ascending and each once; the model after the last round if it is None.
+        """Check ``at``; return it ascending and each once, and the model after the last round where it is None.
 
         >>> FederatedTraining(rounds=20).wanted_rounds([5, 1, 5]), FederatedTraining(rounds=20).wanted_rounds(None)
         ((1, 5), (21,))
@@ -122,10 +110,8 @@ class Training(Described, ABC):
 class FederatedTraining(Training):
     """In each round some clients train from the global weights; the server subtracts the weighted mean of updates.
 
-    A client's update is the one that ``protocol.observe`` makes, defence included, and counts by its number of
-    examples. As in the protocol only trainable parameters are sent: buffers, such as the running statistics of
-    BatchNorm, stay those of the initial model. All randomness comes from the seed, the number of the round and
-    the number of the client, so a training that goes on from round r is the training in one go.
+    Updates are those of ``protocol.observe``, defence included, and count by their number of examples. Only trainable
+    parameters are sent: buffers, such as the running statistics of BatchNorm, stay those of the initial model.
     """
 
     rounds: int = setting(10, "Rounds of training.", ge=1)
@@ -137,16 +123,15 @@ class FederatedTraining(Training):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """Round ``number`` from the global ``model``: the model after it, as a new object, and the loss before it."""
+        """Play round ``number``; return the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
         model = shared_model(self, model, clients[chosen[0]], defense)
         probe = client_copy(model, self.protocol.batchnorm)
         loss = mean_loss(probe, [clients[client] for client in chosen], self.task)
         total = sum(len(clients[client][1]) for client in chosen)
         # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
-        mean = {
-            name: torch.zeros(p.shape, dtype=torch.float64) for name, p in model.named_parameters() if p.requires_grad
-        }
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        mean = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
         for client in chosen:
             x, y = clients[client]
             try:
@@ -167,7 +152,7 @@ class FederatedTraining(Training):
         return after, loss
 
     def draw_clients(self, count: int, number: int, seed: int = 0) -> tuple[int, ...]:
-        """The clients of round ``number`` out of ``count``, ascending; all of them where there are not enough.
+        """Draw the clients of round ``number`` out of ``count``, ascending; all where there are not enough.
 
         >>> FederatedTraining(clients_per_round=5).draw_clients(3, number=1)
         (0, 1, 2)
@@ -177,7 +162,7 @@ class FederatedTraining(Training):
 
 
 def shared_model(training: FederatedTraining, model: nn.Module, client: Client, defense: Defense | None) -> nn.Module:
-    """What all train: the model of the defence, where it changes the model; one that is so already stays as it is."""
+    """Return what all train: the model of the defence, where it changes the model."""
     if defense is None or "protect_model" not in defense.hooks:
         return model
     draws, task, inputs = torch.Generator(), training.task, training.inputs
@@ -186,25 +171,24 @@ def shared_model(training: FederatedTraining, model: nn.Module, client: Client, 
 
 
 def round_generator(seed: int, number: int, client: int) -> torch.Generator:
-    """What client ``client`` draws its batches from in round ``number``."""
     return named_generator("client", seed, number, client)
 
 
 def named_generator(*parts: str | int) -> torch.Generator:
-    """Draws of their own for each purpose, seed and number."""
+    """Return a generator of its own for each purpose, seed and number."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def initial_copy(model: nn.Module) -> nn.Module:
-    """The model of round 1: the caller's own object is never handed on, nor are its gradients."""
+    """Copy the model for round 1: the caller's own object is never handed on, nor are its gradients."""
     initial = copy.deepcopy(model)
     initial.zero_grad(set_to_none=True)
     return initial
 
 
 def mean_loss(model: nn.Module, clients: Sequence[Client], task: Task) -> float:
-    """Mean loss over all examples of a model in the mode that it is in; not finite where the model is broken."""
+    """Return the mean loss over all examples, in the model's own mode; not finite where the model is broken."""
     total, count = 0.0, 0
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)  # for models that draw random numbers of their own
@@ -252,9 +236,8 @@ class Diverged(UserError):
 class DefendedTraining(Training):
     """Each round every client sends the update of its next ``batch_size`` examples, and the server goes one step.
 
-    A client goes through its examples in a shuffled order, anew each epoch; what is left of an epoch that the batch
-    size does not divide is dropped. The order depends on the seed and not on the defence or its draws, so that
-    trainings under different defences see the same batches. A sum over examples is divided by their number.
+    A client goes through its examples in a shuffled order, anew each epoch; the rest of an epoch is dropped. The order
+    does not depend on the defence, so that trainings under different defences see the same batches.
     """
 
     rounds: int = setting(200, "Steps of the server.", ge=1)
@@ -267,7 +250,7 @@ class DefendedTraining(Training):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """The model after step ``number``, and the mean loss of its batches before it; Diverged where it breaks."""
+        """Return the model after step ``number``, and the mean loss of its batches before it; raise Diverged."""
         rows = [self.next_batch(len(y), number, seed, place) for place, (_, y) in enumerate(clients)]
         total, losses = sum(map(len, rows)), []
         after: nn.Module | None = None
@@ -291,7 +274,7 @@ class DefendedTraining(Training):
         return after, math.fsum(losses)
 
     def next_batch(self, examples: int, number: int, seed: int, client: int) -> Tensor:
-        """The rows of a client with so many examples in round ``number``.
+        """Return the rows of a client with so many examples in round ``number``.
 
         >>> training = DefendedTraining(batch_size=2)
         >>> epoch = torch.cat([training.next_batch(5, number, seed=0, client=0) for number in (1, 2)])
@@ -304,7 +287,7 @@ class DefendedTraining(Training):
         return order[place * size : (place + 1) * size]
 
     def passes(self, examples: int) -> int:
-        """How often at most each of a client's examples enters a gradient in all rounds.
+        """Count how often at most each of a client's examples enters a gradient in all rounds.
 
         >>> DefendedTraining(rounds=200, batch_size=16).passes(800)
         4
@@ -322,10 +305,9 @@ def _step(model: nn.Module, update: Gradient, size: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CentralTraining(Training):
-    """A round is one epoch of SGD with momentum over the examples of all clients together.
+    """A round is one epoch of SGD over the examples of all clients together.
 
-    Momentum begins anew with each epoch, so that an epoch depends on the weights before it alone and a checkpoint needs
-    nothing else. ``decay_every``: the learning rate falls to a tenth after so many epochs, and again; 0 never.
+    Momentum begins anew with each epoch, so that a checkpoint needs the weights alone.
     """
 
     rounds: int = setting(1, "Epochs of training.", ge=1)
@@ -339,7 +321,7 @@ class CentralTraining(Training):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """The model after epoch ``number``, and the mean loss over its steps."""
+        """Return the model after epoch ``number``, and the mean loss over its steps."""
         if defense is not None:
             raise UserError(f"central training: expected no defence, for nothing is sent, got {defense!r}")
         x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))

@@ -1,10 +1,8 @@
 """Vertical federated learning: workers own different features of the same samples, and train one model together.
 
-Jin, Chen, Hsu, Yu, Chen, "CAFE: Catastrophic Data Leakage in Vertical Federated Learning", NeurIPS 2021, section 2.
-
-In each round the server announces which samples are in the batch, so that the workers' parts belong together (index
-alignment), and sees the mean gradient of every parameter. It knows the weights: those of the first round are in the
-observation, those of later rounds follow from the gradients it has seen and the learning rate.
+Jin, Chen, Hsu, Yu, Chen, "CAFE: Catastrophic Data Leakage in Vertical Federated Learning", NeurIPS 2021, section 2. In
+each round the server announces which samples are in the batch (index alignment) and sees the mean gradient of every
+parameter. It knows the weights: those of later rounds follow from the gradients and the learning rate.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar, Literal, NamedTuple
@@ -29,14 +27,12 @@ from leakscope.contracts.protocol import ClientSide, Protocol
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Task, outputs_of
 from leakscope.federation.client import batch_gradient, batchnorm_statistics, own_randomness, protected
-from leakscope.federation.training import TrainingRun
+from leakscope.federation.training import Progress, TrainingRun
 from leakscope.models.split import VerticalModel
-
-Progress = Callable[[int, int, float], None]
 
 
 class Round(NamedTuple):
-    """One round: who was in the batch, the loss before it, and what was sent."""
+    """One round: the samples of the batch, the loss before it, and the update that was sent."""
 
     indices: Tensor
     loss: float | None
@@ -47,10 +43,9 @@ class Round(NamedTuple):
 class Vertical(Protocol):
     """``rounds`` batches of ``batch_size`` samples of a ``VerticalModel``.
 
-    ``sampling``: "uniform" draws each batch anew, without replacement, as the paper has it; "epochs" shuffles the
-    samples and goes through them. ``rounds=None`` is a quarter more than an adversary needs at least. After each
-    round every weight moves by ``lr`` times the protected gradient; with 0 the model is static, which is the
-    adversary's best case. ``whole_rounds`` saves memory where the model is static.
+    ``sampling``: "uniform" draws each batch anew, without replacement, as the paper has it; "epochs" goes through
+    shuffled samples. After each round every weight moves by ``lr`` times the protected gradient; with 0 the model is
+    static, which is the adversary's best case. ``whole_rounds`` saves memory where the model is static.
     """
 
     kind: ClassVar[UpdateKind] = "gradient"
@@ -72,14 +67,14 @@ class Vertical(Protocol):
         return ("rounds", "cost") if self.lr > 0 else ("rounds",)
 
     def rehearsal(self) -> Vertical:
-        """The first of its rounds, of which there may be hundreds."""
+        """Take the first of its rounds, of which there may be hundreds."""
         return dataclasses.replace(self, rounds=1, whole_rounds=None)
 
     def passes(self, examples: int) -> int:
         return self.count_rounds(examples)
 
     def easiest(self) -> Vertical:
-        """The model stands still, which is the adversary's best case."""
+        """Let the model stand still, which is the adversary's best case."""
         return dataclasses.replace(super().easiest(), lr=0.0)
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
@@ -95,10 +90,7 @@ class Vertical(Protocol):
         progress: Progress | None = None,
         task: Task | None = None,
     ) -> TrainingRun:
-        """The training itself, for what a defence costs: the loss of each round's batch, and the model after all.
-
-        With the same generator the rounds are those that :meth:`observe` shows.
-        """
+        """Train with the rounds of :meth:`observe`; return the loss of each round's batch, and the model after all."""
         client, _ = self.client_side(model, x, y, defense, generator, task)
         rounds, losses = self.count_rounds(len(x)), []
         for played in self.play(client, losses=True):
@@ -110,10 +102,10 @@ class Vertical(Protocol):
         return TrainingRun(MappingProxyType({rounds + 1: final}), tuple(losses))
 
     def play(self, client: ClientSide, losses: bool = False) -> Iterator[Round]:
-        """Each round in turn; the client's model moves on after it was taken."""
+        """Play each round in turn; the client's model moves on after it was taken."""
         samples = len(client.x)
-        rounds = self.count_rounds(samples)
-        for indices in draw_batches(samples, self.batch_size, rounds, self.sampling, client.generator):
+        drawn = draw_batches(samples, self.batch_size, self.count_rounds(samples), self.sampling, client.generator)
+        for indices in drawn:
             now, loss = client.at(indices), None
             with own_randomness(client.generator):
                 if losses:
@@ -130,7 +122,7 @@ class Vertical(Protocol):
                             parameter.sub_(self.lr * update[name])
 
     def count_rounds(self, samples: int) -> int:
-        """How many rounds there are for so many samples."""
+        """Count the rounds for so many samples."""
         return default_rounds(samples, self.batch_size, self.sampling) if self.rounds is None else self.rounds
 
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
@@ -177,11 +169,7 @@ Sampling = Literal["uniform", "epochs"]
 def draw_batches(
     samples: int, batch: int, rounds: int, sampling: Sampling, generator: torch.Generator
 ) -> Iterator[Tensor]:
-    """The sample numbers that a server announces in each round, in rising order.
-
-    "uniform" draws each batch anew without replacement, "epochs" shuffles all samples and goes through them; what is
-    left of an epoch that the batch size does not divide is dropped, as is usual.
-    """
+    """Draw the sample numbers that a server announces each round, in rising order; the rest of an epoch is dropped."""
     order = torch.empty(0, dtype=torch.long)
     for _ in range(rounds):
         if sampling == "uniform" or len(order) < batch:
@@ -191,12 +179,10 @@ def draw_batches(
 
 
 def default_rounds(samples: int, batch: int, sampling: Sampling) -> int:
-    """A quarter more rounds than it takes at least for the batches to determine every sample.
+    """Return a quarter more rounds than it takes at least for the batches to determine every sample.
 
     Batches drawn anew may leave a sample out for long: there are also so many that this happens once in a hundred
-    times. The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has
-    batches.
-
+    times. The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has.
     >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs"), default_rounds(20, 2, "uniform")
     (100, 110, 73)
     """

@@ -1,6 +1,4 @@
-"""What theory says before any attack: counts, published conditions, the rank of the gradient's Jacobian, layer by layer
-too, the least error behind noise, when the update of many local steps is as good as one gradient, and what batches that
-are announced by index give away of a vertical model, and how many examples an imprint leaves alone in their bin."""
+"""What theory says before any attack: counts, published conditions, ranks, floors of the error, and guarantees."""
 
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.reconstruction import Diagnosis

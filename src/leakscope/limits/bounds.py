@@ -3,21 +3,18 @@
 Orders: Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation", table 1: for a network with one
 hidden layer of m random units on d features and a batch of B examples, what an attack reaches (upper) and what no
 attack can beat (lower). Constants and logarithms are dropped, so that a number compares defences and sizes with each
-other and is no error that would be measured. For a floor with constants see :mod:`leakscope.limits.cramer_rao`.
-
-``pruned`` (p_hat) is the share of the squared Jacobian that lies in the pruned entries. The paper's main text and
-appendix disagree on which part the hat means, and print (1 - p_hat)^m for (1 - p_hat) m; meant is what is used here.
-For dropout the text says that units are dropped with probability 1 - p but shrinks the width to (1 - p) m: p is the
-probability that a unit is dropped. The table takes for granted: random Gaussian weights that the adversary knows;
+other. ``pruned`` (p_hat) is the share of the squared Jacobian that lies in the pruned entries. The paper's main text
+and appendix disagree on which part the hat means, and print (1 - p_hat)^m for (1 - p_hat) m; meant is what is used
+here. For dropout the text says that units are dropped with probability 1 - p but shrinks the width to (1 - p) m: p is
+the probability that a unit is dropped. The table takes for granted: random Gaussian weights that the adversary knows;
 examples of norm 1, linearly independent with smallest singular value pi > 0; B at most of the order d^(1/4); m at least
 of the order B^2 d / pi^2, up to constants of the activation.
 
 Imprint: n examples fall independently into k bins of equal mass, and S of them are alone. E[S] = n (1 - 1/k)^(n-1). The
 distribution of S comes from dropping one example after the other: with o occupied bins, s of them with one example, the
-next goes to an empty bin with probability (k-o)/k, to one of the s with s/k, to another occupied one with (o-s)/k. All
-terms are positive, so that nothing is lost to rounding. Fowl et al. (2022) take every way to fill the bins with
-examples that cannot be told apart as equally likely (as for bosons), and leave one bin out. That is
-n k (k-1) / ((n+k-1) (n+k-2)) - n/k, which is less.
+next goes to an empty bin with probability (k-o)/k, to one of the s with s/k, to another occupied one with (o-s)/k. Fowl
+et al. (2022) take every way to fill the bins with examples that cannot be told apart as equally likely (as for bosons),
+and leave one bin out. That is n k (k-1) / ((n+k-1) (n+k-2)) - n/k, which is less.
 """
 
 from __future__ import annotations
@@ -54,11 +51,10 @@ def order_bounds(
     dropout: float | None = None,
     pruned: float | None = None,
 ) -> tuple[Order, ...]:
-    """The seven rows of the table, in its order.
+    """Return the seven rows of the table, in its order.
 
     ``sigma`` is the noise that the observed gradient has anyhow, without which lower orders are zero; ``noise``
-    (sigma_0) what the defence adds; ``clip`` (C) and ``gradient_norm`` (|G|) go together; ``dropout`` (p) and
-    ``pruned`` (p_hat) are shares.
+    (sigma_0) what the defence adds; ``clip`` is C, ``gradient_norm`` |G|, ``dropout`` p and ``pruned`` p_hat.
 
     >>> rows = {row.defense: row for row in order_bounds(batch=4, features=100, width=400, sigma=0.1, clip=2.0,
     ...                                                  gradient_norm=6.0, pruned=0.75)}
@@ -100,17 +96,15 @@ def _times(one: float | None, other: float | None) -> float | None:
     return None if one is None or other is None else one * other
 
 
-#: Examples up to which the exact distribution is computed: seconds.
-MAX_EXAMPLES = 512
+MAX_EXAMPLES = 512  # up to which the exact distribution takes seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImprintGuarantee:
     """What to expect of ``examples`` in ``bins`` of equal mass.
 
-    ``expected`` examples are alone, with probability ``confidence`` at least ``interval[0]`` and at most
-    ``interval[1]``; ``published`` is the paper's count. ``one_shot`` is the probability that a certain bin holds
-    exactly one example.
+    ``expected`` examples are alone, with probability ``confidence`` within ``interval``; ``published`` is the paper's
+    count, ``one_shot`` the probability that a certain bin holds exactly one example.
     """
 
     bins: int
@@ -123,7 +117,7 @@ class ImprintGuarantee:
 
 
 def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> ImprintGuarantee:
-    """How many of ``examples`` are alone among ``bins`` of equal mass.
+    """Say how many of ``examples`` are alone among ``bins`` of equal mass.
 
     >>> found = imprint_guarantee(128, 64)
     >>> round(found.expected, 2), round(found.published, 2), round(found.one_shot, 3), found.interval
@@ -134,7 +128,6 @@ def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> Imp
     """
     if not 0 < confidence < 1:
         raise UserError(f"confidence: expected a number between 0 and 1, got {confidence!r}")
-    chances = alone_distribution(bins, examples)
     expected = examples * (1 - 1 / bins) ** (examples - 1)
     return ImprintGuarantee(
         bins=bins,
@@ -143,14 +136,12 @@ def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> Imp
         published=published_count(bins, examples),
         one_shot=expected / bins,
         confidence=confidence,
-        interval=_interval(chances, (1 - confidence) / 2),
+        interval=_interval(alone_distribution(bins, examples), (1 - confidence) / 2),
     )
 
 
 def alone_distribution(bins: int, examples: int) -> tuple[float, ...]:
-    """The probability that exactly 0, 1, ..., n of n examples are alone in their bin.
-
-    Two examples in two bins share one or are both alone:
+    """Return the probability that exactly 0, 1, ..., n of n examples are alone in their bin.
 
     >>> alone_distribution(2, 2)
     (0.5, 0.0, 0.5)
@@ -172,7 +163,7 @@ def alone_distribution(bins: int, examples: int) -> tuple[float, ...]:
 
 
 def published_count(bins: int, examples: int) -> float:
-    """The paper's expected number, in closed form.
+    """Return the paper's expected number, in closed form.
 
     >>> round(published_count(128, 64), 2)
     28.17
@@ -184,7 +175,7 @@ def published_count(bins: int, examples: int) -> float:
 
 
 def _interval(chances: tuple[float, ...], tail: float) -> tuple[int, int]:
-    """The least and the greatest number that leave at most ``tail`` outside on either side."""
+    """Return the least and the greatest number that leave at most ``tail`` outside on either side."""
     below, low = 0.0, 0
     while below + chances[low] <= tail:
         below += chances[low]

@@ -1,13 +1,10 @@
 """Equations against unknowns: the three propositions of "What Can We Learn from Gradients?" as calculators.
 
-Jia Qian, Lars Kai Hansen, 2021. A gradient is a set of equations in the inputs. Propositions 2 and 3 count the hidden
-features, the output gradients and the labels as free unknowns although the net ties them to the inputs, so an unmet
-condition does not exclude a recovery and a met one does not prove it: the rank in :mod:`leakscope.limits.jacobian`
-decides. :func:`propositions` says which of them speak of a given model.
-
-The formulas are derived again from the counts, because the printed ones lost a term and a division. Proposition 3
-counts one set of features for the whole batch although each image has its own; with those the batch size cancels, so
-its factor B is a rule of thumb.
+Jia Qian, Lars Kai Hansen, 2021. Propositions 2 and 3 count the hidden features, the output gradients and the labels as
+free unknowns although the net ties them to the inputs, so a condition neither excludes a recovery nor proves it: the
+rank in :mod:`leakscope.limits.jacobian` decides. The formulas are derived again from the counts, because the printed
+ones lost a term and a division. Proposition 3 counts one set of features for the whole batch although each image has
+its own; with those the batch size cancels, so its factor B is a rule of thumb.
 """
 
 from __future__ import annotations
@@ -40,8 +37,8 @@ class SingleExample:
 class HiddenUnits:
     """Proposition 2: how many hidden units a net with one hidden layer needs to give a batch away.
 
-    ``bound`` is the exact value, ``needed`` the next whole number (None where no number is enough), ``rule`` the
-    limit for large inputs, about one unit an example; ``met`` speaks of the exact bound, ``met_by_rule`` of the rule.
+    ``bound`` is exact, ``needed`` the next whole number (None where no number is enough), ``rule`` the limit for large
+    inputs, about one unit an example; ``met`` speaks of the exact bound, ``met_by_rule`` of the rule.
     """
 
     batch: int
@@ -62,8 +59,7 @@ class HiddenUnits:
 class Filters:
     """Proposition 3: how many filters a net of one convolution and one linear layer needs.
 
-    ``side_bound`` is the least number of features from which the linear layer's gradient gives them (infinite where
-    no number is enough); ``met`` asks for both conditions.
+    ``side_bound``: the least number of features that the linear layer's gradient gives; ``met`` asks for both.
     """
 
     batch: int
@@ -108,8 +104,7 @@ def hidden_units_bound(batch: int, features: int, classes: int) -> float:
     """
     _positive(batch=batch, features=features, classes=classes)
     slack = features + classes + 1 - batch
-    if slack <= 0:
-        # A unit brings d + n2 + 1 equations and B unknowns: here each makes the count worse or leaves it.
+    if slack <= 0:  # a unit brings d + n2 + 1 equations and B unknowns: each makes the count worse or leaves it
         return math.inf
     return (batch * (features + classes) - classes) / slack
 
@@ -168,8 +163,7 @@ def filters_bound(batch: int, side: int, kernel: int, padding: int, stride: int,
 def features_bound(batch: int, classes: int) -> float:
     """n2 (B - 1) / (n2 - B), the least n1 = h d'^2 from which the last layer gives its features.
 
-    It holds for 1 < B < n2. One example needs nothing; from B = n2 on no number is enough.
-
+    One example needs nothing; from B = n2 on no number is enough.
     >>> features_bound(4, 100), features_bound(1, 10), features_bound(10, 10)
     (3.125, 0.0, inf)
     """
@@ -225,17 +219,13 @@ class Proposition:
 
 def propositions(net: Structure, input_shape: tuple[int, ...], batch: int) -> tuple[Proposition, ...]:
     """Propositions 1 to 3 for a model whose structure was found by running it."""
-    one: SingleExample | str
-    two: HiddenUnits | str
-    first, hidden, features = linear_first(net), one_hidden_layer(net), math.prod(input_shape)
+    first, hidden = linear_first(net), one_hidden_layer(net)
     one = first if isinstance(first, str) else single_example(batch, first.out_features, net.first.has_bias)
-    two = (
-        hidden
-        if isinstance(hidden, str)
-        else _unobserved(net) or hidden_units(batch, features, net.outputs, hidden.out_features)
-    )
-    three = _one_convolution(net, input_shape, batch)
-    return _apply("Proposition 1", one), _apply("Proposition 2", two), _apply("Proposition 3", three)
+    two: HiddenUnits | str = hidden if isinstance(hidden, str) else _unobserved(net) or ""
+    if not two and isinstance(hidden, nn.Linear):
+        two = hidden_units(batch, math.prod(input_shape), net.outputs, hidden.out_features)
+    results = (one, two, _one_convolution(net, input_shape, batch))
+    return tuple(_apply(f"Proposition {number}", result) for number, result in enumerate(results, start=1))
 
 
 def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Proposition:
@@ -245,7 +235,7 @@ def _apply(name: str, result: SingleExample | HiddenUnits | Filters | str) -> Pr
 
 
 def linear_first(net: Structure) -> nn.Linear | str:
-    """The first layer where it is linear, reads the input itself and is in the update; else why it is not so."""
+    """Return the first layer where it is linear, reads the input itself and is in the update; else why not."""
     first = net.linear_first
     if isinstance(first, str):
         return first
@@ -256,7 +246,7 @@ def linear_first(net: Structure) -> nn.Linear | str:
 
 
 def one_hidden_layer(net: Structure) -> nn.Linear | str:
-    """The hidden layer of two linear ones; else why the model is something else."""
+    """Return the hidden layer of two linear ones; else why the model is something else."""
     layer, last = linear_first(net), net.layers[-1].module
     if isinstance(layer, str):
         return layer
@@ -290,8 +280,8 @@ def _one_convolution(net: Structure, input_shape: tuple[int, ...], batch: int) -
 
 
 def _unobserved(net: Structure) -> str | None:
-    """Why a count, which takes every weight and bias for observed, does not hold; None where it does."""
-    for layer in net.layers:
-        if not layer.trainable or not layer.has_bias:
-            return f"layer {layer.name!r} is frozen or has no bias, and the count takes both gradients for observed"
-    return None
+    """Say why a count, which takes every weight and bias for observed, does not hold; None where it does."""
+    odd = next((layer.name for layer in net.layers if not layer.trainable or not layer.has_bias), None)
+    if odd is None:
+        return None
+    return f"layer {odd!r} is frozen or has no bias, and the count takes both gradients for observed"

@@ -6,19 +6,14 @@ Fisher information of the inputs is F = J J' / s^2, and every unbiased estimate 
     mean squared error an unknown  >=  trace(F^-1) / n  >=  n / trace(F)                        (n unknowns)
 
 Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic Evaluation", theorem D.7 and equation 28 (which
-lacks the division by the batch size), where it is loosened to the right-hand side. Here the trace itself is computed:
-exactly, or for large problems by Hutchinson's estimator and conjugate gradients on products with F alone.
+lacks the division by the batch size) loosen it to the right-hand side. Here the trace itself is computed: exactly, or
+for large problems by Hutchinson's estimator and conjugate gradients on products with F alone. Laplace noise has twice
+the Fisher information of Gaussian noise of the same variance. Clipping by C has the Jacobian
+(C / |g|) (J - J g g' / |g|^2) where |g| > C. Pruned and dropped entries are columns that are gone.
 
-Noise may differ from tensor to tensor: everything is then in its units. Of Laplace noise the Fisher information is
-twice that of Gaussian noise of the same variance. Each example's gradient may be clipped, as in DP-SGD. Clipping by C
-has the Jacobian (C / |g|) (J - J g g' / |g|^2) where |g| > C, and changes nothing elsewhere. Pruned and dropped
-entries are columns that are gone. The adversary is taken to know the labels and which entries were set to zero: one
-that does not can only do worse, so the floor holds for it too.
-
-What it does not say: it speaks of unbiased estimates near the true inputs. A prior on natural pictures is a bias, and
-with one an attack may go below the floor. The order of the examples in a batch is taken for known. Of a weight update J
-is that of the client's local steps, replayed in their true order, which an adversary has to find. Where F is singular
-the floor is infinite: in some direction the inputs can change without a trace.
+The adversary is taken to know the labels, the order of the examples and which entries were set to zero: one that does
+not can only do worse. A prior on natural images is a bias, and with one an attack may go below the floor. Of a weight
+update J is that of the client's local steps in their true order. Where F is singular the floor is infinite.
 """
 
 from __future__ import annotations
@@ -43,9 +38,8 @@ from leakscope.matching.gradient_map import MAX_PRODUCTS, GradientMap, Linearisa
 
 Method = Literal["auto", "exact", "estimate"]
 
-#: Defaults of the estimate: how many random directions, and how many steps of conjugate gradients for each.
-PROBES = 8
-STEPS = MAX_PRODUCTS
+#: Defaults of the estimate: random directions, and steps of conjugate gradients for each.
+PROBES, STEPS = 8, MAX_PRODUCTS
 #: With fewer steps no probe ever settles. Where so few fit into a minute by the size of the update, the floor is left.
 USEFUL_STEPS = 12
 _FEWEST_STEPS = 5
@@ -56,14 +50,12 @@ class Floor:
     """The least root-mean-square error of an unbiased adversary, in units of the value range, and what it rests on.
 
     ``rmse`` is infinite where some direction leaves no trace, and NaN where it could not be told; ``reason`` says why.
-    ``interval`` (95 %, by Student's t over the probes) and ``standard_error`` are of ``rmse`` and None where it is
-    exact. ``converged`` is the share of probes whose iteration had settled; the others stand too low, so that ``rmse``
-    is a floor all the same. ``loosened`` is the cheap bound sqrt(n / trace(F)), never above ``rmse``.
-    ``visible_rmse`` is the error along a direction that leaves a trace, in the root mean square. ``smallest`` and
-    ``condition`` are of the Jacobian of what is seen; ``sigma`` is the noise on an entry, 1 where it differs between
-    tensors and everything is in its units. ``surviving`` is the share of the Jacobian's squared norm that pruning and
-    dropout leave (1 - p_hat), ``clip_factor`` what clipping multiplied the gradient with; 1 where each of several
-    examples was clipped by itself.
+    ``interval`` (95 %, Student's t over the probes) and ``standard_error`` are None where ``rmse`` is exact.
+    ``converged`` is the share of probes that had settled; the others stand too low, so ``rmse`` is still a floor.
+    ``loosened`` is sqrt(n / trace(F)), never above ``rmse``; ``visible_rmse`` the error along a direction that leaves a
+    trace. ``smallest`` and ``condition`` are of the Jacobian of what is seen; ``sigma`` is the noise on an entry, 1
+    where it differs between tensors. ``surviving`` is the share of the Jacobian's squared norm that pruning and dropout
+    leave (1 - p_hat), ``clip_factor`` that of clipping; 1 where each of several examples was clipped by itself.
     """
 
     rmse: float
@@ -87,7 +79,7 @@ class Floor:
 
     @property
     def psnr(self) -> float:
-        """The floor in decibels, peak 1: no unbiased reconstruction has a higher PSNR on average."""
+        """Return the floor in decibels, peak 1: no unbiased reconstruction has a higher PSNR on average."""
         if self.rmse in (0.0, math.inf):
             return math.copysign(math.inf, 0.5 - self.rmse)
         return -20 * math.log10(self.rmse)
@@ -95,10 +87,9 @@ class Floor:
 
 @dataclass(frozen=True, eq=False)
 class _View:
-    """A gradient on its way through a channel, at one point: everything but the Jacobian itself.
+    """A gradient on its way through a channel, at one point, in units of the noise on each tensor.
 
-    Everything is in units of the noise on each tensor. Where the gradient is clipped, a change of it along itself is
-    lost: ``along`` reads that part of a change, ``lost`` is what it is taken off.
+    A clipped gradient loses a change along itself: ``along`` reads that part, ``lost`` is what it is taken off.
     """
 
     local: Linearisation
@@ -125,29 +116,29 @@ class _View:
 
     @property
     def projects(self) -> bool:
-        """Whether clipping is an orthogonal projection here: where all noise is alike."""
+        """Tell whether clipping is an orthogonal projection here: where all noise is alike."""
         return self.along is not None and self.lost is not None and torch.equal(self.along, self.lost)
 
     @property
     def entries(self) -> int:
-        """Entries that are left to be seen."""
+        """Count the entries that are left to be seen."""
         return len(self.local.value) if self.mask is None else int(self.mask.sum())
 
     def forward(self, direction: Tensor) -> Tensor:
-        """How what is seen changes, entries that are set to zero being still there."""
+        """Compute how what is seen changes, entries that are set to zero being still there."""
         change = self.local.forward(direction)
         if self.along is not None and self.lost is not None:
             change = change - self.lost * (self.along @ change)
         return self.factor * change
 
     def backward(self, weights: Tensor) -> Tensor:
-        """The transpose of ``forward``."""
+        """Apply the transpose of ``forward``."""
         if self.along is not None and self.lost is not None:
             weights = weights - self.along * (self.lost @ weights)
         return self.factor * self.local.backward(weights)
 
     def seen(self, rows: Tensor) -> Tensor:
-        """Rows of the Jacobian of what is seen from those of the gradient's, entries set to zero being still there."""
+        """Turn rows of the gradient's Jacobian into those of what is seen, entries set to zero being still there."""
         if self.along is not None and self.lost is not None:
             rows = rows.addr(rows @ self.along, self.lost, alpha=-1)
         return rows * self.factor
@@ -165,11 +156,11 @@ def cramer_rao(
     decomposition: Decomposition | None = None,
     progress: Progress | None = None,
 ) -> Floor:
-    """The floor at the true inputs ``flat`` (unit space, see ``mapping.flat``), for what ``channel`` lets through.
+    """Compute the floor at the true inputs ``flat`` (unit space, see ``mapping.flat``) behind ``channel``.
 
     "exact" makes the Jacobian and raises where it is too large; "estimate" never makes it; "auto" is exact where it
     can be. ``seed`` draws the dropout and the probes. ``decomposition``, of the undefended Jacobian with its vectors,
-    saves that work where it is at hand. Give a mapping in float64: float32 loses weak directions.
+    saves that work. Give a mapping in float64: float32 loses weak directions.
 
     >>> from leakscope.limits.jacobian import gradient_map_at
     >>> mapping, flat = gradient_map_at(torch.nn.Linear(2, 3), (2,), batch=1, num_classes=3)
@@ -199,13 +190,12 @@ def cramer_rao(
 def affordable_floor(
     mapping: GradientMap, *, probes: int = PROBES, steps: int = MAX_PRODUCTS
 ) -> tuple[Method, int] | str:
-    """How the floor can be computed in a minute or two, with how many steps of an estimate; or why it cannot be."""
+    """Say how the floor can be computed in a minute or two, with how many steps of an estimate; or why it cannot be."""
     examples = mapping.shape[0]
     effort = effort_of(mapping.victim.model, mapping.inputs.shape, examples).times(mapping.visits)
     if not_unasked(mapping.unknowns, effort) is None:
         return "auto", min(steps, affordable_steps(mapping))
-    reason = effort.refusal("the floor", probes * USEFUL_STEPS, PRODUCTS_WORK)
-    if reason is not None:
+    if (reason := effort.refusal("the floor", probes * USEFUL_STEPS, PRODUCTS_WORK)) is not None:
         return reason
     if affordable_steps(mapping) < _FEWEST_STEPS:
         largest = mapping.entries * examples * affordable_steps(mapping) // _FEWEST_STEPS
@@ -218,21 +208,19 @@ def affordable_floor(
 
 
 def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Channel]:
-    """Where each of several examples or local steps is clipped, the map itself does it, and the channel no longer."""
-    if channel.clip is not None and channel.clip_per == "step":
-        inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per="step"))
-        return dataclasses.replace(mapping, victim=inner), dataclasses.replace(channel, clip=None, clip_per="batch")
-    if not channel.clips_examples:
+    """Let the map itself clip, and the channel no longer, where each of several examples or local steps is clipped."""
+    by_step = channel.clip is not None and channel.clip_per == "step"
+    if not (by_step or channel.clips_examples):
         return mapping, channel
     alone = dataclasses.replace(channel, clip_per="batch")
-    if len(mapping.targets) == 1:
+    if not by_step and len(mapping.targets) == 1:
         return mapping, alone
-    inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per="example"))
+    inner = dataclasses.replace(mapping.victim, channel=Channel(clip=channel.clip, clip_per=channel.clip_per))
     return dataclasses.replace(mapping, victim=inner), dataclasses.replace(alone, clip=None)
 
 
 def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, float]:
-    """The map in units in which all noise is alike, and its level there."""
+    """Return the map in units in which all noise is alike, and its level there."""
     levels = {name: channel.information_level(name) for name in mapping.names}
     if len(set(levels.values())) == 1 or not all(levels.values()):
         return mapping, max(levels.values())
@@ -242,7 +230,7 @@ def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[Gradient
 def _decomposed(
     mapping: GradientMap, flat: Tensor, view: _View, decomposition: Decomposition | None, progress: Progress | None
 ) -> tuple[Decomposition, float] | str:
-    """The singular values of the Jacobian of what is seen, and the share that survives; or why there are none."""
+    """Decompose the Jacobian of what is seen; return the share that survives too, or why it cannot be."""
     if view.along is None and view.mask is None and decomposition is not None and decomposition.vectors is not None:
         return decomposition, 1.0
     # Masks need the entries themselves. A clipped gradient needs them for all digits, its Gram matrix does not.
@@ -262,7 +250,7 @@ def _decomposed(
 
 
 def _columns(mapping: GradientMap, flat: Tensor, view: _View, progress: Progress | None) -> tuple[Tensor, float]:
-    """The Jacobian of what is seen, one column an entry that is left; and the share of its size that survives."""
+    """Make the Jacobian of what is seen, one column an entry that is left; and the share of its size that survives."""
     whole = left = 0.0
 
     def through(rows: Tensor) -> Tensor:
@@ -334,8 +322,7 @@ def _estimate(
     scale = sigma**2 / unknowns
     low, high = (math.sqrt(max(0.0, scale * end)) for end in estimate.interval)
     rmse = math.sqrt(scale * estimate.inverse)
-    # The derivative of the square root carries the error of the trace over.
-    error = scale * estimate.standard_error / (2 * rmse)
+    error = scale * estimate.standard_error / (2 * rmse)  # by the derivative of the square root
     open_probes = round((1 - estimate.converged) * probes)
     early = f"{open_probes} of {probes} probes stopped after {steps} steps, so that this is lower than the true floor"
     reason = early if open_probes else None
@@ -343,7 +330,6 @@ def _estimate(
 
 
 def _common(mapping: GradientMap, view: _View, trace: float, surviving: float) -> dict[str, Any]:
-    """Fields that both ways share; ``trace`` is that of J J'."""
     loosened = view.sigma * math.sqrt(mapping.unknowns / trace) if trace else math.inf
     facts = {"sigma": view.sigma, "gradient_norm": view.norm, "clip_factor": view.factor}
     return {"unknowns": mapping.unknowns, **facts, "surviving": surviving, "loosened": loosened}

@@ -1,13 +1,11 @@
-"""Why a reconstruction is what it is: recovered, the optimiser failed, or the inputs are not identifiable.
+"""Tell why a reconstruction is what it is: recovered, the optimiser failed, or the inputs are not identifiable.
 
-A poor result has two possible causes, and they are different findings. If the inputs cannot be seen in the update, no
-attack will find them; if they can, a better search would. The Jacobian J of the update at the result tells which. With
-r what is left of the observed update: J^+ r is how far the nearest explanation of the update lies, the part of the
-error that the search is to blame for; sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what
-noise in the update leaves open; and directions in which J is nothing but rounding cannot be seen at all. The last two
-mean something only where most of the update is explained. All of it is linear and local, and none of it knows the
-truth. Where the Jacobian is large, sums of its entries with random signs take the place of entries: sizes are then
-right to a factor of two or so. Certificates come before all of this: they decide at any size of the model.
+The Jacobian J of the update at the result tells which. With r what is left of the observed update: J^+ r is how far the
+nearest explanation of the update lies, the part of the error that the search is to blame for;
+sigma sqrt(trace (J'J)^-1) with sigma^2 = ||r||^2 / (entries - unknowns) is what noise in the update leaves open; and
+directions in which J is nothing but rounding cannot be seen at all. The last two mean something only where most of the
+update is explained. All of it is linear and local, and none of it knows the truth. Where the Jacobian is large, sums of
+its entries with random signs take the place of entries: sizes are then right to a factor of two or so.
 """
 
 from __future__ import annotations
@@ -30,25 +28,20 @@ from leakscope.matching.least_squares import SKETCH
 
 #: A result that leaves more of the update than this says nothing of the place where the inputs lie.
 EXPLAINED = 0.1
-#: Unknowns up to which the Jacobian is made without being asked for: seconds.
-QUICK_UNKNOWNS = 1024
-QUICK_WORK = 2**27
-QUICK_COLUMNS_WORK = 2e10
-#: ... and at all: minutes, and a gigabyte or two. Work is unknowns times entries of the update.
-MAX_UNKNOWNS = 5000
-MAX_WORK = 2**32
-THOROUGH_COLUMNS_WORK = 5e11
+#: Unknowns, unknowns times entries, and operations up to which the Jacobian is made without being asked for: seconds.
+QUICK_UNKNOWNS, QUICK_WORK, QUICK_COLUMNS_WORK = 1024, 2**27, 2e10
+#: ... and at all: minutes, and a gigabyte or two.
+MAX_UNKNOWNS, MAX_WORK, THOROUGH_COLUMNS_WORK = 5000, 2**32, 5e11
 #: Products with a Jacobian that is not made: at least and at most, and operations of them all, which are seconds.
-PROBES = (100, 3000)
-PROBES_WORK = 5e9
+PROBES, PROBES_WORK = (100, 3000), 5e9
 #: Above so many numbers in it the Jacobian is sketched.
 EXACT_ENTRIES = 2**25
 
 
 def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool = False) -> Diagnosis:
-    """Say why a result is what it is: by its certificates, by the attack's own word, or by the Jacobian.
+    """Say why a result is what it is: by its certificates, which overrule the attack's own word, or by the Jacobian.
 
-    A certificate overrules the attack's word where the two differ. ``thorough`` allows a Jacobian that takes minutes.
+    ``thorough`` allows a Jacobian that takes minutes.
     """
     proved, own = from_certificates(result), result.diagnosis
     if own is not None and (proved is None or proved.outcome == own.outcome):
@@ -115,15 +108,13 @@ def from_certificates(result: Reconstruction) -> Diagnosis | None:
 
 
 def _known_noise(observation: Observation) -> float:
-    """The level of noise that is known to be on every entry; the least, so that it hides no more than it does."""
+    """Return the least noise that is known to be on every entry, so that it hides no more than it does."""
     channel = observation.channel
-    if channel is None:
-        return 0.0
-    return min(channel.information_level(name) for name in observation.message.update)
+    return 0.0 if channel is None else min(channel.information_level(name) for name in observation.message.update)
 
 
 def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow: bool) -> Tensor:
-    """No finer than the update itself: float32 is several times faster, but some of its kernels have no derivative."""
+    """Make it no finer than the update itself: float32 is several times faster, but some kernels have no derivative."""
     if narrow:
         try:
             return mapping.narrow().jacobian(flat.float(), columns=columns)
@@ -135,10 +126,9 @@ def _jacobian(mapping: GradientMap, flat: Tensor, columns: int | None, *, narrow
 def explain(
     matrix: Tensor, rest: Tensor, right: Tensor, size: float, precision: float, sigma: float = 0.0
 ) -> Diagnosis:
-    """The diagnosis from the Jacobian (one row an unknown), the rest of the update, J' times it, and the update's norm.
+    """Diagnose from the Jacobian (one row an unknown), the rest of the update, J' times it, and the update's norm.
 
-    ``sigma`` is a known level of noise on every entry: the true inputs themselves then lie as far from the nearest
-    explanation as the noise moves that, and no search is to blame for so much.
+    ``sigma`` is a known level of noise on every entry: no search is to blame for what it moves the nearest explanation.
 
     >>> J, rest = torch.eye(2, 3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
     >>> explain(J, rest, J @ rest, size=1.0, precision=1e-7).outcome
@@ -201,14 +191,13 @@ def explain(
 def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Effort, undecided: Diagnosis) -> Diagnosis:
     """Look for free directions by products with a Jacobian that is too large to be made; else it is ``undecided``.
 
-    Where most of the update is unexplained the result is no place to look at alone: then any input must have them.
+    Where most of the update is unexplained any input must have them, and not the result alone.
     """
     if effort.refusal("a probe", PROBES[0], PROBES_WORK) is not None:
         return undecided
     limit = int(min(PROBES[1], PROBES_WORK / max(effort.operations, 1)))
     residual = float((mapping(flat).detach() - observed).norm() / observed.norm().clamp_min(1e-300))
-    draws = torch.Generator().manual_seed(0)
-    anywhere = torch.rand(flat.shape, generator=draws, dtype=torch.float64).to(flat)
+    anywhere = torch.rand(flat.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(flat)
     hidden = mapping.unknowns
     for place in (flat,) if residual <= EXPLAINED else (flat, anywhere):
         counts = free_directions(mapping, place, limit=limit)
@@ -221,7 +210,6 @@ def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Eff
 
 
 def _too_large(unknowns: int, entries: int, effort: Effort, thorough: bool) -> str | None:
-    """Why the Jacobian is not made, or None."""
     limit, work = (MAX_UNKNOWNS, MAX_WORK) if thorough else (QUICK_UNKNOWNS, QUICK_WORK)
     if unknowns > limit or unknowns * entries > work:
         more = "too many" if thorough else "thorough=True allows more"
@@ -230,21 +218,17 @@ def _too_large(unknowns: int, entries: int, effort: Effort, thorough: bool) -> s
 
 
 def _obstacle(observation: Observation, result: Reconstruction, entries: int) -> str | None:
-    """Why no diagnosis can be made, or None."""
     if observation.has_rounds:
         return "the calculation is for one update of all examples, and there are rounds on some of them"
     if "mixture" in result.flags:
         return "a mixture of examples is no candidate for any of them"
-    unknowns = result.inputs.numel()
     if observation.message.kind != "gradient":
         return "the message is a weight update, and the Jacobian is that of one gradient"
     if observation.num_examples != len(result.inputs):
         return "the number of examples is not known"
-    if entries < unknowns:
+    if entries < result.inputs.numel():
         return None  # the count alone decides
     channel = observation.channel
     if type(channel) is Channel and channel.beyond_theory is not None:
         return channel.beyond_theory
-    if result.labels is None:
-        return "the attack gives no labels, which the Jacobian needs"
-    return None
+    return "the attack gives no labels, which the Jacobian needs" if result.labels is None else None

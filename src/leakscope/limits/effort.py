@@ -1,8 +1,7 @@
-"""What one pass through a model takes, counted and not timed: what theory cannot do is refused beforehand.
+"""Count what one pass through a model takes, and refuse what theory cannot do beforehand.
 
-Derivatives of a gradient take some times as long as a pass through the model, and hold some times what it makes on the
-way. Both are counted on one real pass, which is ended once it is over any limit, so that refusing a model is quick
-however large it is; and by count the answer is the same on every machine.
+Operations and numbers are counted on one real pass, which is ended once it is over any limit, so that refusing a model
+is quick however large it is; and by count, not time, the answer is the same on every machine.
 """
 
 from __future__ import annotations
@@ -20,14 +19,11 @@ from leakscope.contracts.protocol import client_copy
 
 #: Operations of a pass times passes, a minute or two on one processor: for products with a Jacobian and its transpose,
 #: for columns of a Jacobian, and for plain gradients.
-PRODUCTS_WORK = 2e10
-COLUMNS_WORK = 7e10
-GRADIENTS_WORK = 2e12
+PRODUCTS_WORK, COLUMNS_WORK, GRADIENTS_WORK = 2e10, 7e10, 2e12
 #: Numbers that a pass makes on the way; second derivatives hold about a hundred bytes for each.
 MAX_NUMBERS = 1e7
 #: Where a pass of one example, or of two, is ended: too much for any of these.
 MAX_OPERATIONS = 1e10
-
 _ADVICE = "take smaller inputs, fewer examples or a smaller model"
 
 
@@ -49,10 +45,9 @@ inputs, fewer examples or a smaller model
         return Effort(self.operations * passes, self.numbers * passes, self.whole)
 
     def refusal(self, what: str, passes: float, work: float, numbers: float = MAX_NUMBERS) -> str | None:
-        """Why ``what`` is not computed; None where its passes take no more than ``work`` and ``numbers`` in all."""
-        over = "" if self.whole else "more than "
+        """Say why ``what`` is not computed; None where its passes take no more than ``work`` and ``numbers`` in all."""
         if not self.whole or self.operations * passes > work:
-            size = f"{over}{self.operations:.0e} operations"
+            size = f"{'' if self.whole else 'more than '}{self.operations:.0e} operations"
             limit = f"it takes {passes:.0f} passes of {min(work / passes, MAX_OPERATIONS):.0e} at most"
         elif self.numbers > numbers:
             size = f"{self.numbers:.0e} numbers on its way"
@@ -63,14 +58,13 @@ inputs, fewer examples or a smaller model
 
 
 def effort_of(model: nn.Module, input_shape: tuple[int, ...], examples: int = 1) -> Effort:
-    """What one pass of so many examples takes; nothing where the model cannot be run, which others tell better.
+    """Count what one pass of so many examples takes; nothing where the model cannot be run, which others tell better.
 
     >>> effort_of(nn.Linear(100, 10), (100,), examples=3)
     Effort(operations=6000.0, numbers=30.0, whole=True)
     """
     count = _Count()
-    # Two where there are several: BatchNorm in train mode cannot normalise a single number.
-    rows = min(2, examples)
+    rows = min(2, examples)  # two where there are several: BatchNorm in train mode cannot normalise a single number
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         try:
             twin = client_copy(model, "eval").float().cpu()
@@ -90,7 +84,7 @@ class _PassEnded(Exception):
 
 
 class _Count(TorchFunctionMode):
-    """Adds up what every function of torch does that the model calls, by itself or through its modules."""
+    """Add up what every function of torch does that the model calls, by itself or through its modules."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,8 +140,7 @@ def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
     return 2 * inputs[0].numel() * sum(len(weights) for weights in inputs[3:] if weights.dim() == 2)
 
 
-_Rule = Callable[[list[Tensor], Tensor], int]
-_OPERATIONS: Mapping[str, _Rule] = {
+_OPERATIONS: Mapping[str, Callable[[list[Tensor], Tensor], int]] = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _per_output),
     **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _per_input),
     **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm", "einsum"), _product),

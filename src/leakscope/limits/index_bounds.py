@@ -1,12 +1,10 @@
 """What batches announced by index give away of N samples: CAFE's theorems and bounds, as printed and put right.
 
-Notation as in :mod:`leakscope.equations.index_matrix`. Some functions are about rounds that were played; theorems and
-bounds about batches drawn evenly among all. With a = K(N-K)/(N(N-1)) and b = K(K-1)/(N(N-1)) such batches have
-M = E[ss'] = a I + b 11', whose smallest eigenvalue is a. The paper takes (K/N) I for it, right for K = 1 only.
-
-V, H are an estimate, V*, H* the truth, D = V - V* and A = H - H*. phi1 = E|D's|^2 and phi2 = E|R(s)|^2, with
-R(s) = sum_n s_n (h_n v_n' - h*_n v*_n'), are the expected losses of steps I and II at the estimate. Errors are measured
-in the Frobenius norm.
+Notation as in :mod:`leakscope.equations.index_matrix`. Theorems and bounds are about batches drawn evenly among all:
+with a = K(N-K)/(N(N-1)) and b = K(K-1)/(N(N-1)) they have M = E[ss'] = a I + b 11', whose smallest eigenvalue is a.
+The paper takes (K/N) I for it, right for K = 1 only. V, H are an estimate, V*, H* the truth, D = V - V* and A = H - H*.
+phi1 = E|D's|^2 and phi2 = E|R(s)|^2, with R(s) = sum_n s_n (h_n v_n' - h*_n v*_n'), are the expected losses of steps I
+and II at the estimate. Errors are measured in the Frobenius norm.
 
 - Step I: phi1 = tr(D'MD) >= a |D|^2, so |D|^2 <= phi1 / a. Printed is N/K in place of 1/a, which is smaller.
 - The sum over all samples, Delta = H'V - H*'V*: E[R(s)] = (K/N) Delta, so by Jensen |Delta|^2 <= (N/K)^2 phi2.
@@ -58,7 +56,7 @@ from leakscope.federation.vertical import Sampling
 
 
 def index_spectrum(samples: int, batch: int) -> tuple[tuple[float, int], ...]:
-    """The eigenvalues of E[ss'] for batches drawn evenly among all, each with how often it occurs.
+    """Return the eigenvalues of E[ss'] for batches drawn evenly among all, each with how often it occurs.
 
     >>> index_spectrum(5, 2)
     ((0.3, 4), (0.8, 1))
@@ -69,7 +67,7 @@ def index_spectrum(samples: int, batch: int) -> tuple[tuple[float, int], ...]:
 
 
 def _moments(samples: int, batch: int) -> tuple[float, float]:
-    """a and b of E[ss'] = a I + b 11'."""
+    """Return a and b of E[ss'] = a I + b 11'."""
     if samples == 1:
         return 1.0, 0.0
     pairs = samples * (samples - 1)
@@ -80,8 +78,7 @@ def _moments(samples: int, batch: int) -> tuple[float, float]:
 class Theorem:
     """A condition for a step of the attack to have one solution, as printed and as it is.
 
-    ``modulus`` of strong convexity, of the expected squared loss without a factor 1/2; 0 where it is none. None where
-    the output gradients would have to be known.
+    ``modulus`` of strong convexity, of the expected squared loss without a factor 1/2; None where V is not known.
     """
 
     number: int
@@ -104,11 +101,10 @@ def theorem1(samples: int, batch: int) -> Theorem:
 
 
 def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None) -> Theorem:
-    """When step II has one solution for the inputs, V being known; ``signals`` (N, d2) where they are.
+    """Tell when step II has one solution for the inputs, V being known; ``signals`` (N, d2) where they are.
 
     Printed is N < d2 and V of rank N. That suffices, but K < N and no zero row of V is enough: the Hessian
-    2 E[ss'] o VV' is then positive definite. For K = N it takes V of rank N. ``modulus`` is the lower bound 2 p of the
-    module's docstring, which is positive if and only if the modulus is.
+    2 E[ss'] o VV' is then positive definite. For K = N it takes V of rank N. ``modulus`` is the lower bound 2 p.
 
     >>> theorem = theorem2(3, 2, 2, torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]))
     >>> theorem.printed, theorem.corrected, round(theorem.modulus, 4)
@@ -120,10 +116,8 @@ def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None
     modulus = None if corrected is None else 0.0
     if signals is not None:
         check_rows("theorem2: signals", signals, samples, units)
-        strength = _strength(signals, batch)
-        printed = samples < units and smallest_value(signals) > 0
-        corrected = strength > 0
-        modulus = 2 * strength
+        printed, modulus = samples < units and smallest_value(signals) > 0, 2 * _strength(signals, batch)
+        corrected = modulus > 0
     words = (
         "step II is strongly convex if the samples are fewer than the units and V has full rank (printed); "
         "already if the batch is smaller than the number of samples and no row of V is zero (corrected)"
@@ -132,7 +126,7 @@ def theorem2(samples: int, batch: int, units: int, signals: Tensor | None = None
 
 
 def _strength(signals: Tensor, batch: int) -> float:
-    """p of the module's docstring: at most the smallest eigenvalue of E[ss'] o VV', and 0 only where that is."""
+    """Return p of the module's docstring: at most the smallest eigenvalue of E[ss'] o VV', 0 only where that is."""
     spread, shared = _moments(len(signals), batch)
     if spread and not bool(seen_rows(signals).all()):
         return 0.0
@@ -143,8 +137,7 @@ def _strength(signals: Tensor, batch: int) -> float:
 class RecoveryBound:
     """Bounds |V - V*|^2 <= ``signals`` phi1 and |H - H*|^2 <= ``inputs_phi1`` phi1 + ``inputs_phi2`` phi2.
 
-    phi1 and phi2 are the expected squared losses of steps I and II at the estimate; ``gradient`` phi2 bounds the
-    squared error |H'V - H*'V*|^2 of the sum over all samples. Infinite where the bound does not apply.
+    ``gradient`` phi2 bounds |H'V - H*'V*|^2, of the sum over all samples. Infinite where the bound does not apply.
     """
 
     name: str
@@ -157,11 +150,10 @@ class RecoveryBound:
 def recovery_bounds(
     batch: int, signals: Tensor, inputs: Tensor, true_signals: Tensor | None = None
 ) -> tuple[RecoveryBound, RecoveryBound, RecoveryBound]:
-    """The bounds as printed, corrected on the paper's way, and for any number of samples; see the module for proofs.
+    """Return the bounds as printed, corrected on the paper's way, and for any number of samples.
 
     ``signals`` is the estimate V, ``inputs`` the true H*, ``true_signals`` V* where it is another. The first two need
-    V and V* of rank N, so N <= d2, and the first is no theorem. The last needs no zero row of V, and where both
-    apply it is at most the second.
+    V and V* of rank N, and the first is no theorem. The last needs no zero row of V.
 
     >>> printed, corrected, general = recovery_bounds(2, torch.eye(4), torch.ones(4, 1))
     >>> printed.signals, corrected.signals, corrected.inputs_phi2, round(general.inputs_phi2, 6)
@@ -191,10 +183,9 @@ def recovery_bounds(
 
 
 def determined_inputs(index: Identifiability, signals: Tensor) -> Tensor:
-    """Which samples' layer inputs steps I and II determine: output gradient determined, and not zero.
+    """Tell which samples' layer inputs steps I and II determine: output gradient determined, and not zero.
 
-    If the combination w of rounds isolates sample n (S'w = e_n), it turns the weight gradients into h_n v_n'. A row of
-    V counts as zero below the rounding of the longest.
+    If the combination w of rounds isolates sample n (S'w = e_n), it turns the weight gradients into h_n v_n'.
 
     >>> from leakscope.equations.index_matrix import identify
     >>> determined_inputs(identify([[0], [1]], samples=2), torch.tensor([[1.0, 2.0], [0.0, 0.0]])).tolist()
@@ -205,10 +196,9 @@ def determined_inputs(index: Identifiability, signals: Tensor) -> Tensor:
 
 
 def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
-    """Which samples' layer inputs step II determines where V is known however: exact, from (S'S) o (VV').
+    """Tell which samples' layer inputs step II determines where V is known however: exact, from (S'S) o (VV').
 
-    One round with sample n is enough, if the output gradients of its batch are linearly independent; so with K <= d2
-    as few rounds suffice as it takes to have every sample once.
+    One round with sample n is enough, if the output gradients of its batch are linearly independent.
 
     >>> inputs_given_signals([[0, 1]], torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])).tolist()
     [True, True, False]
@@ -222,10 +212,9 @@ def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
 
 
 def distinct_columns(indices: Indices, samples: int) -> Tensor:
-    """Which samples are in some round and share their set of rounds with no other sample.
+    """Tell which samples are in some round and share their set of rounds with no other sample.
 
-    The others are out of reach of steps I and II whatever the model: two samples that are always together can be mixed
-    with each other without a change in any gradient of the layer.
+    Two samples that are always together can be mixed without a change in any gradient of the layer.
 
     >>> distinct_columns([[0, 1, 2], [2, 3]], samples=5).tolist()
     [False, False, True, True, False]
@@ -236,16 +225,15 @@ def distinct_columns(indices: Indices, samples: int) -> Tensor:
 
 
 def separable(indices: Indices, signals: Tensor, inputs: Tensor) -> Tensor:
-    """Which samples follow from the layer's gradients alone, in however few rounds: a sufficient condition.
+    """Tell which samples follow from the layer's gradients alone, in however few rounds: a sufficient condition.
 
     This goes beyond the paper. Let the inputs of all samples be linearly independent, so N <= d1 (for the bias,
     ``inputs`` has a column of ones). Then there is a w_n with h_n'w_n = 1 and h_m'w_n = 0 for all others, and the
     weight gradients G_t (d2 x d1) give G_t w_n = s_tn v_n. Conversely an adversary who looks for w with G_t w = 0 in
     the rounds without n, and the same G_t w in all rounds with n, finds no other, if the output gradients of each batch
     are linearly independent (K <= d2), and so are those of the samples that occur in some rounds of n and in no other.
-    From all w_n follow V and H, up to the norm of each h_n, which a bias fixes. Samples in no round and those whose
-    output gradient is zero leave no trace and do not matter; where the condition fails for one sample, nothing is
-    claimed of any.
+    From all w_n follow V and H, up to the norm of each h_n, which a bias fixes. Samples that leave no trace do not
+    matter; where the condition fails for one sample, nothing is claimed of any.
 
     >>> separable([[0, 1], [0, 2]], torch.eye(4), torch.eye(4)).tolist()  # three samples in two rounds
     [True, True, True, False]
@@ -279,7 +267,7 @@ class RoundsNeeded:
     """``least`` rounds for step I to determine every sample; None where no number is enough.
 
     ``covered``: expected rounds until every sample was in a batch. ``apart``: rounds after which fewer than one pair
-    of samples is expected to have always been together; it can be enough for an adversary (:func:`separable`).
+    of samples is expected to have always been together, which can be enough (:func:`separable`).
     """
 
     least: int | None
@@ -288,11 +276,11 @@ class RoundsNeeded:
 
 
 def rounds_needed(samples: int, batch: int, sampling: Sampling = "uniform") -> RoundsNeeded:
-    """How many rounds it takes; ``sampling`` "epochs" goes through all samples in shuffled order again and again.
+    """Count the rounds it takes; ``sampling`` "epochs" goes through all samples in shuffled order again and again.
 
     Step I needs N independent batches. The batches of an epoch add up to all samples, so each epoch after the first
-    adds one fewer than it has batches; not so where K does not divide N and the rest of the epoch is dropped. Rounds
-    until all were seen are those of a coupon collector who gets K different coupons at a time.
+    adds one fewer than it has batches, unless K does not divide N. Rounds until all were seen are those of a coupon
+    collector who gets K different coupons at a time.
 
     >>> rounds_needed(4, 2), rounds_needed(800, 40, "epochs").least
     (RoundsNeeded(least=4, covered=3.8, apart=2), 841)
@@ -318,9 +306,7 @@ def rounds_needed(samples: int, batch: int, sampling: Sampling = "uniform") -> R
 
 
 def _expected_cover(samples: int, batch: int) -> float:
-    """Rounds until every sample was drawn: sum_i (-1)^(i+1) C(N,i) / (1 - C(N-i,K) / C(N,K)), in whole numbers.
-
-    The terms are astronomically large and alternate, so floating point would leave nothing of the sum.
+    """Sum sum_i (-1)^(i+1) C(N,i) / (1 - C(N-i,K) / C(N,K)) in whole numbers: huge terms alternate.
 
     >>> _expected_cover(4, 2), round(_expected_cover(6, 1), 9)
     (3.8, 14.7)

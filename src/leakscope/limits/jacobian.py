@@ -1,12 +1,10 @@
 """The rank of the Jacobian of the gradient with respect to the inputs, and the trace of the inverse of a large matrix.
 
-At a generic point, full rank means that the inputs are determined locally (up to the order of the examples); less means
-that there are directions in which they can change without a trace, whatever the attack.
-
-Trace: Hutchinson, "A Stochastic Estimator of the Trace of the Influence Matrix", 1990: z' A^-1 z for a random vector z
-of signs has the trace of A^-1 as its mean. Each such form comes from conjugate gradients on A y = z: after k steps from
-zero it is the sum of (step length) x (squared residual), which is Gauss quadrature (Golub and Meurant, "Matrices,
-Moments and Quadrature", 1994) and so grows with every step and never beyond z' A^-1 z.
+At a generic point, full rank means that the inputs are determined locally (up to the order of the examples). Trace:
+Hutchinson, "A Stochastic Estimator of the Trace of the Influence Matrix", 1990: z' A^-1 z for a random vector z of
+signs has the trace of A^-1 as its mean. Conjugate gradients on A y = z give it: after k steps from zero it is the sum
+of (step length) x (squared residual), which is Gauss quadrature (Golub and Meurant, "Matrices, Moments and Quadrature",
+1994) and so grows with every step and never beyond z' A^-1 z.
 """
 
 from __future__ import annotations
@@ -26,14 +24,13 @@ from leakscope.limits.effort import COLUMNS_WORK, Effort, effort_of
 from leakscope.matching.gradient_map import GradientMap, Progress
 
 #: Above these the Jacobian is never made: unknowns, and entries of the matrix (two gigabytes in float64).
-MAX_UNKNOWNS = 5000
-MAX_ENTRIES = 2**28
+MAX_UNKNOWNS, MAX_ENTRIES = 5000, 2**28
 #: Up to so many unknowns the Jacobian of a small model is made unasked: above, it can take minutes.
 QUICK_UNKNOWNS = 1024
 
 
 def too_large(unknowns: int, columns: int) -> str | None:
-    """Why a Jacobian of this size is not made; None where it is.
+    """Say why a Jacobian of this size is not made; None where it is.
 
     >>> too_large(6000, 10)
     '6000 unknowns; the Jacobian is made up to 5000'
@@ -46,18 +43,17 @@ def too_large(unknowns: int, columns: int) -> str | None:
 
 
 def not_unasked(unknowns: int, effort: Effort) -> str | None:
-    """Why the Jacobian of a model is not made unless asked for; None where it is."""
+    """Say why the Jacobian of a model is not made unless asked for; None where it is."""
     if unknowns > QUICK_UNKNOWNS:
         return f"{unknowns} unknowns; above {QUICK_UNKNOWNS} only if asked for (--exact)"
     return effort.refusal("the Jacobian", unknowns, COLUMNS_WORK)
 
 
 def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | None = None) -> Tensor | str:
-    """The Jacobian with compressed columns, or why it was not made.
+    """Make the Jacobian with compressed columns, or say why not.
 
-    The compression takes the examples behind a linear layer's gradient for linearly independent. Where they are not, as
-    with an input of nothing but zeros, it would lose something, which a product with one random direction shows: then
-    every entry gets a column of its own.
+    The compression takes the examples behind a linear layer's gradient for linearly independent. Where they are not, a
+    product with one random direction shows it, and every entry gets a column of its own.
     """
     # The count first: the number of columns needs a pass through the model.
     reason = too_large(mapping.unknowns, 1) or too_large(mapping.unknowns, mapping.columns(flat))
@@ -69,8 +65,7 @@ def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | No
         direction = torch.randn(len(flat), generator=draws, dtype=torch.float64).to(flat)
         whole, ours = float(mapping.linearise(flat).forward(direction).norm()), float((direction @ matrix).norm())
         if not math.isclose(whole, ours, rel_tol=1e3 * math.sqrt(torch.finfo(flat.dtype).eps)):
-            reason = too_large(mapping.unknowns, mapping.entries)
-            if reason is not None:
+            if (reason := too_large(mapping.unknowns, mapping.entries)) is not None:
                 return reason
             matrix = mapping.jacobian(flat, exact=True, progress=progress)
     except RuntimeError as error:  # an operation without a forward derivative, or one that vmap does not know
@@ -91,10 +86,7 @@ def gradient_map_at(
     inputs: Tensor | None = None,
     labels: Tensor | None = None,
 ) -> tuple[GradientMap, Tensor]:
-    """The map of a model in float64 and a batch to look at it: ``inputs`` with ``labels``, or a random one.
-
-    A random batch lies in the box ([0, 1] without one) and has the labels 0, 1, 2, ...
-    """
+    """Return a model's map in float64 and a batch: ``inputs`` with ``labels``, or a random one in the box ([0, 1])."""
     update = {n: torch.zeros_like(p) for n, p in model.named_parameters() if p.requires_grad}
     # The observation copies the model, so nothing below can reach the caller's.
     box = value_range or ValueRange()
@@ -121,10 +113,9 @@ def jacobian_rank(
     exact: bool = False,
     progress: Progress | None = None,
 ) -> JacobianRank:
-    """The rank at a random batch in the box ([0, 1] without one) with known labels 0, 1, 2, ...; float64.
+    """Compute the rank at a random batch in the box ([0, 1] without one) with known labels 0, 1, 2, ...; float64.
 
-    ``exact`` asks for it above QUICK_UNKNOWNS unknowns too. A single linear layer of three classes has 3 x 2 weights
-    and so shows two inputs of one example:
+    ``exact`` asks for it above QUICK_UNKNOWNS unknowns too.
 
     >>> jacobian_rank(nn.Linear(2, 3), (2,), batch=1, num_classes=3).rank
     2
@@ -137,7 +128,7 @@ def jacobian_rank(
 def decompose_at(
     mapping: GradientMap, flat: Tensor, *, exact: bool = False, vectors: bool = False, progress: Progress | None = None
 ) -> Decomposition | str:
-    """The singular values of the Jacobian at ``flat``, or why they were not computed."""
+    """Compute the singular values of the Jacobian at ``flat``, or say why not."""
     if not exact:
         reason = not_unasked(mapping.unknowns, effort_of(mapping.victim.model, mapping.inputs.shape, mapping.shape[0]))
         if reason is not None:
@@ -155,8 +146,7 @@ _CONFIDENCE = 0.95
 class InverseTrace:
     """``inverse`` is the mean of the probes, infinite where one met a direction that the matrix takes to zero.
 
-    ``interval`` is Student's at 95 %. ``converged`` is the share of probes that had settled, ``trace`` the estimate of
-    the matrix's own trace by the same probes.
+    ``interval`` is Student's at 95 %, ``converged`` the share of probes that had settled, ``trace`` the matrix's own.
     """
 
     inverse: float
@@ -167,7 +157,7 @@ class InverseTrace:
 
 
 def signs(unknowns: int, probes: int, seed: int) -> Tensor:
-    """Random vectors of +1 and -1 in rows, in float64.
+    """Draw vectors of +1 and -1 in rows, in float64.
 
     >>> signs(4, 2, seed=0).abs().sum().item()
     8.0
@@ -179,9 +169,9 @@ def signs(unknowns: int, probes: int, seed: int) -> Tensor:
 def inverse_trace(
     product: Callable[[Tensor], Tensor], directions: Tensor, *, steps: int, progress: Progress | None = None
 ) -> InverseTrace:
-    """The trace of the inverse of a symmetric positive matrix, from its ``product`` with vectors.
+    """Estimate the trace of the inverse of a symmetric positive matrix, from its ``product`` with vectors.
 
-    ``directions`` are the probes, two at least, one a row (see :func:`signs`); each takes ``steps`` products at most.
+    ``directions`` are two probes at least, one a row (see :func:`signs`); each takes ``steps`` products at most.
 
     >>> result = inverse_trace(lambda v: 4 * v, signs(6, 3, seed=0), steps=10)
     >>> result.inverse, result.standard_error, result.trace, result.converged
@@ -208,12 +198,10 @@ def inverse_trace(
 def _quadratic_form(
     product: Callable[[Tensor], Tensor], start: Tensor, steps: int, tell: Callable[[int], None]
 ) -> tuple[float, float, bool]:
-    """start' A^-1 start from below, start' A start, and whether the former had settled."""
-    left, direction = start, start
+    """Return start' A^-1 start from below, start' A start, and whether the former had settled."""
+    left, direction, sums = start, start, [0.0]
     size = trace = float(start @ start)
-    # The largest stretch of a direction so far: what is tiny beside it is rounding.
-    largest = 0.0
-    sums = [0.0]
+    largest = 0.0  # stretch of a direction so far: what is tiny beside it is rounding
     for step in range(1, steps + 1):
         image = product(direction)
         curvature, length = float(direction @ image), float(direction @ direction)

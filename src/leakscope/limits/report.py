@@ -33,11 +33,10 @@ from leakscope.network.layers import Structure, structure
 class Limits:
     """Facts and conditions; :attr:`conclusion` is the one sentence, ``leakscope.report.limits_tables`` prints them.
 
-    ``identifiable``: whether a batch is locally determined by its gradient, labels being known; None where only the
-    counts are available and they do not exclude it. ``closed_form``: the first linear layer gives one example exactly.
-    ``span_readable``: its gradient gives the span of the batch. ``layers`` is the linear system of each layer, for one
-    example; ``floor`` the least error behind ``channel``; ``orders`` published orders of it. Where one of these is
-    missing, its reason says why. ``point`` names the inputs at which rank and floor were taken.
+    ``identifiable``: a batch is locally determined by its gradient and labels; None where counts alone do not exclude
+    it. ``closed_form``: the first linear layer gives one example exactly. ``span_readable``: its gradient gives the
+    span of the batch. ``layers``: the linear system of each layer, for one example; ``floor``: the least error behind
+    ``channel``; ``orders``: published orders of it. ``point`` names the inputs at which rank and floor were taken.
     """
 
     input_shape: tuple[int, ...]
@@ -92,11 +91,11 @@ class Limits:
 
     @property
     def security(self) -> float | None:
-        """c(M) of the layers; None where the model is no chain of layers that can be solved one by one."""
+        """Return c(M) of the layers; None where the model is no chain of layers that can be solved one by one."""
         return security_metric(self.layers) if self.layers else None
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON can hold it; an infinite number becomes None."""
+        """Return everything as JSON can hold it; an infinite number becomes None."""
         facts = dataclasses.asdict(self)
         facts["jacobian"]["full"] = self.jacobian.full
         for layer, entry in zip(self.layers, facts["layers"], strict=True):
@@ -109,18 +108,16 @@ class Limits:
         return {name: plain_values(value) for name, value in facts.items()}
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     def to_latex(self) -> str:
-        """The most important facts as a LaTeX ``tabular``."""
+        """Return the most important facts as a LaTeX ``tabular``."""
         return latex_table([{"fact": name, "value": cell(value)} for name, value in self._shown().items()])
 
     def _repr_html_(self) -> str:
         return html_facts("Limits", self._shown(), [self.conclusion])
 
     def _shown(self) -> dict[str, Any]:
-        """The most important facts; None where one was not computed."""
         floor = None if self.floor is None else f"{self.floor.psnr:.1f} dB (RMSE {self.floor.rmse:.3g})"
         return {
             "inputs": f"{self.batch} of shape {' x '.join(map(str, self.input_shape))}",
@@ -148,18 +145,13 @@ def limits(
     probes: int = PROBES,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Limits:
-    """What a gradient of ``model`` on ``batch`` examples can tell at most; ``model`` itself is not touched.
+    """Compute what a gradient of ``model`` on ``batch`` examples can tell at most; ``model`` itself is not touched.
 
-    ``input_shape`` is without the batch. ``num_classes`` is checked against the model's outputs where given.
-    ``value_range`` is the box of the inputs, [0, 1] without it. Rank and floor are taken at ``inputs`` with ``labels``,
-    or at a random batch in the box with the labels 0, 1, 2, ... The floor is for what ``channel`` lets through, and not
-    computed without one. Above a thousand unknowns the rank is only computed, and the floor only exact, where
-    ``exact`` asks for it; otherwise the floor is estimated with ``probes``. ``progress`` is told what is done, how much
-    of it, and of how much.
-
-    A batch is determined only up to the order of its examples, and priors on the inputs may fill in what the gradient
-    does not show.
-
+    ``input_shape`` is without the batch. ``value_range`` is the box of the inputs, [0, 1] without it. Rank and floor
+    are taken at ``inputs`` with ``labels``, or at a random batch in the box with the labels 0, 1, 2, ... The floor is
+    for what ``channel`` lets through, and not computed without one. Above a thousand unknowns the rank is only
+    computed, and the floor only exact, with ``exact``; otherwise the floor is estimated with ``probes``. A batch is
+    determined only up to the order of its examples, and priors may fill in what the gradient does not show.
     >>> facts = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
     >>> facts.gradient_entries, facts.unknowns, facts.closed_form, facts.jacobian.rank
     (15, 4, True, 4)
@@ -228,12 +220,9 @@ def limits(
 def _floor(
     mapping: GradientMap, flat: Tensor, channel: Channel, spectrum: Decomposition | str, exact: bool, **options: Any
 ) -> Floor | str:
-    """The floor, or why there is none."""
     if channel.beyond_theory is not None:
         return channel.beyond_theory
-    plan: tuple[Method, int] | str = ("auto", STEPS)
-    if not exact:
-        plan = affordable_floor(mapping, probes=options["probes"])
+    plan: tuple[Method, int] | str = ("auto", STEPS) if exact else affordable_floor(mapping, probes=options["probes"])
     if isinstance(plan, str):
         return plan
     method, steps = plan
@@ -247,7 +236,7 @@ def _floor(
 def _orders(
     net: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
 ) -> tuple[Order, ...] | str:
-    """The published orders for a model with one hidden layer, or why they say nothing of this one."""
+    """Return the published orders for a model with one hidden layer, or why they say nothing of this one."""
     first = one_hidden_layer(net)
     if isinstance(first, str):
         return f"left out because {first}"
@@ -291,7 +280,7 @@ def _checked(model: nn.Module, input_shape: tuple[int, ...], batch: int, num_cla
 
 
 def example_problems(inputs: Tensor | None, labels: Tensor | None, shape: tuple[int, ...], outputs: int) -> list[str]:
-    """What is wrong with examples that were given: inputs of this shape, with labels for a model's outputs."""
+    """List what is wrong with examples that were given: inputs of this shape, with labels for a model's outputs."""
     problems = []
     if (inputs is None) != (labels is None):
         problems.append("inputs and labels: expected both or neither")

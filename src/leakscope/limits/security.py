@@ -6,16 +6,12 @@ n_i the number of its unknowns,
 
     c(M) = sum_i (d - i) / d * (rank_i - n_i)
 
-Zero means that each layer is determined by what is behind it, so that one example is recovered exactly; the more
-negative, the safer. Linear layers are always determined and count nothing. It depends on the sizes of the layers, and
-neither on data nor on training.
-
-Ranks are computed here; the formula min(n, |z| + |w| - filters^2) stands beside them. They differ where a stride leaves
-the last rows and columns out: the second convolution of ``cnn4-c3`` at 32 x 32 misses 330 of its 4704 inputs, so that
-the metric is -220 where the formula says -170.67.
-
-Differences from the published code: padded pixels are no unknowns, summands are not rounded, and the rank is taken
-relative to the largest singular value of equations that were brought to one scale first.
+Zero means that one example is recovered exactly, layer by layer; the more negative, the safer. Linear layers are always
+determined and count nothing. Ranks are computed here; the formula min(n, |z| + |w| - filters^2) stands beside them.
+They differ where a stride leaves the last rows and columns out: the second convolution of ``cnn4-c3`` at 32 x 32 misses
+330 of its 4704 inputs, so that the metric is -220 where the formula says -170.67. Differences from the published code:
+padded pixels are no unknowns, summands are not rounded, and the rank is taken relative to the largest singular value of
+equations that were brought to one scale first.
 """
 
 from __future__ import annotations
@@ -42,11 +38,10 @@ MAX_UNKNOWNS = 6000
 class LayerSystem:
     """One stage of the model: the size of its linear system, the rank found and the rank that sizes predict.
 
-    ``rank``, ``smallest`` and ``condition`` are None, with a reason, where the system was too large. ``predicted_rank``
-    is the published formula's, and None where there is none (several operations in one stage, grouped convolutions).
-    ``unseen`` unknowns are in no equation at all, such as last rows that a stride leaves over; the formula knows
-    nothing of them. ``smallest`` is the smallest singular value that is not zero, ``condition`` the largest divided by
-    it, of equations brought to one scale.
+    ``rank``, ``smallest`` (nonzero singular value) and ``condition`` are of equations brought to one scale, and None,
+    with a reason, where the system was too large. ``predicted_rank`` is the published formula's; None for several
+    operations in one stage or grouped convolutions. ``unseen`` unknowns are in no equation at all, such as last rows
+    that a stride leaves over; the formula knows nothing of them.
     """
 
     name: str
@@ -63,7 +58,7 @@ class LayerSystem:
 
     @property
     def deficiency(self) -> int | None:
-        """Rank minus unknowns, at most 0; from the predicted rank where none was computed."""
+        """Return rank minus unknowns, at most 0; from the predicted rank where none was computed."""
         rank = self.predicted_rank if self.rank is None else self.rank
         return None if rank is None else min(0, rank - self.unknowns)
 
@@ -77,10 +72,10 @@ def layer_systems(
     seed: int = 0,
     max_unknowns: int = MAX_UNKNOWNS,
 ) -> tuple[LayerSystem, ...]:
-    """The linear system of every stage, input first, at a random input in the box ([0, 1] without one), in float64.
+    """Return the linear system of every stage, input first, at a random input in the box ([0, 1]), in float64.
 
     ``max_unknowns`` bounds the smaller of rows and unknowns of systems whose rank is computed; 0 leaves only those of
-    linear layers, which need no computation. Raises ``NotApplicable`` where the model is no such chain.
+    linear layers. Raise ``NotApplicable`` where the model is no such chain.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 2, bias=False), nn.Tanh(), nn.Flatten(), nn.Linear(18, 3))
     >>> [(layer.name, layer.rows, layer.unknowns, layer.rank) for layer in layer_systems(net, (1, 4, 4))]
@@ -95,7 +90,7 @@ def layer_systems(
 
 
 def security_metric(layers: Sequence[LayerSystem]) -> float:
-    """c(M) of equation 12; NaN where a layer's rank is neither computed nor predicted.
+    """Return c(M) of equation 12; NaN where a layer's rank is neither computed nor predicted.
 
     >>> one = dict(convolutional=True, rows=0, unseen=0, predicted_rank=None)
     >>> layers = [LayerSystem(name="a", unknowns=10, rank=8, **one), LayerSystem(name="b", unknowns=6, rank=2, **one)]
@@ -110,7 +105,7 @@ def security_metric(layers: Sequence[LayerSystem]) -> float:
 
 
 def _systems(chain: Chain, input_shape: tuple[int, ...], box: ValueRange, seed: int) -> list[LinearSystem]:
-    """The true systems at one random input: outputs and output gradients come from the model itself."""
+    """Return the true systems at one random input: outputs and output gradients come from the model itself."""
     generator = torch.Generator().manual_seed(seed)
     x = box.from_unit(torch.rand((1, *input_shape), generator=generator, dtype=torch.float64))
     received: list[Tensor] = []

@@ -4,9 +4,7 @@ Zhu, Yao, Blaschko, "Surrogate Model Extension (SME): A Fast and Accurate Weight
 ICML 2023. The attack looks for a point on the segment from w_0 to w_T whose gradient is parallel to the update w_0 -
 w_T. Such a point exists for gradient flow in two dimensions, so two things matter: whether the gradients of the local
 steps keep to two directions (:func:`leading_shares`), and how parallel the best point is (:func:`cosine_profile`).
-
-``beta`` is the weight on the end of the training throughout: 0 is w_0, 1 is w_T. The paper's equation 5 uses the
-reversed letter, its tables and its code use this one.
+``beta`` is 0 at w_0 and 1 at w_T, as in the paper's tables and code; its equation 5 uses the reversed letter.
 """
 
 from __future__ import annotations
@@ -22,10 +20,8 @@ from torch import Tensor
 from leakscope.contracts.checks import expected, refuse, whole
 from leakscope.contracts.errors import UserError
 
-#: Columns of the matrix of gradients that are in double precision at a time: 50 steps take 50 MB.
-_COLUMNS = 2**17
-#: How exactly the best point of the segment is found.
-BETA_TOLERANCE = 1e-3
+_COLUMNS = 2**17  # of the matrix of gradients in double precision at a time: 50 steps take 50 MB
+BETA_TOLERANCE = 1e-3  # of the best point on the segment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +35,10 @@ class CosineProfile:
 
 
 def leading_shares(gradients: Tensor, directions: int = 2) -> Tensor:
-    """For each row g of (steps, parameters) the share |P g| / |g| in the leading right singular directions.
+    """Return for each row g of (steps, parameters) the share |P g| / |g| in the leading right singular directions.
 
-    One number a step from 0 to 1, in float64. Computed from the steps x steps matrix of inner products, so that the
-    parameters may be millions; a row 1e6 times shorter than the longest keeps about four digits. Of a zero row
-    nothing lies outside, so its share is 1. So few steps as there are ``directions`` always have shares of 1.
+    Computed in float64 from the steps x steps matrix of inner products, so that the parameters may be millions; a row
+    1e6 times shorter than the longest keeps about four digits. The share of a zero row is 1.
 
     >>> shares = leading_shares(torch.tensor([[2.0, 0.0, 0.0], [0.0, 0.8, 0.6], [0.0, 0.8, -0.6]]))
     >>> [round(share, 6) for share in shares.tolist()]
@@ -73,10 +68,10 @@ def leading_shares(gradients: Tensor, directions: int = 2) -> Tensor:
 def cosine_profile(
     update: Mapping[str, Tensor], gradient_at: Callable[[float], Mapping[str, Tensor]], points: int = 21
 ) -> CosineProfile:
-    """The cosine between ``update`` = w_0 - w_T and the gradient at w_0 - beta update, for beta from 0 to 1.
+    """Return the cosine between ``update`` = w_0 - w_T and the gradient at w_0 - beta update, for beta from 0 to 1.
 
     ``gradient_at(beta)`` is called at ``points`` even places, and then around the best of them, whose maximum is
-    refined to 1e-3 in beta by Brent's bounded search. A valley between two places of the grid can be missed.
+    refined by Brent's bounded search. A valley between two places of the grid can be missed.
 
     >>> profile = cosine_profile({"w": torch.tensor([2.0, 0.0])}, lambda beta: {"w": torch.tensor([1.0, beta - 0.33])})
     >>> round(profile.best_beta, 3), round(profile.best_cosine, 6), round(profile.cosines[0], 3)
@@ -120,7 +115,7 @@ def cosine_profile(
 
 
 def parallel_beta(curvatures: Sequence[float], start: Sequence[float], end: Sequence[float]) -> float:
-    """Where on the segment the gradient of 1/2 w' diag(h) w in two dimensions is parallel to start - end.
+    """Find where on the segment the gradient of 1/2 w' diag(h) w in two dimensions is parallel to start - end.
 
     With D = start - end: beta = (h1 w0x Dy - h2 w0y Dx) / ((h1 - h2) Dx Dy). If ``end`` lies on the gradient flow
     from ``start``, beta is between 0 and 1 (above 1/2 for positive curvatures) and the cosine there is +1.
@@ -154,11 +149,9 @@ def drift_bound(
 ) -> float:
     """Theorem 4.3 as printed: (G2 + sqrt(T G^2 L^2 / (l_0 - l_T)))^2 with G^2 = G2^2 eta / (1 - eta beta / 2).
 
-    ``gradient_norm`` G2 bounds the norm of the gradients the client steps along, ``lipschitz`` L is the Lipschitz
-    constant of the loss and ``smoothness`` beta that of its gradient: the text leaves them to be told by their
-    dimensions, and the bound is a squared gradient norm. Constants are dropped on the way to it, so it gives an
-    order only: it grows with the number of steps T, and as the loss falls less. Infinite, which says nothing, where
-    the loss did not fall or eta beta is 2 or more. It assumes plain SGD.
+    ``gradient_norm`` G2 bounds the client's gradients, ``lipschitz`` L is the Lipschitz constant of the loss and
+    ``smoothness`` beta that of its gradient (read off the dimensions; the text does not say). Constants are dropped, so
+    it gives an order only. Infinite where the loss did not fall or eta beta is 2 or more. It assumes plain SGD.
 
     >>> constants = dict(gradient_norm=1.0, lipschitz=1.0, smoothness=1.0, learning_rate=1.0)
     >>> drift_bound(**constants, steps=2, loss_before=3.0, loss_after=2.0)

@@ -1,7 +1,6 @@
 """What theory says of a vertical model before any attack: which samples the announced batches give away.
 
-The steps of CAFE that have a closed form, worker by worker; see :mod:`leakscope.limits.index_bounds`. Output gradients
-and layer inputs are those of real or random samples, in double precision, with BatchNorm in eval mode.
+See :mod:`leakscope.limits.index_bounds`. Everything is computed in double precision, with BatchNorm in eval mode.
 """
 
 from __future__ import annotations
@@ -41,17 +40,15 @@ from leakscope.models.split import VerticalModel
 from leakscope.network.layers import FirstDense, first_dense
 from leakscope.network.recorder import cut_at
 
-#: Samples that go through the model at a time.
-_AT_ONCE = 100
+_AT_ONCE = 100  # samples that go through the model at a time
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerLimits:
     """What one worker gives away through its first dense layer.
 
-    ``invisible``: samples whose output gradient is zero here, in whatever round. ``determined``: samples whose layer
-    inputs follow by steps I and II. ``separable``: by the gradients of all rounds together; None where steps I and II
-    do.
+    ``invisible``: samples whose output gradient is zero here. ``determined``: samples whose layer inputs follow by
+    steps I and II; ``separable``: by the gradients of all rounds together, None where steps I and II do.
     """
 
     worker: int
@@ -72,7 +69,7 @@ class WorkerLimits:
 
     @property
     def enough_inputs(self) -> bool:
-        """Whether the layer reads at least as many numbers as the worker has features: necessary for step III."""
+        """Tell whether the layer reads at least as many numbers as the worker has features: necessary for step III."""
         return self.inputs >= self.features
 
 
@@ -80,8 +77,7 @@ class WorkerLimits:
 class VerticalLimits:
     """Facts and conditions of a vertical model; :attr:`conclusion` is the one sentence.
 
-    ``rounds`` were drawn with ``seed`` and ``sampling``, unless ``given``. ``together``: samples that are in no round
-    or share all their rounds with another.
+    ``given``: the rounds were not drawn. ``together``: samples in no round, or that share all rounds with another.
     """
 
     samples: int
@@ -99,7 +95,7 @@ class VerticalLimits:
 
     @property
     def identifiable(self) -> bool:
-        """Whether steps I and II determine what every worker reads of every sample."""
+        """Tell whether steps I and II determine what every worker reads of every sample."""
         return all(worker.determined == self.samples for worker in self.workers)
 
     @property
@@ -129,7 +125,7 @@ class VerticalLimits:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as JSON can hold it; an infinite number becomes None."""
+        """Return everything as JSON can hold it; an infinite number becomes None."""
         facts: dict[str, Any] = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del facts["index"]  # at the end, without its tensor
         facts |= {name: dataclasses.asdict(facts[name]) for name in ("needed", "theorem")}
@@ -141,7 +137,6 @@ class VerticalLimits:
         return {name: plain_values(value) for name, value in facts.items()}
 
     def to_json(self) -> str:
-        """Everything as JSON text."""
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     def _repr_html_(self) -> str:
@@ -163,12 +158,11 @@ def vertical_limits(
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> VerticalLimits:
-    """What ``rounds`` announced batches of ``batch`` of the ``samples`` give away; ``model`` itself is not touched.
+    """Compute what ``rounds`` announced batches of ``batch`` of the ``samples`` give away; ``model`` is not touched.
 
     The batches are ``indices``, or drawn; ``rounds=None`` is a quarter more than step I needs at least. The samples
     are ``inputs`` with ``labels``, or random ones in [0, 1] with the labels 0, 1, 2, ... The model is taken to stand
-    still, and the adversary to know which samples are in each batch. ``progress`` is told what is done, how much of it,
-    and of how much.
+    still, and the adversary to know which samples are in each batch.
     """
     outputs = _outputs(model)
     problems = whole(samples=samples, batch=batch, **({} if rounds is None else {"rounds": rounds}))
@@ -181,8 +175,8 @@ def vertical_limits(
         tried = BYTES.problem(FLOAT * samples * max(samples, rounds or 0), "Look at fewer samples.")
         problems += [] if tried is None else [f"samples: who is in which batch: {tried}"]
     refuse("vertical_limits", problems + example_problems(inputs, labels, (samples, *model.input_shape), outputs))
-    needed = rounds_needed(samples, batch, sampling)
-    own_batches, own_samples = indices is not None, inputs is not None
+    point = "random samples in [0, 1]" if inputs is None else "the samples that were given"
+    given = indices is not None
     if indices is None:
         count = rounds or default_rounds(samples, batch, sampling)
         drawn = draw_batches(samples, batch, count, sampling, torch.Generator().manual_seed(seed))
@@ -203,12 +197,12 @@ def vertical_limits(
         batch=batch,
         rounds=index.rounds,
         sampling=sampling,
-        given=own_batches,
+        given=given,
         seed=seed,
-        point="the samples that were given" if own_samples else "random samples in [0, 1]",
+        point=point,
         index=index,
         together=samples - int(distinct_columns(indices, samples).sum()),
-        needed=needed,
+        needed=rounds_needed(samples, batch, sampling),
         theorem=theorem1(samples, batch),
         workers=tuple(workers),
     )
@@ -249,10 +243,9 @@ def layer_signals(
     batch: int,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """V (N, d2) and H (N, d1) of each worker's first dense layer, in double precision.
+    """Return V (N, d2) and H (N, d1) of each worker's first dense layer, in double precision.
 
-    V is the derivative of the mean loss of a batch of ``batch`` by the layer's output: of each sample's own loss,
-    divided by the batch size.
+    V is the derivative of the mean loss of a batch of ``batch`` by the layer's output.
     """
     net = copy.deepcopy(model).double().eval().requires_grad_(False)
     layers = [dense.module(net) for dense in first_dense(net)]

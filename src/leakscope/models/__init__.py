@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,13 +42,13 @@ from leakscope.models.vit import VisionTransformer
 
 @dataclass(frozen=True, kw_only=True)
 class ModelEntry(Entry):
-    """One row of the table: how to build a model, and the shapes it has when none are given."""
+    """A model of the table: how to build it, and the shapes it has when none are given."""
 
     input_shape: Shape
     num_classes: int
 
     def options(self) -> tuple[str, ...]:
-        """Names of the options beside input_shape and num_classes.
+        """Return the names of the options beside input_shape and num_classes.
 
         >>> MODELS["one-layer-cnn"].options()
         ('filters', 'activation')
@@ -98,10 +98,9 @@ def build_model(
 ) -> nn.Module:
     """Build the model called ``spec``: a name in :data:`MODELS`, or ``package.module:factory``.
 
-    One of the table is built only if it has at most ``most`` parameters.
-
-    The same arguments give the same weights, and the global random state is left as it was. A factory of the
-    user's own is given ``input_shape``, ``num_classes`` and ``seed`` only where its signature names them.
+    One of the table is built only if it has at most ``most`` parameters. The same arguments give the same weights, and
+    the global random state is left as it was. A factory of the user's own is given ``input_shape``, ``num_classes``
+    and ``seed`` only where its signature names them.
 
     >>> build_model("mlp", input_shape=(4,), num_classes=2, hidden=(3,)).fc2
     Linear(in_features=3, out_features=2, bias=True)
@@ -125,10 +124,7 @@ def build_model(
         with _private_random_state(seed):
             return call_factory(spec, factory, facts, options)
     entry = MODELS.find(spec)
-    unknown = sorted(set(options) - set(entry.options()))
-    if unknown:
-        known = ", ".join(entry.options()) or "none"
-        raise UserError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
+    _refuse_unknown(spec, options, entry.options())
     shape = entry.input_shape if input_shape is None else input_shape
     classes = entry.num_classes if num_classes is None else num_classes
     with torch.device("meta"):  # shapes without numbers
@@ -141,7 +137,7 @@ def build_model(
 
 
 def parameter_count(model: nn.Module) -> int:
-    """Number of trainable and frozen weights; buffers such as running means are not counted.
+    """Count trainable and frozen weights; buffers such as running means are not counted.
 
     >>> parameter_count(nn.Linear(3, 2))
     8
@@ -150,14 +146,14 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def model_factory(spec: str, seed: int = 0) -> Any:
-    """What ``package.module:factory`` names. Importing may draw random numbers; they come from ``seed``."""
+    """Import what ``package.module:factory`` names. Importing may draw random numbers; they come from ``seed``."""
     with _private_random_state(seed):
         return import_object("model", spec)
 
 
 @contextmanager
 def _private_random_state(seed: int) -> Iterator[None]:
-    """Initial weights come from torch's default generator; borrow it, and give it back as it was."""
+    """Borrow torch's default generator, from which initial weights come, and give it back as it was."""
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         yield
@@ -176,28 +172,23 @@ def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
     return checked
 
 
+def _refuse_unknown(spec: str, options: Iterable[str], known: Sequence[str]) -> None:
+    if unknown := sorted(set(options) - set(known)):
+        raise UserError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {', '.join(known) or 'none'}")
+
+
 def call_factory(
     spec: str, factory: Callable[..., Any], facts: Mapping[str, Any], options: Mapping[str, Any]
 ) -> nn.Module:
-    """Call ``factory`` with the ``options``, and with those ``facts`` that its signature names.
-
-    Facts (input shape, number of classes, seed) are what every caller has at hand, so a factory that does not
-    want them is not bothered; an option was asked for by the user, so one that is not accepted is an error.
-    """
+    """Call ``factory`` with the ``options``, all of which it must take, and with ``facts`` that its signature names."""
     try:
         parameters = inspect.signature(factory).parameters
     except (TypeError, ValueError):
         parameters = {}  # type: ignore[assignment]  # built-in callables may have no signature
-    keywords = {
-        name
-        for name, p in parameters.items()
-        if p.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    }
-    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
-    unknown = sorted(name for name in options if name not in keywords)
-    if unknown and not takes_any:
-        known = ", ".join(sorted(keywords)) or "none"
-        raise UserError(f"model {spec!r} has no option {', '.join(unknown)}; it takes {known}")
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    keywords = sorted(name for name, p in parameters.items() if p.kind in named)
+    if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()):
+        _refuse_unknown(spec, options, keywords)
     arguments = {name: value for name, value in facts.items() if name in keywords and value is not None}
     try:
         model = factory(**arguments, **options)

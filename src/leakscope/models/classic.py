@@ -1,14 +1,10 @@
-"""Small feed-forward victims: LeNets, plain convolutional and fully connected nets, and chains of closed-form attacks.
-
-Two nets of the literature are called LeNet: that of Deep Leakage from Gradients, and that of Surrogate Model Extension.
-No net has a normalisation layer. Fully connected ones flatten their input, so they read images, signals and tables.
+"""Small feed-forward victims without normalisation layers: LeNets, convolutional and fully connected nets, and chains.
 
 In a chain every layer is a convolution or linear, and every activation invertible. ``cnn2-c1`` to ``cnn4-c3`` are of
 Chen and Campbell, "Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching", BMVC
 2022: tanh, convolutions without bias, one linear layer with a bias. ``cnn6``, ``cnn6-d`` and ``fcn3`` are of Zhu and
 Blaschko, "R-GAP: Recursive Gradient Attack on Privacy", ICLR 2021: LeakyReLU of slope 0.2 and no bias. R-GAP's nets
-have one output and a logistic loss, which is ``num_classes=1`` and ``head_bias=False`` here; the default is a head for
-several classes with a bias, which the cross-entropy needs.
+have one output and a logistic loss (``num_classes=1`` and ``head_bias=False``); the default is a head with a bias.
 """
 
 from __future__ import annotations
@@ -38,29 +34,50 @@ from leakscope.models.common import (
 )
 
 
+@dataclass(frozen=True)
+class Convolution:
+    """What a square convolution has besides its number of input channels."""
+
+    filters: int
+    kernel: int
+    stride: int
+    padding: int
+
+    def __str__(self) -> str:
+        return f"{self.filters} of {self.kernel}x{self.kernel}" + (f" stride {self.stride}" if self.stride > 1 else "")
+
+
+def _layers(*rows: tuple[int, int, int, int]) -> tuple[Convolution, ...]:
+    return tuple(Convolution(*row) for row in rows)
+
+
+def _convolutions(
+    channels: int, layers: tuple[Convolution, ...], activation: str, *, bias: bool = True
+) -> dict[str, nn.Module]:
+    modules: dict[str, nn.Module] = {}
+    for number, layer in enumerate(layers, start=1):
+        modules[f"conv{number}"] = nn.Conv2d(
+            channels, layer.filters, layer.kernel, stride=layer.stride, padding=layer.padding, bias=bias
+        )
+        modules[f"activation{number}"] = activation_layer(activation)
+        channels = layer.filters
+    return modules
+
+
 def dlg_lenet(
     *, input_shape: Shape, num_classes: int, activation: str = "sigmoid", init: str = "uniform"
 ) -> nn.Sequential:
-    """The net of Deep Leakage from Gradients (Zhu, Liu, Han, NeurIPS 2019) and iDLG.
+    """Build the net of Deep Leakage from Gradients (Zhu, Liu, Han, NeurIPS 2019) and iDLG.
 
-    Three 5x5 convolutions of 12 filters with strides 2, 2, 1, then one linear layer (768 features for 32x32,
-    588 for 28x28). ``init="uniform"`` draws every weight and bias from U(-0.5, 0.5) as that code does; the
-    attack lives on the large gradients that this choice gives. ``init="default"`` keeps PyTorch's own.
+    ``init="uniform"`` draws every weight and bias from U(-0.5, 0.5) as that code does; the attack lives on the large
+    gradients that this choice gives. ``init="default"`` keeps PyTorch's own.
     """
     if init not in ("uniform", "default"):
         raise UserError(f"dlg-lenet: init: expected 'uniform' or 'default', got {init!r}")
     channels, height, width = image_shape("dlg-lenet", input_shape)
     height, width = sides_after((height, width), kernel=5, strides=(2, 2, 1), padding=2)
-    model = sequence(
-        conv1=nn.Conv2d(channels, 12, 5, stride=2, padding=2),
-        activation1=activation_layer(activation),
-        conv2=nn.Conv2d(12, 12, 5, stride=2, padding=2),
-        activation2=activation_layer(activation),
-        conv3=nn.Conv2d(12, 12, 5, stride=1, padding=2),
-        activation3=activation_layer(activation),
-        flatten=nn.Flatten(),
-        fc=nn.Linear(12 * height * width, num_classes),
-    )
+    modules = _convolutions(channels, _layers((12, 5, 2, 2), (12, 5, 2, 2), (12, 5, 1, 2)), activation)
+    model = sequence(**modules, flatten=nn.Flatten(), fc=nn.Linear(12 * height * width, num_classes))
     if init == "uniform":
         for parameter in model.parameters():
             nn.init.uniform_(parameter, -0.5, 0.5)
@@ -68,26 +85,24 @@ def dlg_lenet(
 
 
 class LeNetTanh(nn.Module):
-    """LeNet-5 with tanh and padded average pooling; returns probabilities, which the loss takes for logits.
+    """LeNet-5 with tanh and padded average pooling, of Surrogate Model Extension (ICML 2023).
 
-    The net of Surrogate Model Extension (ICML 2023). Its published code ends in a softmax and feeds that to
-    the cross-entropy, which applies another; ``softmax=False`` gives the usual logits instead.
+    As in its published code it ends in a softmax, though the loss applies another; ``softmax=False`` gives logits.
     """
 
     def __init__(self, *, input_shape: Shape, num_classes: int, softmax: bool = True) -> None:
         super().__init__()
-        channels, height, width = image_shape("lenet-tanh", input_shape)
+        channels, *sides = image_shape("lenet-tanh", input_shape)
         for _ in range(2):
-            height = output_size(output_size(height, kernel=5), kernel=2, stride=2, padding=1)
-            width = output_size(output_size(width, kernel=5), kernel=2, stride=2, padding=1)
-            if min(height, width) < 2:
+            sides = [output_size(output_size(side, kernel=5), kernel=2, stride=2, padding=1) for side in sides]
+            if min(sides) < 2:
                 raise too_small("lenet-tanh", input_shape, "two 5x5 convolutions without padding need 10 pixels a side")
         self.conv1 = nn.Conv2d(channels, 6, 5)
         self.conv2 = nn.Conv2d(6, 16, 5)
         self.pool = nn.AvgPool2d(2, 2, padding=1)
         self.activation = nn.Tanh()
         self.flatten = nn.Flatten()
-        self.fc1 = nn.Linear(16 * height * width, 120)
+        self.fc1 = nn.Linear(16 * math.prod(sides), 120)
         self.fc2 = nn.Linear(120, 84)
         self.fc3 = nn.Linear(84, num_classes)
         self.output = nn.Softmax(dim=1) if softmax else nn.Identity()
@@ -103,19 +118,14 @@ class LeNetTanh(nn.Module):
 def convnet(*, input_shape: Shape, num_classes: int, activation: str = "relu", filters: int = 32) -> nn.Sequential:
     """Three 3x3 convolutions (32, 64, 128 filters; strides 1, 2, 2), average pooling to 4x4, a linear layer.
 
-    The victim of the default audit: small enough to attack within minutes on a CPU, and it has what real nets
-    have: ReLU, strides, pooling, and a linear layer at the end. ``filters`` is the number in the first layer.
+    The victim of the default audit, small enough to attack within minutes on a CPU. ``filters``: of the first layer.
     """
     channels, height, width = image_shape("convnet", input_shape)
     filters = positive_int(filters, "convnet: filters")
     height, width = sides_after((height, width), kernel=3, strides=(2, 2), padding=1)
+    layers = _layers((filters, 3, 1, 1), (2 * filters, 3, 2, 1), (4 * filters, 3, 2, 1))
     return sequence(
-        conv1=nn.Conv2d(channels, filters, 3, stride=1, padding=1),
-        activation1=activation_layer(activation),
-        conv2=nn.Conv2d(filters, 2 * filters, 3, stride=2, padding=1),
-        activation2=activation_layer(activation),
-        conv3=nn.Conv2d(2 * filters, 4 * filters, 3, stride=2, padding=1),
-        activation3=activation_layer(activation),
+        **_convolutions(channels, layers, activation),
         pool=average_pool_to(height, width, 4),
         flatten=nn.Flatten(),
         fc=nn.Linear(4 * filters * 16, num_classes),
@@ -156,10 +166,9 @@ def cifar_cnn(*, input_shape: Shape, num_classes: int, activation: str = "relu")
 def one_layer_cnn(
     *, input_shape: Shape, num_classes: int, filters: int = 12, activation: str = "sigmoid"
 ) -> nn.Sequential:
-    """One 5x5 convolution with stride 2, an activation, one linear layer.
+    """One 5x5 convolution with stride 2, an activation, one linear layer, of What Can We Learn from Gradients (2021).
 
-    The net of What Can We Learn from Gradients (2021). Twelve filters are the fewest with which one RGB image is
-    identifiable: (32/16)^2 x 3 channels.
+    Twelve filters are the fewest with which one RGB image is identifiable: (32/16)^2 x 3 channels.
     """
     channels, height, width = image_shape("one-layer-cnn", input_shape)
     filters = positive_int(filters, "one-layer-cnn: filters")
@@ -175,18 +184,12 @@ def one_layer_cnn(
 def signal_cnn(*, input_shape: Shape, num_classes: int, activation: str = "relu") -> nn.Sequential:
     """Three one-dimensional convolutions (16, 32, 64 filters; stride 2) and one linear layer, for signals."""
     channels, length = signal_shape("signal-cnn", input_shape)
-    for kernel in (7, 5, 5):
-        length = output_size(length, kernel=kernel, stride=2, padding=kernel // 2)
-    return sequence(
-        conv1=nn.Conv1d(channels, 16, 7, stride=2, padding=3),
-        activation1=activation_layer(activation),
-        conv2=nn.Conv1d(16, 32, 5, stride=2, padding=2),
-        activation2=activation_layer(activation),
-        conv3=nn.Conv1d(32, 64, 5, stride=2, padding=2),
-        activation3=activation_layer(activation),
-        flatten=nn.Flatten(),
-        fc=nn.Linear(64 * length, num_classes),
-    )
+    layers: dict[str, nn.Module] = {}
+    for number, (filters, kernel) in enumerate(((16, 7), (32, 5), (64, 5)), start=1):
+        layers[f"conv{number}"] = nn.Conv1d(channels, filters, kernel, stride=2, padding=kernel // 2)
+        layers[f"activation{number}"] = activation_layer(activation)
+        channels, length = filters, output_size(length, kernel=kernel, stride=2, padding=kernel // 2)
+    return sequence(**layers, flatten=nn.Flatten(), fc=nn.Linear(64 * length, num_classes))
 
 
 def mlp(
@@ -219,8 +222,7 @@ def mlp(
 def s3_mlp(*, input_shape: Shape, num_classes: int) -> nn.Sequential:
     """784-1000-1000-62 of Surrogate Model Extension (Zhu, Yao, Blaschko, ICML 2023).
 
-    As in its published code there is a ReLU on the logits too. A negative logit then has no gradient, which
-    matters for label recovery: the sign rules for the last bias do not hold for this net.
+    As in its published code there is a ReLU on the logits too: the sign rules for labels in the last bias do not hold.
     """
     layers = mlp(input_shape=input_shape, num_classes=num_classes, hidden=(1000, 1000))
     layers.add_module("activation3", nn.ReLU())
@@ -230,23 +232,6 @@ def s3_mlp(*, input_shape: Shape, num_classes: int) -> nn.Sequential:
 def logistic(*, input_shape: Shape, num_classes: int, bias: bool = True) -> nn.Sequential:
     """Multinomial logistic regression: one linear layer on the flattened input."""
     return sequence(flatten=nn.Flatten(), fc=nn.Linear(math.prod(input_shape), num_classes, bias=bias))
-
-
-@dataclass(frozen=True)
-class Convolution:
-    """One row of the tables below: what a square convolution has besides its number of input channels."""
-
-    filters: int
-    kernel: int
-    stride: int
-    padding: int
-
-    def __str__(self) -> str:
-        return f"{self.filters} of {self.kernel}x{self.kernel}" + (f" stride {self.stride}" if self.stride > 1 else "")
-
-
-def _layers(*rows: tuple[int, int, int, int]) -> tuple[Convolution, ...]:
-    return tuple(Convolution(*row) for row in rows)
 
 
 #: Filters, kernel, stride and padding of each convolution.
@@ -269,17 +254,15 @@ RGAP_LAYERS: Mapping[str, tuple[Convolution, ...]] = MappingProxyType(
         "cnn6-d": _layers((12, 4, 2, 2), (20, 3, 2, 1), (36, 3, 1, 1), (36, 3, 1, 1), (64, 3, 2, 1), (128, 3, 1, 1)),
     }
 )
-Factory = Callable[..., nn.Sequential]
 
 
-def chain_cnns() -> Iterator[tuple[str, str, Factory]]:
+def chain_cnns() -> Iterator[tuple[str, str, Callable[..., nn.Sequential]]]:
     """Name, words and factory of every convolutional net of Chen and Campbell, and of R-GAP."""
-    for name, layers in HYBRID_LAYERS.items():
-        build = partial(convolution_chain, name, layers, activation="tanh")
-        yield name, f"tanh net of Chen and Campbell: {_words(layers)}", build
-    for name, layers in RGAP_LAYERS.items():
-        build = partial(convolution_chain, name, layers, activation="leaky-relu")
-        yield name, f"LeakyReLU net of R-GAP: {_words(layers)}", build
+    tanh, leaky = "tanh net of Chen and Campbell", "LeakyReLU net of R-GAP"
+    for table, activation, words in ((HYBRID_LAYERS, "tanh", tanh), (RGAP_LAYERS, "leaky-relu", leaky)):
+        for name, layers in table.items():
+            build = partial(convolution_chain, name, layers, activation=activation)
+            yield name, f"{words}: {', '.join(map(str, layers))}", build
 
 
 def convolution_chain(
@@ -296,19 +279,13 @@ def convolution_chain(
     >>> convolution_chain("x", _layers((6, 3, 1, 0)), input_shape=(3, 32, 32), num_classes=10, activation="tanh").fc
     Linear(in_features=5400, out_features=10, bias=True)
     """
-    channels, height, width = image_shape(name, input_shape)
-    modules: dict[str, nn.Module] = {}
+    channels, *sides = image_shape(name, input_shape)
     for number, layer in enumerate(layers, start=1):
-        modules[f"conv{number}"] = nn.Conv2d(
-            channels, layer.filters, layer.kernel, stride=layer.stride, padding=layer.padding, bias=False
-        )
-        modules[f"activation{number}"] = activation_layer(activation)
-        channels = layer.filters
-        sides = (height, width)
-        height, width = sides_after(sides, kernel=layer.kernel, strides=(layer.stride,), padding=layer.padding)
-        if min(height, width) < 1:
+        sides = [output_size(side, kernel=layer.kernel, stride=layer.stride, padding=layer.padding) for side in sides]
+        if min(sides) < 1:
             raise too_small(name, input_shape, f"nothing is left after conv{number}")
-    head = nn.Linear(channels * height * width, num_classes, bias=head_bias)
+    modules = _convolutions(channels, layers, activation, bias=False)
+    head = nn.Linear(layers[-1].filters * math.prod(sides), num_classes, bias=head_bias)
     return sequence(**modules, flatten=nn.Flatten(), fc=head)
 
 
@@ -332,7 +309,3 @@ def fcn3(
         if number < 3 or head_activation:
             modules[f"activation{number}"] = activation_layer(activation)
     return sequence(**modules)
-
-
-def _words(layers: tuple[Convolution, ...]) -> str:
-    return ", ".join(map(str, layers))

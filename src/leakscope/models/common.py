@@ -28,7 +28,7 @@ ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
 
 
 def activation_layer(name: str) -> nn.Module:
-    """A fresh activation module.
+    """Build a fresh activation module.
 
     >>> activation_layer("tanh")
     Tanh()
@@ -39,7 +39,7 @@ def activation_layer(name: str) -> nn.Module:
 
 
 def positive_int(value: object, what: str) -> int:
-    """``value`` as an int of at least 1, or an error that names ``what``.
+    """Return ``value`` as an int of at least 1, or raise an error that names ``what``.
 
     >>> positive_int(12, "filters")
     12
@@ -51,7 +51,7 @@ def positive_int(value: object, what: str) -> int:
 
 
 def image_shape(model: str, input_shape: Shape) -> tuple[int, int, int]:
-    """Channels, height and width, or an error saying that ``model`` reads images.
+    """Return channels, height and width, or say that ``model`` reads images.
 
     >>> image_shape("convnet", (1, 28, 28))
     (1, 28, 28)
@@ -66,7 +66,7 @@ def image_shape(model: str, input_shape: Shape) -> tuple[int, int, int]:
 
 
 def signal_shape(model: str, input_shape: Shape) -> tuple[int, int]:
-    """Channels and length, or an error saying that ``model`` reads signals.
+    """Return channels and length, or say that ``model`` reads signals.
 
     >>> signal_shape("signal-cnn", (1, 256))
     (1, 256)
@@ -81,12 +81,12 @@ def signal_shape(model: str, input_shape: Shape) -> tuple[int, int]:
 
 
 def sequence(**layers: nn.Module) -> nn.Sequential:
-    """Layers in a row, by name."""
+    """Put layers in a row, by name."""
     return nn.Sequential(OrderedDict(layers))
 
 
 def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) -> int:
-    """The length of one axis after a convolution or a pooling; 0 or less means that nothing is left.
+    """Return the length of one axis after a convolution or a pooling; 0 or less means that nothing is left.
 
     >>> output_size(32, kernel=5, stride=2, padding=2)
     16
@@ -95,7 +95,7 @@ def output_size(size: int, *, kernel: int, stride: int = 1, padding: int = 0) ->
 
 
 def sides_after(sides: Iterable[int], *, kernel: int, strides: Iterable[int], padding: int) -> tuple[int, ...]:
-    """The sides of a feature map after one convolution for each of the ``strides``.
+    """Return the sides of a feature map after one convolution for each of the ``strides``.
 
     >>> sides_after((32, 28), kernel=5, strides=(2, 2, 1), padding=2)
     (8, 7)
@@ -107,15 +107,14 @@ def sides_after(sides: Iterable[int], *, kernel: int, strides: Iterable[int], pa
 
 
 def too_small(model: str, input_shape: Shape, why: str) -> ValueError:
-    """The error for inputs of which ``model`` would leave nothing."""
+    """Make the error for inputs of which ``model`` would leave nothing."""
     return ValueError(f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs.")
 
 
 def average_pool_to(height: int, width: int, target: int) -> nn.Module:
-    """Average pooling of a height x width map to target x target.
+    """Average a height x width map to target x target, by a fixed window where one fits.
 
-    A fixed window is the same function where it divides the map, and unlike the adaptive one it compiles to a
-    fast double derivative, so it is preferred there.
+    Unlike the adaptive pooling it compiles to a fast double derivative.
 
     >>> average_pool_to(8, 8, 4)
     AvgPool2d(kernel_size=(2, 2), stride=(2, 2), padding=0)

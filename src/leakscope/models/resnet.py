@@ -71,10 +71,7 @@ class ResidualNet(nn.Module):
 
 
 def resnet8(*, input_shape: Shape, num_classes: int) -> nn.Module:
-    """ResNet8 of Surrogate Model Extension: stem 32, blocks 32/64/128, padded pooling, 2048-1000-classes.
-
-    The two linear layers have no activation between them, as in its published code.
-    """
+    """ResNet8 of Surrogate Model Extension: no activation between its two linear layers, as in its published code."""
     channels, height, width = image_shape("resnet8", input_shape)
     strides = (1, 2, 2)
     sides = sides_after((height, width), kernel=3, strides=strides, padding=1)
@@ -93,9 +90,8 @@ def resnet8(*, input_shape: Shape, num_classes: int) -> nn.Module:
 def resnet18(*, input_shape: Shape, num_classes: int, width: int = 64, hidden: int = 0) -> nn.Module:
     """ResNet18 for small images: 3x3 stem with stride 1, no max-pooling, BatchNorm, global average pool.
 
-    ``width``: filters of the first stage, 64 in ResNet18 and doubled with each of the others. ``hidden``: neurons of
-    one more linear layer with ReLU in front of the last, none with 0; the systematic evaluation of data reconstruction
-    (Liu et al.) has 16384.
+    ``width``: filters of the first stage. ``hidden``: neurons of one more linear layer with ReLU in front of the last,
+    none with 0; the systematic evaluation of data reconstruction (Liu et al.) has 16384.
     """
     channels, height, columns = image_shape("resnet18", input_shape)
     width = positive_int(width, "resnet18: width")

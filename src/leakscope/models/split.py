@@ -1,8 +1,6 @@
-"""A model that several workers hold together: each owns some features of every sample, a server joins what they make.
+"""A vertical model: each worker reads its own features of every sample, a server joins what they compute.
 
-In vertical federated learning worker m computes a representation of its own share of a sample, the server concatenates
-them and computes the logits. :class:`VerticalModel` is the whole as one module, so that everything that works on a
-model works on it too. Below it are the reference models that are split so.
+:class:`VerticalModel` is the whole as one module, so that everything that works on a model works on it too.
 """
 
 from __future__ import annotations
@@ -35,17 +33,17 @@ class Share:
         return self  # it never changes, and copying thousands of places with each model would be felt
 
     def take(self, x: Tensor) -> Tensor:
-        """This worker's part of samples (B, ...)."""
+        """Return this worker's part of samples (B, ...)."""
         places = torch.tensor(self.places, device=x.device)
         return x.flatten(1).index_select(1, places).reshape(-1, *self.shape)
 
 
 def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", workers: int = 4) -> tuple[Share, ...]:
-    """Who owns what of samples of this shape.
+    """Divide the features of samples of this shape among workers.
 
     ``slices``: "quadrants" cuts an image in four; "strips" cuts the rows of an image, or the last axis of a signal or
-    table, in ``workers`` bands as equal as can be; a mapping of names to numbers or ranges such as "3-9" gives each
-    worker a group of features along the last axis, however many ``workers`` are asked for.
+    table, in ``workers`` bands; a mapping of names to numbers or ranges such as "3-9" gives each worker a group of
+    features along the last axis, however many ``workers`` are asked for.
 
     >>> [share.shape for share in make_shares((3, 32, 32))]
     [(3, 16, 16), (3, 16, 16), (3, 16, 16), (3, 16, 16)]
@@ -53,7 +51,7 @@ def make_shares(input_shape: Sequence[int], slices: str | Groups = "quadrants", 
     [('bank', (0, 1, 2)), ('shop', (4, 3))]
     """
     shape = tuple(input_shape)
-    # Who owns what is numbers even where the weights of a model are not made yet.
+    # On the CPU even where the weights of a model are not made yet.
     grid = torch.arange(math.prod(shape), device="cpu").reshape(shape)
     if isinstance(slices, Mapping):
         blocks = {str(name): grid[..., _columns(name, group, shape[-1])] for name, group in slices.items()}
@@ -103,7 +101,7 @@ def _columns(name: str, group: Sequence[int | str], length: int) -> list[int]:
 
 
 def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
-    """ValueError unless every feature of such a sample belongs to exactly one worker."""
+    """Raise ValueError unless every feature of such a sample belongs to exactly one worker."""
     if not shares:
         raise UserError("slices: expected at least one worker, got none")
     size = math.prod(input_shape)
@@ -120,7 +118,7 @@ def check_shares(shares: Sequence[Share], input_shape: Sequence[int]) -> None:
 
 
 def assemble(shares: Sequence[Share], parts: Sequence[Tensor], input_shape: Sequence[int]) -> Tensor:
-    """Whole samples from the parts (B, ...) of all workers.
+    """Join the parts (B, ...) of all workers to whole samples.
 
     >>> x = torch.arange(32.0).reshape(2, 1, 4, 4)
     >>> shares = make_shares((1, 4, 4))
@@ -174,11 +172,10 @@ def cafe_cnn(
     batchnorm: bool = False,
     double_softmax: bool = False,
 ) -> VerticalModel:
-    """The workers of CAFE's published code: two 5x5 convolutions with pooling, dense layers of 256, 64 and classes.
+    """Build the workers of CAFE's published code: two 5x5 convolutions with pooling, dense layers of 256, 64, classes.
 
-    The server joins their outputs by one dense layer. ``hidden`` is the first dense layer, whose output gradients and
-    inputs the attack reads. ``double_softmax`` applies a softmax before the loss applies its own, as that code does by
-    mistake. Signals get one-dimensional convolutions.
+    The attack reads the first dense layer, of ``hidden`` units. ``double_softmax`` applies a softmax before the loss
+    applies its own, as that code does by mistake. Signals get one-dimensional convolutions.
     """
     if len(input_shape) not in _DIMENSIONS:
         raise UserError(f"cafe-cnn: expected images or signals, got shape {tuple(input_shape)}; use 'vertical-mlp'")
@@ -224,7 +221,7 @@ def vertical_mlp(
     middle: int = 32,
     activation: str = "relu",
 ) -> VerticalModel:
-    """Workers of dense layers only, for tables: the inputs of the first dense layer are the features themselves."""
+    """Build workers of dense layers only, for tables: the first dense layer reads the features themselves."""
     shares = make_shares(input_shape, slices, workers)
     sizes = tuple(positive_int(size, "vertical-mlp: hidden, middle") for size in (hidden, middle))
     nets = [
@@ -235,7 +232,7 @@ def vertical_mlp(
 
 
 def _dense(width: int, sizes: tuple[int, ...], activation: str) -> dict[str, nn.Module]:
-    """Dense layers, each followed by the activation, the last one too."""
+    """Return dense layers, each followed by the activation, the last one too."""
     layers: dict[str, nn.Module] = {}
     for number, size in enumerate(sizes, start=1):
         layers[f"fc{number}"] = nn.Linear(width, size)

@@ -1,7 +1,6 @@
 """The vision transformer of Surrogate Model Extension (Zhu, Yao, Blaschko, ICML 2023).
 
-One patch covers the whole 28x28 image, so the sequence is the class token and one image token. The first
-layer has no residual around its attention and no norm before it. ``patch_size`` cuts the image finer.
+One patch covers the whole image, and the first layer has no residual around its attention and no norm before it.
 """
 
 from __future__ import annotations
@@ -56,10 +55,7 @@ class Layer(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Patches -> embedding -> class token and positions -> layers -> two-layer head on the class token.
-
-    ``patch_size=None`` is one patch of the whole image.
-    """
+    """Patches -> embedding -> class token and positions -> layers -> two-layer head on the class token."""
 
     def __init__(
         self,

@@ -43,7 +43,7 @@ def _of_safetensors(path: Path) -> Any:
 
 
 def read_torch_file(path: Path) -> Any:
-    """What ``torch.save`` wrote, as far as it is tensors and plain values; nothing that runs code when it is read."""
+    """Read what ``torch.save`` wrote, as far as it is tensors and plain values; nothing that runs code when read."""
     size = path.stat().st_size
     if not path.is_file():  # a device or a pipe may never end
         raise UserError(f"weights: {path}: expected a file, got something else")
@@ -82,7 +82,7 @@ def _state(path: Path, content: Any) -> dict[str, Tensor]:
 
 
 def _plain_names(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Names without what wrappers of a model put before them.
+    """Drop what wrappers of a model put before names.
 
     >>> list(_plain_names({"module.fc.weight": torch.zeros(1), "module.fc.bias": torch.zeros(1)}))
     ['fc.weight', 'fc.bias']

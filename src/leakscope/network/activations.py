@@ -33,17 +33,16 @@ class Activation:
 
     @property
     def homogeneous(self) -> bool:
-        """Whether f(s z) = s f(z) for positive s, so that the norm of the input cannot be told from its direction."""
+        """Tell whether f(s z) = s f(z) for positive s: the norm of the input cannot be told from its direction."""
         return self.name in ("identity", "leaky-relu")
 
     def __call__(self, z: Tensor) -> Tensor:
         return _FORMULAS[self.name][0](z, self.slope)
 
     def inverse(self, y: Tensor, clip: float = 1 - 1e-15) -> Tensor:
-        """The z with f(z) = y; outputs that no z has are moved into the range first.
+        """Return the z with f(z) = y; outputs that no z has are moved into the range first.
 
-        ``clip`` is the largest size that an output of tanh may have; the range of the sigmoid is cut alike, and the
-        softplus is kept above 1 - clip.
+        ``clip`` bounds the outputs of tanh; the range of the sigmoid is cut alike, and softplus kept above 1 - clip.
         """
         return _FORMULAS[self.name][1](y, self.slope, clip)
 
@@ -92,7 +91,7 @@ _SLOPES = MappingProxyType({"leaky-relu": ("negative_slope", 0.01), "softplus": 
 
 
 def activation_of(node: fx.Node, module: nn.Module | None) -> Activation | None:
-    """The activation that a traced node computes, or None where it cannot be inverted."""
+    """Return the activation that a traced node computes, or None where it cannot be inverted."""
     name = _NAMES.get(node.target if module is None else type(module))
     if name is None or name not in _SLOPES:
         return None if name is None else Activation(name)

@@ -1,10 +1,9 @@
-"""Reads a feed-forward network as a chain of stages: linear operations, then one activation that can be inverted.
+"""Read a feed-forward network as a chain of stages: linear operations, then one activation that can be inverted.
 
 The closed-form attacks (R-GAP, Zhu and Blaschko, ICLR 2021; Hybrid, Chen and Campbell, BMVC 2022) walk from the loss to
-the input, one stage at a time. They need to know the order of the layers, which ``model.children()`` does not tell, so
-the model is traced symbolically. Everything that is no such chain is refused by name: a ReLU loses what it sets to
-zero, and a max pooling what it passes over. A sum of two paths has two unknowns for one value; it is read on demand,
-where equations for both are known (limits/residual.py).
+the input, one stage at a time. The model is traced symbolically to find the order of its layers, and what is no such
+chain is refused by name. A sum of two paths has two unknowns for one value; it is read on demand, where equations for
+both are known (limits/residual.py).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ POOLINGS = (nn.AvgPool1d, nn.AvgPool2d, nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool
 #: Affine with their running statistics only.
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d)
 _LINEAR = (*CONVOLUTIONS, nn.Linear, *POOLINGS)
-_PASSED = (nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
-_PASSED_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, nn.functional.dropout)
-_PASSED_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
+PASSED = (nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
+PASSED_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, nn.functional.dropout)
+PASSED_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 _WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
 _POOLING_FUNCTIONS: Mapping[Any, tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
     {
@@ -48,8 +47,7 @@ _POOLING_FUNCTIONS: Mapping[Any, tuple[type[nn.Module], tuple[str, ...]]] = Mapp
 class Operation:
     """One affine map in float64: a convolution, a linear layer, an average pooling, or a BatchNorm in eval mode.
 
-    Shapes are without the batch. ``weight_name`` and ``bias_name`` are names in ``model.named_parameters()``; None
-    where there is none.
+    Shapes are without the batch; ``weight_name`` and ``bias_name`` are those of ``model.named_parameters()``.
     """
 
     name: str
@@ -64,21 +62,21 @@ class Operation:
         return type(self.module).__name__
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The map on a batch, which may come flattened; differentiable."""
+        """Apply the map to a batch, which may come flattened; differentiable."""
         output: Tensor = self.module(x.reshape(-1, *self.input_shape))
         return output
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Stage:
-    """Affine operations without an activation between them, then one activation (identity where there is none)."""
+    """Affine operations, then one activation (identity where there is none)."""
 
     operations: tuple[Operation, ...]
     activation: Activation
 
     @property
     def name(self) -> str:
-        """The names of its operations, such as "conv2" or "pool + fc"."""
+        """Join the names of its operations, such as "pool + fc"."""
         return " + ".join(operation.name for operation in self.operations)
 
     @property
@@ -95,13 +93,13 @@ class Stage:
 
     @property
     def convolutional(self) -> bool:
-        """Whether the first operation with weights, other than those of a BatchNorm, is a convolution."""
+        """Tell whether the first operation with weights, other than those of a BatchNorm, is a convolution."""
         weighted = [one.module for one in self.operations if one.weight_name is not None]
         first = next((module for module in weighted if not isinstance(module, BATCH_NORMS)), None)
         return isinstance(first, CONVOLUTIONS)
 
     def linear(self, x: Tensor) -> Tensor:
-        """What the activation receives."""
+        """Compute what the activation receives."""
         for operation in self.operations:
             x = operation(x)
         return x
@@ -114,8 +112,7 @@ class Stage:
 class ResidualStage(Stage):
     """``activation(shortcut(x) + outer(inner(x)))``; ``operations`` are those of all three.
 
-    ``inner`` has an activation, ``outer`` and ``shortcut`` have none; a shortcut None passes x on as it is. The
-    equations of a plain stage do not hold here; see limits/residual.py for those that do.
+    Only ``inner`` has an activation; a shortcut None passes x on. Its equations are in limits/residual.py.
     """
 
     inner: Stage
@@ -124,7 +121,7 @@ class ResidualStage(Stage):
 
     @property
     def name(self) -> str:
-        """What the names of its operations begin with, such as "blocks.0"; all of them where this is nothing."""
+        """Return what the names of its operations begin with, such as "blocks.0"; all of them where this is nothing."""
         words = zip(*(operation.name.split(".") for operation in self.operations), strict=False)
         return ".".join(first for first, *_ in itertools.takewhile(lambda w: len(set(w)) == 1, words)) or super().name
 
@@ -133,7 +130,6 @@ class ResidualStage(Stage):
         return self.outer.output_shape
 
     def linear(self, x: Tensor) -> Tensor:
-        """The sum of both paths."""
         passed = x if self.shortcut is None else self.shortcut.linear(x)
         return self.outer.linear(self.inner(x)) + passed.reshape(-1, *self.output_shape)
 
@@ -146,13 +142,13 @@ class Chain:
     stages: tuple[Stage, ...]
 
     def run(self, x: Tensor, start: int = 0) -> Tensor:
-        """The flat output for the input ``x`` of stage ``start``; differentiable in ``x`` and in the copy's weights."""
+        """Compute the flat output for the input ``x`` of stage ``start``; differentiable in ``x`` and the weights."""
         for stage in self.stages[start:]:
             x = stage(x)
         return x.flatten(1)
 
     def parameters(self, start: int = 0) -> dict[str, nn.Parameter]:
-        """The trainable weights of stage ``start`` and all after it, by their name in the model."""
+        """Return the trainable weights of stage ``start`` and all after it, by their name in the model."""
         operations = [operation for stage in self.stages[start:] for operation in stage.operations]
         names = [name for o in operations for name in (o.weight_name, o.bias_name) if name is not None]
         parameters = dict(self.model.named_parameters())
@@ -162,10 +158,9 @@ class Chain:
 def read_chain(
     model: nn.Module, input_shape: tuple[int, ...], *, residual: bool = False, batch_norm: bool = False
 ) -> Chain:
-    """The stages of ``model``, or :class:`NotApplicable` that names the layer which stands in the way.
+    """Read the stages of ``model``, or raise :class:`NotApplicable` that names the layer which stands in the way.
 
-    ``residual`` allows stages that are a :class:`ResidualStage`; ``batch_norm`` says that BatchNorm layers use their
-    running statistics, so that they are affine.
+    ``residual`` allows a :class:`ResidualStage`; ``batch_norm``: BatchNorm uses running statistics, so it is affine.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 3))
     >>> [(stage.name, stage.activation.name, stage.unknowns) for stage in read_chain(net, (1, 4, 4)).stages]
@@ -221,7 +216,7 @@ class _Reader:
         return [*stages, *_closed(pending)]
 
     def _block(self, joined: Sum) -> ResidualStage:
-        """One path is linear, and the other has one activation with linear layers on both sides of it."""
+        """Read a sum: one path is linear, the other has one activation with linear layers on both sides of it."""
         name = label(joined.node, self.graph)
         (shortcut, _), (body, nodes) = sorted(
             ((self.stages(path), path) for path in joined.paths), key=lambda pair: _activations(pair[0])
@@ -241,7 +236,7 @@ class _Reader:
         return ResidualStage(operations=operations, activation=identity, inner=inner, outer=outer, shortcut=linear)
 
     def _piece(self, node: fx.Node) -> Operation | Activation | None:
-        """What a node does to the values of an example; None where they stay as they are."""
+        """Return what a node does to the values of an example; None where they stay as they are."""
         module = _module_of(node, self.model)
         if passes(node, module):
             if math.prod(shape_before(node)) != math.prod(shape_of(node)):
@@ -279,7 +274,6 @@ class _Reader:
 
 
 def _closed(operations: list[Operation]) -> list[Stage]:
-    """A stage of what no activation followed, if anything."""
     return [Stage(operations=tuple(operations), activation=Activation("identity"))] if operations else []
 
 
@@ -297,16 +291,16 @@ def _check_weights(stages: Iterable[Stage]) -> None:
 
 
 def passes(node: fx.Node, module: nn.Module | None) -> bool:
-    """Whether the values of an example come out as they went in, in the same order."""
+    """Tell whether the values of an example come out as they went in, in the same order."""
     if module is not None:
-        return type(module) in _PASSED
+        return type(module) in PASSED
     if node.target is nn.functional.dropout:
         return node.kwargs.get("training") is False or (len(node.args) > 2 and node.args[2] is False)
-    return node.target in _PASSED_FUNCTIONS or (node.op == "call_method" and node.target in _PASSED_METHODS)
+    return node.target in PASSED_FUNCTIONS or (node.op == "call_method" and node.target in PASSED_METHODS)
 
 
 def _module_of(node: fx.Node, model: nn.Module) -> nn.Module | None:
-    """The layer of a node; a pooling called as a function is turned into one."""
+    """Return the layer of a node; a pooling called as a function is turned into one."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     if node.target not in _POOLING_FUNCTIONS:

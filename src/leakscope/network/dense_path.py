@@ -1,7 +1,7 @@
-"""The dense layers that lead to the head, one behind the other, read from the model's symbolic trace.
+"""Read the dense layers that lead to the head from the model's symbolic trace.
 
-Between two of them only elementwise activations may stand, and what leaves values as they are; then what comes back to
-one layer's inputs is all that reaches the outputs of the layer before it.
+Only elementwise activations may stand between two of them: then what comes back to one layer's inputs is all that
+reaches the outputs of the layer before it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DenseStep:
 
 @dataclass(frozen=True, eq=False)
 class DensePath:
-    """Dense layers from the head downwards (the head itself is not among them), and why there are no more.
+    """Dense layers from the head (excluded) downwards, and why there are no more.
 
     ``reads_input``: for each number of layers taken, from none on, whether the inputs reached are the model's.
     """
@@ -43,7 +43,7 @@ class DensePath:
 
 
 def dense_path(model: nn.Module, head: str) -> DensePath:
-    """The dense layers below ``head``, for a model in evaluation mode; empty where its code cannot be traced.
+    """Find the dense layers below ``head``, for a model in evaluation mode; none where its code cannot be traced.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
     >>> path = dense_path(net, "3")
@@ -68,7 +68,7 @@ def dense_path(model: nn.Module, head: str) -> DensePath:
 
 
 def _below(graph: fx.GraphModule, model: nn.Module, node: fx.Node) -> tuple[DenseStep, fx.Node] | str | None:
-    """The dense layer whose outputs a layer reads; None where it reads the input, else what stands in the way."""
+    """Find the dense layer whose outputs a layer reads; None where it reads the input, else what stands in the way."""
     between: list[Elementwise] = []
     while True:
         read = node.args[0] if node.args else None
@@ -104,12 +104,12 @@ def _only_call(graph: fx.GraphModule, name: str) -> fx.Node:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Whether a node asks for a size only, as ``x.view(x.size(0), -1)`` does."""
+    """Tell whether a node asks for a size only, as ``x.view(x.size(0), -1)`` does."""
     return (node.op == "call_method" and node.target in ("size", "dim")) or node.target is getattr
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> Elementwise:
-    """What a node does to the tensor that it reads."""
+    """Return what a node does to the tensor that it reads."""
     rest, options = node.args[1:], dict(node.kwargs)
     if module is not None:
         return lambda x: module(x)
@@ -129,7 +129,7 @@ def _chained(functions: list[Elementwise]) -> Elementwise:
 
 
 def _is_elementwise(function: Elementwise) -> bool:
-    """Whether each entry of the output depends on that entry of the input alone; tried on some numbers."""
+    """Tell whether each entry of the output depends on that entry of the input alone; tried on some numbers."""
     row = torch.linspace(-2, 2, 12, dtype=torch.float64)[None]
     moved = row.clone()
     moved[0, 4] += 0.7

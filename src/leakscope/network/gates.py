@@ -1,9 +1,8 @@
-"""A piecewise-linear network below a cut: affine steps, and gates that decide which piece of it an example is on.
+"""Read a piecewise-linear network below a cut as affine steps, and gates that choose the piece an example is on.
 
-A ReLU multiplies each number by 0 or 1, a max pooling passes one number of each window on. With these gates held the
-network is affine in its input, and the gradient of every weight is linear in what the layer receives: that is what the
-attacks on such networks solve (equations/gated_inverse.py). The model is read from its symbolic trace, so residual
-connections, BatchNorm in eval mode and average pooling are steps like any other.
+A ReLU multiplies each number by 0 or 1; a max pooling passes one number of each window on. With these gates held the
+network is affine in its input, and each weight's gradient is linear in what the layer receives: this is what
+equations/gated_inverse.py solves.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -21,28 +19,22 @@ from torch import Tensor, fx, nn
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, POOLINGS
-from leakscope.network.paths import label, note_shapes, shape_of, trace
+from leakscope.network.chain import BATCH_NORMS, CONVOLUTIONS, PASSED, PASSED_FUNCTIONS, PASSED_METHODS, POOLINGS
+from leakscope.network.paths import ADDITIONS, label, note_shapes, shape_of, trace
 from leakscope.network.recorder import record_layers
 
 #: By the number of a gate's step: what a ReLU multiplies by, or the places that a max pooling passes on.
 Gates = dict[int, Tensor]
-_MAXIMA = (nn.MaxPool1d, nn.MaxPool2d)
-_SAME = (nn.Flatten, nn.Unflatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
-_SAME_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, F.dropout)
-_SAME_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 _AVERAGE_FUNCTIONS = (F.avg_pool1d, F.avg_pool2d, F.adaptive_avg_pool1d, F.adaptive_avg_pool2d, torch.mean, "mean")
 _RELU_FUNCTIONS = (F.relu, torch.relu, F.relu_, torch.relu_, "relu", "relu_")
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 StepKind = Literal["input", "weighted", "affine", "reshape", "add", "relu", "max"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """One operation: reads the values of ``sources``, and is affine unless it is a gate (kinds "relu" and "max").
+    """One operation on the values of ``sources``, affine unless it is a gate (kinds "relu" and "max").
 
-    ``slope`` is what a gate of kind "relu" multiplies by when it is shut: 0, or that of a LeakyReLU. ``average`` is the
-    average pooling with the windows of a max pooling.
+    ``slope``: factor of a shut ReLU, 0 or a LeakyReLU's. ``average``: the average pooling with a max pooling's windows.
     """
 
     name: str
@@ -57,31 +49,20 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class WeightedLayer:
-    """A convolution or a linear layer: its step, the name of its weight, and the gate that its output alone opens.
-
-    ``gate`` is the step of a ReLU that reads this output number by number (through a BatchNorm or a sum, perhaps);
-    None where there is no such gate.
-    """
+    """A convolution or linear layer; ``gate`` is the step of a ReLU that reads its output number by number, if any."""
 
     step: int
     weight_name: str
     bias_name: str | None
-    module: nn.Module
+    module: nn.Linear | nn.Conv1d | nn.Conv2d
     gate: int | None
     first: bool
 
-    @property
-    def weights(self) -> int:
-        weight = self.module.weight
-        assert isinstance(weight, Tensor)
-        return weight.numel()
-
     def patches(self, values: Tensor) -> Tensor:
-        """What each output number reads: (examples, inputs of a unit, places)."""
-        if isinstance(self.module, nn.Linear):
-            return values.reshape(len(values), -1, 1)
+        """Return what each output number reads: (examples, inputs of a unit, places)."""
         module = self.module
-        assert isinstance(module, CONVOLUTIONS)
+        if isinstance(module, nn.Linear):
+            return values.reshape(len(values), -1, 1)
         if isinstance(module, nn.Conv1d):
             values = values[:, :, None]
         size, stride, dilation = (_pair(part) for part in (module.kernel_size, module.stride, module.dilation))
@@ -92,13 +73,13 @@ class WeightedLayer:
         return F.unfold(values, size, dilation=dilation, stride=stride)
 
     def weight_gradient(self, values: Tensor, signal: Tensor) -> Tensor:
-        """The gradient (units, inputs of a unit) for a derivative (examples, units, places) at the output."""
+        """Return the gradient (units, inputs of a unit) for a derivative (examples, units, places) at the output."""
         return torch.einsum("ncl,npl->cp", signal, self.patches(values))
 
 
 @dataclass(frozen=True, eq=False)
 class Pass:
-    """One run: what gates and weighted layers received, the gates as they stood, the values at the cut."""
+    """One run: what gates and weighted layers received, the state of the gates, the values at the cut."""
 
     received: dict[int, Tensor]
     inputs: dict[int, Tensor]
@@ -108,25 +89,25 @@ class Pass:
 
 @dataclass(frozen=True, eq=False)
 class GatedNetwork:
-    """The steps from the input (number 0) to the cut (the last one), and the layers with weights among them."""
+    """The steps from the input (number 0) to the cut (the last one), and the weighted layers among them."""
 
     steps: tuple[Step, ...]
     layers: tuple[WeightedLayer, ...]
 
     @property
     def work(self) -> int:
-        """Multiplications of one run on one example."""
-        return sum(layer.weights * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
+        """Count the multiplications of one run on one example."""
+        return sum(layer.module.weight.numel() * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
 
     def to(self, dtype: torch.dtype) -> GatedNetwork:
-        """A copy in another precision."""
-        modules = {id(s.module): copy.deepcopy(s.module).to(dtype) for s in self.steps if s.module is not None}
+        """Return a copy in another precision."""
+        modules: dict[int, Any] = {id(s.module): copy.deepcopy(s.module).to(dtype) for s in self.steps if s.module}
         steps = tuple(dataclasses.replace(step, module=modules.get(id(step.module))) for step in self.steps)
         layers = tuple(dataclasses.replace(layer, module=modules[id(layer.module)]) for layer in self.layers)
         return GatedNetwork(steps, layers)
 
     def run(self, x: Tensor) -> Pass:
-        """As the model runs; the gates are those that ``x`` opens."""
+        """Run as the model does; the gates are those that ``x`` opens."""
         received: dict[int, Tensor] = {}
         gates: Gates = {}
         values: list[Tensor] = [x]
@@ -145,15 +126,15 @@ class GatedNetwork:
     def held(
         self, x: Tensor, gates: Gates, *, bias: bool, slack: Mapping[int, Tensor] | None = None
     ) -> tuple[dict[int, Tensor], Tensor]:
-        """With ``gates`` held: what weighted layers receive, and the values at the cut; linear in ``x`` without bias.
+        """Return what weighted layers receive with ``gates`` held, and the values at the cut.
 
-        ``slack`` is added to what gates let through.
+        Both are linear in ``x`` without bias. ``slack`` is added to what gates let through.
         """
         values = self._values(x, gates, bias, slack or {})
         return {layer.step: values[self._source(layer)] for layer in self.layers}, values[-1]
 
     def signal(self, layer: WeightedLayer, gates: Gates, adjoint: Tensor, *, open_gate: bool = False) -> Tensor:
-        """The derivative of <adjoint, values at the cut> by the layer's output, with ``gates`` held.
+        """Return the derivative of <adjoint, values at the cut> by the layer's output, with ``gates`` held.
 
         ``open_gate``: as if the gate behind the layer let everything through.
         """
@@ -167,16 +148,13 @@ class GatedNetwork:
         return signal.flatten(2) if signal.dim() > 2 else signal[:, :, None]
 
     def shut_gates(self, silent: Tensor) -> dict[int, tuple[Tensor, bool]]:
-        """ReLUs that only averages, maxima and reshapes separate from the cut: which of their units cannot be active.
+        """Find ReLUs that only averages, maxima and reshapes separate from the cut, and which units cannot be active.
 
         ``silent`` (examples, features): where the value at the cut is zero. A mean of numbers that are not negative is
-        zero only if all are. The second of each pair says that the others are active for sure: each feature is one
-        unit.
+        zero only if all are. The second of each pair: each feature is one unit, so all others are surely active.
         """
-        behind = {len(self.steps) - 1}
-        single = True
-        found: dict[int, tuple[Tensor, bool]] = {}
         number = len(self.steps) - 1
+        behind, single = {number}, True
         spread: list[Step] = []
         while self.steps[number].kind != "relu":
             step = self.steps[number]
@@ -196,8 +174,7 @@ class GatedNetwork:
             for step in spread:
                 value = step.average(value) if step.average is not None else _apply(step, [value], None, bias=False)
             (touched,) = torch.autograd.grad((value.flatten(1) * silent.double()).sum(), start)
-        found[number] = (touched > 0, single)
-        return found
+        return {number: (touched > 0, single)}
 
     def _values(self, x: Tensor, gates: Gates, bias: bool, slack: Mapping[int, Tensor]) -> list[Tensor]:
         values: list[Tensor] = [x]
@@ -212,12 +189,9 @@ class GatedNetwork:
 
 def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool) -> Tensor:
     x = values[0]
-    if step.kind == "relu":
+    if step.kind in ("relu", "max"):
         assert gate is not None
-        return x * gate
-    if step.kind == "max":
-        assert gate is not None
-        return x.flatten(2).gather(2, gate.flatten(2)).reshape(gate.shape)
+        return x * gate if step.kind == "relu" else x.flatten(2).gather(2, gate.flatten(2)).reshape(gate.shape)
     if step.kind == "add":
         return x + values[1]
     if step.kind == "reshape":
@@ -225,28 +199,29 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
     if step.function is not None:
         return step.function(x)
     module: Any = step.module
+    result: Tensor
     if bias:
-        result: Tensor = module.forward(x)  # past hooks, which would change one of both ways only
-        return result
-    if isinstance(module, nn.Linear):
-        return F.linear(x, module.weight)
-    if isinstance(module, BATCH_NORMS):
+        result = module.forward(x)  # past hooks, which would change one of both ways only
+    elif isinstance(module, nn.Linear):
+        result = F.linear(x, module.weight)
+    elif isinstance(module, BATCH_NORMS):
         assert module.running_var is not None  # read_gated refuses others
         scale = torch.rsqrt(module.running_var + module.eps)
         scale = scale if module.weight is None else scale * module.weight
-        return x * scale.reshape(1, -1, *[1] * (x.dim() - 2))
-    convolved: Tensor = module._conv_forward(x, module.weight, None)
-    return convolved
+        result = x * scale.reshape(1, -1, *[1] * (x.dim() - 2))
+    else:
+        result = module._conv_forward(x, module.weight, None)
+    return result
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """Of two axes, where one-dimensional convolutions have a first of length one."""
+    """Return two axes; one-dimensional convolutions have a first of length one."""
     parts = tuple(value) if isinstance(value, Iterable) else (value, value)
     return (1, parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
 
 
 def _padding(module: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Zeros before and behind each axis."""
+    """Return the zeros before and behind each axis."""
     if isinstance(module.padding, str):
         total = [0] * len(module.kernel_size)
         if module.padding == "same":
@@ -260,9 +235,9 @@ def _padding(module: Any) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> GatedNetwork:
-    """The steps of ``model`` up to what the layer called ``cut`` receives, in float64.
+    """Read the steps of ``model`` up to what the layer called ``cut`` receives, in float64, BatchNorm in eval mode.
 
-    :class:`NotApplicable` names the layer that is neither affine nor a gate. BatchNorm layers use running statistics.
+    :class:`NotApplicable` names the layer that is neither affine nor a gate.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
     >>> [step.kind for step in read_gated(net, (1, 4, 4), "3").steps]
@@ -320,13 +295,11 @@ class _Reader:
         facts: dict[str, Any] = {"name": name, "sources": sources, "shape": shape_of(node)}
         if node.op == "placeholder":
             return Step(kind="input", **facts)
-        if node.target in _ADDITIONS and len(sources) == 2:
+        if node.target in ADDITIONS and len(sources) == 2:
             return Step(kind="add", **facts)
         if len(sources) != 1:
             raise NotApplicable(f"{label(node, self.graph)} does not read the layer before it alone")
-        if node.op == "call_module":
-            return self._module_step(node, facts)
-        return self._function_step(node, facts)
+        return (self._module_step if node.op == "call_module" else self._function_step)(node, facts)
 
     def _module_step(self, node: fx.Node, facts: dict[str, Any]) -> Step:
         module = self.model.get_submodule(str(node.target))
@@ -340,9 +313,9 @@ class _Reader:
             return Step(kind="relu", **facts)
         if isinstance(module, nn.LeakyReLU):
             return Step(kind="relu", slope=float(module.negative_slope), **facts)
-        if isinstance(module, _MAXIMA):
+        if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
             return Step(kind="max", **_pooling(module), **facts)
-        if type(module) in _SAME:
+        if type(module) in (*PASSED, nn.Unflatten):
             return Step(kind="reshape", **facts)
         raise self._refusal(node)
 
@@ -361,7 +334,7 @@ class _Reader:
         if node.target in _AVERAGE_FUNCTIONS:
             call: Any = torch.mean if node.target == "mean" else node.target
             return Step(kind="affine", function=lambda x: call(x, *arguments, **options), **facts)
-        if node.target in _SAME_FUNCTIONS or (node.op == "call_method" and node.target in _SAME_METHODS):
+        if node.target in PASSED_FUNCTIONS or (node.op == "call_method" and node.target in PASSED_METHODS):
             return Step(kind="reshape", **facts)
         raise self._refusal(node)
 
@@ -376,16 +349,15 @@ class _Reader:
         return module
 
     def _refusal(self, node: fx.Node) -> NotApplicable:
-        name = label(node, self.graph)
-        return NotApplicable(f"{name} is neither an affine layer nor a ReLU, a LeakyReLU or a max pooling")
+        what = "neither an affine layer nor a ReLU, a LeakyReLU or a max pooling"
+        return NotApplicable(f"{label(node, self.graph)} is {what}")
 
     def _layer(self, number: int, steps: list[Step]) -> WeightedLayer:
         module: Any = steps[number].module
-        bias = None if module.bias is None else self.names[id(module.bias)]
         return WeightedLayer(
             step=number,
             weight_name=self.names[id(module.weight)],
-            bias_name=bias,
+            bias_name=None if module.bias is None else self.names[id(module.bias)],
             module=module,
             gate=_gate_behind(number, steps),
             first=_reads_input(number, steps),
@@ -393,7 +365,7 @@ class _Reader:
 
 
 def _needed(last: fx.Node) -> set[fx.Node]:
-    """The nodes with tensors that ``last`` depends on."""
+    """Return the nodes with tensors that ``last`` depends on."""
     needed: set[fx.Node] = set()
     waiting = [last]
     while waiting:
@@ -408,7 +380,7 @@ def _needed(last: fx.Node) -> set[fx.Node]:
 
 
 def _gate_behind(number: int, steps: list[Step]) -> int | None:
-    """The ReLU that reads the output of a step, through nothing but BatchNorm, sums and steps that keep the shape."""
+    """Return the ReLU that reads a step's output, through nothing but BatchNorm, sums and steps that keep the shape."""
     shape = steps[number].shape
     while True:
         readers = [n for n, step in enumerate(steps) if number in step.sources]
@@ -422,13 +394,12 @@ def _gate_behind(number: int, steps: list[Step]) -> int | None:
 
 
 def _reads_input(number: int, steps: list[Step]) -> bool:
-    """Whether nothing with a gate or weights is before the step."""
     before = [steps[source] for source in steps[number].sources]
     return all(s.kind not in ("weighted", "relu", "max") and _reads_input(steps.index(s), steps) for s in before)
 
 
 def _pooling(module: Any) -> dict[str, Any]:
-    """Of a max pooling: the places of its maxima in the flattened map, and the average over the same windows."""
+    """Return the places of a max pooling's maxima in the flattened map, and the average over the same windows."""
     if module.dilation not in (1, (1, 1)):
         raise NotApplicable("a max pooling with dilation")
     module = copy.deepcopy(module)

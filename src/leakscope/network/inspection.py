@@ -1,9 +1,8 @@
-"""What a client can see of a model before it trains it: layers made to carry inputs home.
+"""Find layers that a server planted in a model to carry inputs home, before a client trains it.
 
-A server that may choose the model can plant layers whose update holds single examples. They look like no layer that
-somebody would initialise or train. Every test asks for something that has no chance of happening by itself in a layer
-of this size; layers too small to tell are left alone. A row is what one unit multiplies its input with. Only weights
-are read, the model is not run. Nothing found is no proof: a server can hide a layer, or choose ordinary weights.
+Every test asks for something that has no chance of happening by itself in a layer of this size, by initialisation or
+training; layers too small to tell are left alone. A row is what one unit multiplies its input with. Only weights are
+read. Nothing found is no proof: a server can hide a layer, or choose ordinary weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ SuspicionKind = Literal["imprint", "rank one", "constant outgoing weights", "mir
 CONSTANT_COLUMNS, CONSTANT_ROWS = 8, 3
 #: Share of a layer's units that have to be mirrored.
 MIRRORED = 0.25
-#: What follows of each kind, in one sentence.
 CONSEQUENCES: Mapping[SuspicionKind, str] = {
     "imprint": "The update of this layer holds single inputs, readable by subtraction (Robbing the Fed, Fowl et al. "
     "2022).",
@@ -38,7 +36,7 @@ CONSEQUENCES: Mapping[SuspicionKind, str] = {
 
 @dataclass(frozen=True)
 class Suspicion:
-    """A layer that is no ordinary one, how many of its units are not, and why, in plain words."""
+    """A suspicious layer, how many of its units are suspicious, and why."""
 
     layer: str
     kind: SuspicionKind
@@ -52,7 +50,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class ModelInspection:
-    """What :func:`inspect_model` found; ``layers`` is how many were looked at."""
+    """The findings in ``layers`` layers."""
 
     layers: int
     suspicions: tuple[Suspicion, ...]
@@ -66,24 +64,22 @@ class ModelInspection:
         return bool(self.suspicions)
 
     def as_dict(self) -> dict[str, Any]:
-        """The findings as JSON values."""
         found = [{**dataclasses.asdict(one), "consequence": one.consequence} for one in self.suspicions]
         return {"suspicious": self.suspicious, "layers": self.layers, "suspicions": found}
 
 
 @dataclass(frozen=True, eq=False)
 class WeightLayer:
-    """A matrix of weights (units x inputs) and the shift of each unit, where it has one; in float64."""
+    """A matrix of weights (units x inputs) and the shift of each unit, if any; in float64."""
 
     name: str
     weight: Tensor
     bias: Tensor | None
-    #: Whether all units read the same inputs; a grouped convolution's do not.
-    shared_inputs: bool = True
+    shared_inputs: bool = True  # a grouped convolution's units read different inputs
 
 
 def inspect_model(model: nn.Module) -> ModelInspection:
-    """Look at every layer of a model received from a server; the model is neither run nor changed.
+    """Inspect every layer of a model received from a server; the model is neither run nor changed.
 
     >>> planted = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 4))
     >>> inspect_model(planted).suspicious
@@ -99,7 +95,7 @@ def inspect_model(model: nn.Module) -> ModelInspection:
 
 
 def inspect_weights(weights: Mapping[str, Tensor]) -> ModelInspection:
-    """The same for a state dictionary alone, without any code of the model: tensors named ``weight`` and ``bias``.
+    """Inspect a state dictionary alone, without any code of the model: tensors named ``weight`` and ``bias``.
 
     >>> inspect_weights({"fc.weight": torch.eye(8), "fc.bias": torch.zeros(8)}).suspicious
     False
@@ -130,7 +126,7 @@ def _suspicions(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspi
 
 
 def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspicion]:
-    """What units that read the same inputs have in common: their rows, or what each input is worth to all."""
+    """Compare units that read the same inputs: their rows, or what each input is worth to all."""
     weight, columns = layer.weight, constant_columns(layer.weight)
     group = parallel_rows(weight, layer.bias)
     before = _unit_variance_before(layer, columns, layers)
@@ -158,7 +154,6 @@ def _imprint_reason(layer: WeightLayer, group: ParallelRows, layers: list[Weight
 
 
 def _unit_variance_before(layer: WeightLayer, columns: Tensor, layers: list[WeightLayer]) -> str:
-    """What to add where the units behind these columns have standard normal weights."""
     earlier = layers[: layers.index(layer)]
     before = next((one for one in reversed(earlier) if len(one.weight) == layer.weight.shape[1]), None)
     if before is None or not len(columns) or len(unit_variance_rows(before.weight[columns])) < len(columns) / 2:
@@ -167,7 +162,7 @@ def _unit_variance_before(layer: WeightLayer, columns: Tensor, layers: list[Weig
 
 
 def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
-    """Every matrix of weights in the order of definition, parameters and buffers; tied ones once."""
+    """Yield every matrix of weights in the order of definition, parameters and buffers; tied ones once."""
     known: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or type(module).__name__ == "ParametrizationList":
@@ -187,14 +182,14 @@ def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
 
 
 def _is_layer(name: str, value: Tensor) -> bool:
-    """Whether a tensor is a layer's: called weight, or too wide for a table (as splines have) of equal rows."""
+    """Tell whether a tensor is a layer's: called weight, or too wide for a table (as splines have) of equal rows."""
     if value.dim() < 2 or not value.is_floating_point():
         return False
     return "weight" in name.rpartition(".")[2] or value[0].numel() > WIDE
 
 
 def _bias_beside(name: str, value: Tensor, own: Mapping[str, Tensor]) -> Tensor | None:
-    """The tensor with the shift of each unit: called bias where the matrix is called weight, or the only one to fit."""
+    """Return the shift of each unit: called bias where the matrix is called weight, or the only tensor to fit."""
     head, dot, last = name.rpartition(".")
     bias = own.get(f"{head}{dot}{last.replace('weight', 'bias')}")
     if bias is not None and bias is not value and bias.dim() == 1 and len(bias) == len(value):
@@ -234,10 +229,9 @@ UNIT_LOW, UNIT_HIGH, UNIT_BEYOND_OTHERS = 0.8, 1.25, 5.0
 
 @dataclass(frozen=True, eq=False)
 class ParallelRows:
-    """Units whose rows are parallel: their numbers in the layer, in ascending order of their thresholds.
+    """Units with parallel rows, in ascending order of their thresholds.
 
-    Unit i switches on where the common direction, times the input, passes ``thresholds[i]``, 0 without a bias;
-    ``lengths`` are those of the rows along the direction.
+    Unit i switches on where the common direction, times the input, passes ``thresholds[i]``, 0 without a bias.
     """
 
     units: Tensor
@@ -246,7 +240,7 @@ class ParallelRows:
 
     @property
     def ladder(self) -> bool:
-        """Whether nearly all thresholds differ, by more than training would leave."""
+        """Tell whether nearly all thresholds differ, by more than training would leave."""
         spread = float(self.thresholds[-1] - self.thresholds[0])
         distinct = 1 + int((self.thresholds.diff() > DISTINCT * spread).sum())
         wide = float(self.thresholds.std()) > LADDER * abs(float(self.thresholds.mean()))
@@ -254,19 +248,19 @@ class ParallelRows:
 
     @property
     def common_threshold(self) -> bool:
-        """Whether all thresholds are one, not zero: weights and biases then come of the same steps, as in training."""
+        """Tell whether all thresholds are one, not zero: weights and biases then come of the same training steps."""
         first = float(self.thresholds[0])
         return first != 0 and float((self.thresholds - first).abs().max()) <= 0.01 * abs(first)
 
     @property
     def tiling(self) -> bool:
-        """Whether the lengths are inverse to the steps between thresholds: each unit has an interval of its own."""
+        """Tell whether the lengths are inverse to the steps between thresholds: each unit has its own interval."""
         steps = (self.thresholds.diff() * self.lengths[:-1])[1:]
         return _varies(self.lengths) and len(steps) > 1 and float(steps.std()) < 0.01 * float(steps.mean())
 
 
 def parallel_rows(weight: Tensor, bias: Tensor | None) -> ParallelRows | None:
-    """The largest group of units with parallel rows; None where it is too small to mean anything.
+    """Find the largest group of units with parallel rows; None where it is too small to mean anything.
 
     >>> rows = torch.ones(8, 1) * torch.arange(1.0, 11.0)
     >>> group = parallel_rows(rows, -torch.arange(8.0))
@@ -282,23 +276,20 @@ def parallel_rows(weight: Tensor, bias: Tensor | None) -> ParallelRows | None:
     tolerance = PARALLEL if weight.shape[1] > WIDE else PARALLEL_NARROW
     sample = alive[_evenly(len(alive), SAMPLED_ROWS)]
     part = _normalised(weight[sample][:, _evenly(weight.shape[1], SAMPLED_COLUMNS)])
-    # A sample of the columns tells less exactly.
-    near = (part @ part.T).abs() > 1 - 2 * tolerance
+    near = (part @ part.T).abs() > 1 - 2 * tolerance  # a sample of the columns tells less exactly
     leader = int(sample[int(near.sum(1).argmax())])
     cosines = (weight[alive] @ weight[leader]) / (lengths[alive] * lengths[leader])
     units = alive[cosines.abs() > 1 - tolerance]
     if len(units) < LEAST_UNITS or (len(units) < MANY_UNITS and len(units) < LEAST_SHARE * len(weight)):
         return None
-    direction = weight[leader] / lengths[leader]
-    along = weight[units] @ direction
-    shifts = torch.zeros_like(along) if bias is None else bias[units]
-    thresholds = -shifts / along
+    along = weight[units] @ (weight[leader] / lengths[leader])
+    thresholds = -(torch.zeros_like(along) if bias is None else bias[units]) / along
     order = thresholds.argsort()
     return ParallelRows(units[order], thresholds[order], along.abs()[order])
 
 
 def rank_one(weight: Tensor) -> bool:
-    """Whether all rows that are not zero are multiples of one, of different entries; a constant matrix is not meant.
+    """Tell whether all nonzero rows are multiples of one, of different entries; a constant matrix is not meant.
 
     >>> rank_one(torch.arange(1.0, 9.0)[:, None] * torch.arange(1.0, 9.0)), rank_one(torch.ones(8, 8))
     (True, False)
@@ -312,7 +303,7 @@ def rank_one(weight: Tensor) -> bool:
 
 
 def constant_columns(weight: Tensor) -> Tensor:
-    """Inputs that have the same weight, not zero, to every unit.
+    """Return the inputs that have the same weight, not zero, to every unit.
 
     >>> constant_columns(torch.tensor([[1.0, 2.0, 0.0, 5.0], [1.0, 3.0, 0.0, 5.0], [1.0, 2.0, 0.0, 5.0]])).tolist()
     [0, 3]
@@ -323,7 +314,7 @@ def constant_columns(weight: Tensor) -> Tensor:
 
 
 def equal_columns(weight: Tensor, columns: Tensor) -> bool:
-    """Whether these inputs are all treated alike: their columns are equal and not zero.
+    """Tell whether the columns of these inputs are equal and not zero.
 
     >>> equal_columns(torch.tensor([[1.0, 1.0, 4.0], [2.0, 2.0, 5.0]]), torch.tensor([0, 1]))
     True
@@ -334,7 +325,7 @@ def equal_columns(weight: Tensor, columns: Tensor) -> bool:
 
 
 def unit_variance_rows(weight: Tensor) -> Tensor:
-    """Units whose entries look like standard normal numbers, where other units' are far smaller or there are none.
+    """Return units whose entries look like standard normal numbers, where other units' are far smaller.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> mixed = torch.cat([torch.randn(8, 256, generator=draws), 0.05 * torch.randn(24, 256, generator=draws)])
@@ -355,7 +346,7 @@ def unit_variance_rows(weight: Tensor) -> Tensor:
 
 
 def outsized_rows(weight: Tensor) -> Tensor:
-    """Units whose rows are far longer than those of the others, and than rows usually are.
+    """Return units whose rows are far longer than those of the others, and than rows usually are.
 
     >>> rows = torch.eye(16)
     >>> rows[3] *= 1e4
@@ -372,7 +363,7 @@ def outsized_rows(weight: Tensor) -> Tensor:
 
 
 def mirrored_rows(weight: Tensor) -> tuple[Tensor, float]:
-    """Units whose positive entries are their negative ones times one factor below 1, in another order; and the factor.
+    """Return units whose positive entries are their negative ones times one factor below 1, in any order; the factor.
 
     >>> negative = torch.linspace(0.1, 1.0, 10)
     >>> units, factor = mirrored_rows(torch.cat([-negative, 0.9 * negative.flip(0)]).repeat(6, 1))
@@ -397,7 +388,6 @@ def mirrored_rows(weight: Tensor) -> tuple[Tensor, float]:
 
 
 def _evenly(count: int, most: int) -> Tensor:
-    """Up to ``most`` of ``count`` places, evenly spaced."""
     return torch.arange(count) if count <= most else torch.linspace(0, count - 1, most).round().long()
 
 

@@ -1,4 +1,4 @@
-"""Where a model's derivative jumps: Newton's method and everything else that is linear locally stops at such places."""
+"""Find where a model's derivative jumps: Newton's method and all that is linear locally stops at such places."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ _KINKS = re.compile(
 
 
 def kinks(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[str, ...]:
-    """The kinds of operations with a kink that a forward pass executes, in alphabetical order; none for a smooth model.
-
-    Read off the graph that autograd records, so that an activation called as a function is seen too.
+    """Name the operations with a kink that a forward pass executes, in order, read off the graph of autograd.
 
     >>> kinks(nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2), nn.Tanh()), (2,))
     ('Relu',)

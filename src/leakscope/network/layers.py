@@ -1,7 +1,4 @@
-"""What a model is made of, found by running it: its layers in their order, the head, and first linear layers.
-
-The order of definition need not be the order of execution, and the last two parameters need not be the head's.
-"""
+"""Find what a model is made of by running it: its layers in order of execution, the head, and first linear layers."""
 
 from __future__ import annotations
 
@@ -21,11 +18,7 @@ from leakscope.network.recorder import Call, output_replaced, probe, probe_input
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer with parameters, in the order of execution.
-
-    ``reads_input``: it received exactly the input's values in their order, flattened at most. ``trainable``: its
-    weights are in the update.
-    """
+    """A layer with parameters; ``reads_input``: it received exactly the input's values in order, flattened at most."""
 
     name: str
     module: nn.Module
@@ -38,7 +31,7 @@ class Layer:
 
     @property
     def size(self) -> str:
-        """Its size in a few characters, such as "64 -> 10"."""
+        """Return its size, such as "64 -> 10"."""
         module = self.module
         if isinstance(module, nn.Linear):
             return f"{module.in_features} -> {module.out_features}"
@@ -55,7 +48,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Structure:
-    """The layers that ran, the shape of one example's outputs, and the number of entries that an update has."""
+    """The layers that ran, the shape of one example's outputs, and the number of entries of an update."""
 
     layers: tuple[Layer, ...]
     output_shape: tuple[int, ...]
@@ -63,7 +56,6 @@ class Structure:
 
     @property
     def outputs(self) -> int:
-        """Numbers that the model gives for one example."""
         return math.prod(self.output_shape)
 
     @property
@@ -72,7 +64,7 @@ class Structure:
 
     @property
     def linear_first(self) -> Layer | str:
-        """The first layer, where it is linear and reads the input itself; else why it is not so."""
+        """Return the first layer, where it is linear and reads the input itself; else why it is not so."""
         first = self.first
         if not isinstance(first.module, nn.Linear):
             return f"the first layer {first.name!r} is {first.kind}, not Linear"
@@ -106,10 +98,7 @@ def structure(model: nn.Module, input_shape: tuple[int, ...]) -> Structure:
 
 @dataclass(frozen=True)
 class Head:
-    """The linear layer that produces the logits: its name and those of its parameters in ``named_parameters()``.
-
-    ``last``: its outputs are the model's, with no softmax or activation behind them.
-    """
+    """The linear layer that produces the logits; ``last``: nothing is behind it, no softmax or activation."""
 
     weight_name: str
     bias_name: str | None
@@ -118,16 +107,13 @@ class Head:
 
 
 def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> Head:
-    """The last layer with parameters that a forward pass executes, which must be linear.
-
-    The pass runs on a copy in evaluation mode; the caller's model keeps its mode, its hooks and its statistics.
+    """Find the last layer with parameters that a forward pass executes, which must be linear.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
     >>> find_head(net, (1, 2, 2), 3)
     Head(weight_name='3.weight', bias_name='3.bias', module_name='3', last=True)
     """
-    draws = torch.Generator().manual_seed(0)
-    like = probe_input(model, input_shape)
+    like, draws = probe_input(model, input_shape), torch.Generator().manual_seed(0)
     # Small and large inputs, so that outputs have either sign: a ReLU behind the head leaves positive ones alone.
     sizes = torch.logspace(0, 1.5, 16).reshape(-1, *[1] * len(input_shape))
     record = probe(model, (sizes * torch.randn((16, *input_shape), generator=draws)).to(like))
@@ -157,10 +143,7 @@ def find_head(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) 
 
 @dataclass(frozen=True, eq=False)
 class FirstDense:
-    """The first dense layer of a worker: CAFE reads its output gradients V and its inputs H.
-
-    ``name`` is that of the layer in the whole model; its parameters are ``name``.weight and ``name``.bias.
-    """
+    """The first dense layer of a worker, by its ``name`` in the whole model: CAFE reads its gradients and inputs."""
 
     worker: int
     share: Share
@@ -176,7 +159,7 @@ class FirstDense:
 
 
 def first_dense(model: VerticalModel) -> tuple[FirstDense, ...]:
-    """The first dense layer that each worker runs; ValueError where there is none, or it reads no row a sample."""
+    """Find the first dense layer that each worker runs; ValueError where there is none, or it reads no row a sample."""
     layers = []
     for number, (worker, share) in enumerate(zip(model.workers, model.shares, strict=True)):
         like = probe_input(worker, share.shape)
@@ -206,10 +189,9 @@ def _reads(call: Call, marked: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DenseEntry:
-    """The layer ``name`` with its ``weight`` and ``bias`` in the update under ``weight_name`` and ``bias_name``.
+    """A dense layer in an update; ``reads_input``: its inputs are the examples themselves.
 
-    ``reads_input``: its inputs are the examples themselves; else ``shape`` is that of the map which was flattened into
-    them, (inputs,) where it cannot be told.
+    ``shape`` is that of the map which was flattened into its inputs, (inputs,) where it cannot be told.
     """
 
     name: str
@@ -222,15 +204,15 @@ class DenseEntry:
 
 
 def dense_entry(model: nn.Module, input_shape: tuple[int, ...]) -> DenseEntry | str:
-    """The first dense layer that reads each example once, in the order of execution; else why there is none.
+    """Find the first dense layer that reads each example once, in the order of execution; else say why there is none.
 
     >>> entry = dense_entry(nn.Sequential(nn.Conv2d(1, 4, 3), nn.Flatten(), nn.Linear(16, 3)), (1, 4, 4))
     >>> entry.name, entry.shape, entry.reads_input
     ('2', (4, 2, 2), False)
     """
-    size = math.prod(input_shape)
     like = probe_input(model, input_shape)
-    marked = torch.linspace(0.1, 1.0, 2 * size, dtype=like.dtype, device=like.device).reshape(2, *input_shape)
+    size = 2 * math.prod(input_shape)
+    marked = torch.linspace(0.1, 1.0, size, dtype=like.dtype, device=like.device).reshape(2, *input_shape)
     calls = probe(model, marked, lambda _name, module: not any(True for _ in module.children())).calls
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for place, call in enumerate(calls):
@@ -258,9 +240,9 @@ def dense_entry(model: nn.Module, input_shape: tuple[int, ...]) -> DenseEntry | 
 def output_jacobian(
     model: nn.Module, entry: DenseEntry, input_shape: tuple[int, ...], project: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """From inputs (n, d) of the layer the derivatives (n, units, K) of each example's outputs by the layer's outputs.
+    """Map inputs (n, d) of the layer to derivatives (n, units, K) of each example's outputs by the layer's outputs.
 
-    ``project``: the nearest inputs that the layer can have.
+    ``project`` gives the nearest inputs that the layer can have.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))
     >>> jacobian = output_jacobian(net, dense_entry(net, (2,)), (2,), lambda rows: rows)
@@ -286,7 +268,7 @@ def output_jacobian(
 
 
 def _map_shape(before: tuple[Call, ...], size: int) -> tuple[int, ...]:
-    """The shape of the last map of ``size`` numbers an example that a layer gave."""
+    """Return the shape of the last map of ``size`` numbers an example that a layer gave."""
     for call in reversed(before):
         output = call.output
         if isinstance(output, Tensor) and output.dim() > 2 and math.prod(output.shape[1:]) == size:

@@ -1,4 +1,4 @@
-"""Which way a tensor goes through a model, read from its symbolic trace: layers in a row, or two paths added up."""
+"""Find the way of a tensor through a model from its symbolic trace: layers in a row, or two paths added up."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from leakscope.contracts.errors import NotApplicable
 
-_ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
+ADDITIONS = (operator.add, operator.iadd, torch.add, "add", "add_")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,10 +24,9 @@ class Sum:
 
 
 def trace(model: nn.Module) -> fx.GraphModule:
-    """The model's own code run on stand-ins for tensors."""
-    tracer = fx.Tracer()
+    """Run the model's own code on stand-ins for tensors."""
     try:
-        return fx.GraphModule(model, tracer.trace(model))
+        return fx.GraphModule(model, fx.Tracer().trace(model))
     # The model's code can fail on stand-ins in any way that code can.
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
@@ -44,12 +43,12 @@ class _ShapeNotes(fx.Interpreter):
 
 
 def note_shapes(graph: fx.GraphModule, sample: Tensor) -> None:
-    """Run ``graph`` once, and note at each node the shape of what it gives; None where that is no tensor."""
+    """Run ``graph`` once, and note at each node the shape of its result; None where that is no tensor."""
     _ShapeNotes(graph).run(sample)
 
 
 def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[fx.Node | Sum]:
-    """The nodes between input and output for a batch like ``sample``, in order; sums only where ``residual`` is set."""
+    """Return the nodes between input and output for a batch like ``sample``; sums only where ``residual`` is set."""
     note_shapes(graph, sample)
     previous: dict[fx.Node, fx.Node | None] = {}  # what a node reads; for a sum, the node at which its paths part
     sums: dict[fx.Node, Sum] = {}
@@ -69,7 +68,7 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
             previous[node] = None
         elif node.op == "get_attr":
             raise NotApplicable(f"the model uses the tensor {node.target!r} outside of a layer")
-        elif node.target in _ADDITIONS and len(tensors) == 2:
+        elif node.target in ADDITIONS and len(tensors) == 2:
             if not residual:
                 words = "joins two paths (a residual connection): only one of two summands can be solved for"
                 raise NotApplicable(f"{label(node, graph)} {words}")
@@ -82,19 +81,18 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
     used: set[fx.Node] = set()
     for step in path:
         used.update((step.node, *step.paths[0], *step.paths[1]) if isinstance(step, Sum) else (step,))
-    for node in previous:
-        if node not in used:
-            raise NotApplicable(f"{label(node, graph)} is not on the way to the output")
+    if unused := next((node for node in previous if node not in used), None):
+        raise NotApplicable(f"{label(unused, graph)} is not on the way to the output")
     return path[1:]
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """The shape of what a node gives, without the batch."""
+    """Return the shape of a node's result, without the batch."""
     return tuple(node.meta["shape"][1:])
 
 
 def shape_before(node: fx.Node) -> tuple[int, ...]:
-    """The shape of the one tensor that a node reads, without the batch."""
+    """Return the shape of the one tensor that a node reads, without the batch."""
     return next(shape_of(read) for read in node.all_input_nodes if _is_tensor(read))
 
 
@@ -112,7 +110,7 @@ def _join(
     sums: Mapping[fx.Node, Sum],
     graph: fx.GraphModule,
 ) -> tuple[fx.Node, Sum]:
-    """The node at which the two paths part that ``node`` adds up, and the paths."""
+    """Return the node at which the two paths part that ``node`` adds up, and the paths."""
     first, second = tensors
     if len(node.args) != 2 or node.kwargs or shape_of(first) != shape_of(second):
         raise NotApplicable(f"{label(node, graph)} is no plain sum of two tensors of one shape")
@@ -125,7 +123,7 @@ def _join(
 
 
 def _back_to(start: fx.Node | None, node: fx.Node | None, previous: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
-    """The nodes after ``start`` up to ``node``, in order; from the input on without a start."""
+    """Return the nodes after ``start`` up to ``node``, in order; from the input on without a start."""
     nodes: list[fx.Node] = []
     while node is not start and node is not None:
         nodes.append(node)

@@ -1,7 +1,6 @@
-"""One place where hooks are set on a model: what layers receive and give, recorded, tapped, or cut.
+"""Set hooks on a model to record, tap or cut what layers receive and give.
 
-No caller's model keeps a hook: :func:`record_layers`, :func:`tap`, :func:`change_input` and :func:`change_output` work
-on private copies, the others take their hooks away when they are done."""
+No caller's model keeps a hook: functions work on private copies, or take their hooks away when they are done."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ Choice = Callable[[str, nn.Module], bool]
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One execution of a layer. ``module`` is the caller's own; ``inputs`` the first tensor that it was given."""
+    """One execution of a layer of the caller's model; ``inputs`` is the first tensor that it was given."""
 
     name: str
     module: nn.Module
@@ -35,7 +34,7 @@ class Call:
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """The layers of a choice in the order in which they ran, a layer that ran twice twice, and the model's outputs."""
+    """The chosen layers in the order in which they ran, a layer that ran twice twice, and the model's outputs."""
 
     calls: tuple[Call, ...] = field(repr=False)
     outputs: Tensor = field(repr=False)
@@ -45,10 +44,7 @@ class Record:
 
 
 def is_layer(_name: str, module: nn.Module) -> bool:
-    """Whether it is linear, or holds parameters while no child of it does.
-
-    A container that also owns a parameter (a class token, say) is no layer: its children are.
-    """
+    """Tell whether it is linear, or holds parameters while no child of it does (a container is no layer)."""
     inner = any(next(child.parameters(), None) is not None for child in module.children())
     own = next(module.parameters(recurse=False), None) is not None
     return isinstance(module, nn.Linear) or (own and not inner)
@@ -66,9 +62,7 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, evaluate: bool = False) -> Record:
-    """Run a copy of ``model`` on ``x`` without gradients and record the layers of ``choice``.
-
-    The copy is in the model's own mode, or with ``evaluate`` in evaluation mode.
+    """Run a copy of ``model`` on ``x`` without gradients, in its own mode or evaluated, and record layers.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [(call.name, tuple(call.output.shape)) for call in record_layers(net, torch.zeros(1, 2, 2)).calls]
@@ -90,7 +84,7 @@ def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, eva
 
 
 def probe(model: nn.Module, x: Tensor, choice: Choice = is_layer) -> Record:
-    """:func:`record_layers` in evaluation mode; a shape that does not fit becomes a ValueError that names it."""
+    """Run :func:`record_layers` in evaluation mode; raise a ValueError that names a shape that does not fit."""
     try:
         return record_layers(model, x, choice, evaluate=True)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
@@ -101,7 +95,7 @@ def probe(model: nn.Module, x: Tensor, choice: Choice = is_layer) -> Record:
 
 
 def probe_input(model: nn.Module, input_shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
-    """An input of one value throughout; two examples where BatchNorm needs a batch to normalise."""
+    """Make an input of one value throughout; two examples where BatchNorm needs a batch to normalise."""
     norms = (*BATCHNORM, nn.SyncBatchNorm)
     needs_batch = any(isinstance(m, norms) and m.running_mean is None for m in model.modules())
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
@@ -109,10 +103,7 @@ def probe_input(model: nn.Module, input_shape: tuple[int, ...], fill: float = 0.
 
 
 def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
-    """A tape that holds, after each pass, what the layers called ``names`` received; ``model`` must be a private copy.
-
-    The tensors are as the pass has them, so that derivatives go through. The hooks live as long as the copy.
-    """
+    """Return a tape that holds, after each pass of a private copy, what the layers received, differentiable."""
     tape: dict[str, Tensor] = {}
 
     def record(name: str, _module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -124,12 +115,12 @@ def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def change_input(layer: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """From now on the layer, of a private copy, reads ``change`` of its first input."""
+    """Let the layer, of a private copy, read ``change`` of its first input from now on."""
     layer.register_forward_pre_hook(partial(_changed_input, change))
 
 
 def change_output(layer: nn.Module, change: Callable[[nn.Module, Tensor, Tensor], Tensor]) -> None:
-    """From now on the layer, of a private copy, gives ``change(layer, first input, output)``."""
+    """Let the layer, of a private copy, give ``change(layer, first input, output)`` from now on."""
     layer.register_forward_hook(partial(_changed_output, change))
 
 
@@ -148,7 +139,7 @@ class _Reached(Exception):
 
 
 def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
-    """What ``model`` computes of ``x`` up to ``layer``, differentiable; nothing behind the layer is run."""
+    """Compute ``model`` of ``x`` up to ``layer``, differentiable; nothing behind the layer is run."""
 
     def stop(_module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         raise _Reached(inputs[0])
@@ -166,7 +157,7 @@ def inputs_of(layer: nn.Module, model: nn.Module, x: Tensor) -> Tensor:
 
 @contextmanager
 def cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor, Tensor]]]:
-    """Input and output of each layer; the output is where differentiation ends, so nothing before it is kept."""
+    """Give input and output of each layer; differentiation ends at the output, so nothing before it is kept."""
     cuts: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def cut(layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
@@ -186,7 +177,7 @@ def cut_at(layers: Sequence[nn.Module]) -> Iterator[dict[nn.Module, tuple[Tensor
 
 @contextmanager
 def output_replaced(layer: nn.Module, output: Tensor) -> Iterator[None]:
-    """Whatever ``layer`` receives, it gives a copy of ``output``, so that a pass goes on from there."""
+    """Let ``layer`` give a copy of ``output`` whatever it receives, so that a pass goes on from there."""
     handle = layer.register_forward_hook(lambda _module, _inputs, _output: output.clone())
     try:
         yield
