@@ -177,11 +177,7 @@ STRONGEST_SEARCH = "head-first"
 
 
 def standard_attacks(protocols: Iterable[Protocol], knowledge: Knowledge | None = None) -> list[str]:
-    """What "standard" means for these protocols: the strongest of each kind that fit one of them.
-
-    Where the server may choose the structure of the model, that which does is among them. Those that do not apply to a
-    model say so.
-    """
+    """Return the strongest attacks of each kind that fit these protocols, and a model that the server may choose."""
     kinds = {"rounds" if protocol.sends_rounds else protocol.kind for protocol in protocols}
     fitting = [entry for entry in ATTACKS.values() if kinds & set(entry.standard_for)]
     return [

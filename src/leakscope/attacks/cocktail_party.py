@@ -1,11 +1,8 @@
 """Cocktail Party Attack: Breaking Aggregation-Based Privacy in Federated Learning Using Independent Component Analysis.
 
 Kariyappa et al., ICML 2023. The weight gradient of the first dense layer is G = D'X: each of its rows is a mixture of
-the same n inputs, as each microphone at a party hears all voices. Independent component analysis tells them apart,
-whatever the labels and however many classes, for n up to the number of units. Where the layer reads the example itself,
-X are the examples; behind convolutions X are embeddings, and the pictures are then searched that have them.
-
-What is done here, step by step, and where it differs from the paper:
+the same n inputs. Independent component analysis tells them apart, whatever the labels, for n up to the number of
+units. Behind convolutions X are embeddings, and pictures are searched that have them. Differences from the paper:
 
 1. *Unmix* (:mod:`leakscope.equations.unmixing`). The paper descends from the identity for 25 000 steps on negentropy,
    mutual independence and total variation. The default finds fixed points of the same contrast on the differences
@@ -15,12 +12,12 @@ What is done here, step by step, and where it differs from the paper:
 2. *Sign and scale* follow from the bias gradient, D'1: what makes x of G makes 1 of it. (The paper tries both signs and
    keeps the one nearer to the truth.) Without a bias they are those that fill the value range.
 3. *Solve* (:mod:`leakscope.equations.dense_signals`; not in the paper). Inputs that are nearly right tell which units
-   are active, and so the layers behind; then D and X follow exactly from G, with a certificate, and the labels from D.
-   This uses the sparsity of ReLU signals as SPEAR does (Dimitrov et al., 2024) and all other equations besides.
+   are active; then D and X follow exactly from G, with a certificate, and the labels from D. This uses the sparsity of
+   ReLU signals as SPEAR does (Dimitrov et al., 2024) and all other equations besides.
 4. *Invert features*, behind convolutions: 1 - cos(z, f(x)) + TV is minimised, as in the paper. Certified embeddings of
    at least the size of an example are matched by their L1 distance instead, which is far nearer.
 
-A weight update of several local steps is taken for one gradient: its rows are still mixtures of the same inputs.
+Several local steps are taken for one gradient: the rows are still mixtures of the same inputs.
 """
 
 from __future__ import annotations
@@ -129,8 +126,6 @@ class CocktailParty(Attack):
 
 
 class _Party:
-    """The work on one observation."""
-
     def __init__(
         self,
         attack: CocktailParty,
@@ -182,7 +177,6 @@ class _Party:
         return self._inverted(rows, labels, info, exact=certified)
 
     def _count(self) -> int:
-        """How many inputs are mixed: as many as there are examples, fewer where some are alike."""
         known = self.observation.num_examples
         units = self.gradient.shape[0]
         if known is not None and known > min(self.gradient.shape):
@@ -252,14 +246,12 @@ class _Party:
         return best
 
     def _project(self, rows: Tensor) -> Tensor:
-        """The nearest inputs that the layer can have."""
         if not self.entry.reads_input:
             return rows.clamp_min(0) if self._nonnegative else rows
         return self.observation.inputs.project(rows.reshape(-1, *self.observation.input_shape)).flatten(1)
 
     @property
     def _nonnegative(self) -> bool:
-        """Whether embeddings are taken for those behind a ReLU."""
         return self.attack.nonnegativity > 0
 
     def _separated(self, near: Tensor) -> Separated | None:
@@ -275,7 +267,6 @@ class _Party:
             return None
 
     def _certificates(self, separated: Separated | None, result: Reconstruction) -> tuple[Certificate, ...]:
-        """Certify the inputs that were solved for, each by the units that tell it from the others."""
         if separated is None or several_steps(self.observation):
             return ()
         free = free_inputs_of_dense(separated.signals.double(), separated.inputs.double())

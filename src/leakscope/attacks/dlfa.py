@@ -6,20 +6,17 @@ client's steps on a guess and matches the whole difference of weights, u = (w_0 
     f / (E K / B)  sum over layers l of exp(-l) ||u_l - û_l(x)||^2  +  tv TV(x)  +  range ||x - clip(x)||^2
     + agreement * mean over pairs of epochs ||g(x_e) - g(x_e')||^2
 
-In each epoch the examples come in another order, so the guess holds one copy of them *an epoch*, and g, which no order
-changes (the mean or maximum over an epoch's pictures, by itself or of random filters), ties the copies together. At the
-end the copies are aligned to those of the first epoch by linear assignment and averaged. Labels are known up to order.
+The guess holds one copy of the examples *an epoch*, and g, which no order changes (the mean or maximum over an epoch's
+pictures, by itself or of random filters), ties the copies together. In the end the copies are aligned by linear
+assignment and averaged. Labels are known up to order. ``variant``: "copies" as above; "shared" one copy, in the same
+order each epoch; "epoch" one step an epoch on all examples, times the number of batches; "single" one gradient times
+the number of steps.
 
-``variant``: "copies" as above; "shared" one copy, in the same order each epoch; "epoch" one step an epoch on all
-examples, times the number of batches; "single" one gradient times the number of steps.
-
-Differences. The published code keeps all steps in one graph; here only the client's state before each step is kept and
-the rest is computed again in the backward pass, which is exact. Clients with momentum and Adam are replayed too. Where
-a batch holds all examples, or their order is known, one copy serves all epochs. The default compares directions by
-their L1 distance under a hard box and total variation, as this package's Surrogate Model Extension does; the published
+Differences. Only the client's state before each step is kept and the rest computed again in the backward pass. Momentum
+and Adam are replayed too. Where a batch holds all examples, or their order is known, one copy serves all epochs. The
+default compares directions by their L1 distance under a hard box and total variation, as SME does here; the published
 distance is "layered-l2", and ``preset("paper-femnist")`` and ``preset("paper-cifar")`` carry all published settings.
-Where the steps cannot be replayed (recipe unknown) the update is taken for one gradient and the result is flagged
-"steps not simulated".
+Where the recipe is unknown the update is taken for one gradient and flagged "steps not simulated".
 """
 
 from __future__ import annotations
@@ -168,7 +165,6 @@ class DLFA(GradientMatching):
         return ("steps not simulated",) if hides_steps(observation) else ()
 
     def _replay(self, observation: Observation) -> tuple[Simulation, Distance]:
-        """The simulation, and the published distance for it, in units of u = (w_0 - w_T) / lr a batch."""
         recipe, whole = replay_recipe(observation), observation.message.kind == "gradient"
         if whole or recipe is None:
             # A weight update of unknown scale can only be compared by direction.

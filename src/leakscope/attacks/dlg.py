@@ -3,12 +3,10 @@
 Minimise over inputs x and label logits y:  sum_l || grad_l(x, softmax(y)) - g_l ||^2,  by L-BFGS.
 
 Differences from the published code. The start is mid-grey with a little noise instead of N(0, 1): on three CIFAR-100
-pictures 2000 steps from there gave 43 to 46 dB, 3000 from N(0, 1) gave 37 to 42. Each step is searched for by
-backtracking, so that a run cannot diverge.
-A soft box, zero inside the valid range, keeps saturating activations from running away; the published code has none.
-The objective is divided by the observed update's own squared length, which moves no minimum but lets one tolerance
-serve every model. Restarts, where asked for, run side by side and the smallest objective wins. ``preset("paper")``
-takes full steps from N(0, 1) as published (300 calls of 20 iterations).
+pictures 2000 steps from there gave 43 to 46 dB, 3000 from N(0, 1) gave 37 to 42. Steps backtrack, so that a run cannot
+diverge. A soft box, zero inside the valid range, keeps saturating activations from running away. The objective is
+relative to the observed update's squared length, so that one tolerance serves every model. ``preset("paper")`` takes
+full steps from N(0, 1) as published (300 calls of 20 iterations).
 """
 
 from __future__ import annotations

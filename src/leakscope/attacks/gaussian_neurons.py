@@ -1,12 +1,11 @@
-"""A dense layer whose units a server draws at random, so that Stein moments of its gradient hold.
+"""Draw the units of a dense layer at random, so that Stein moments of its gradient hold.
 
-The layer's rows become [trained; random N(0, 1)], and the head's weights behind the random units constants, by which
-all of them hear the same of an example. Liu et al. (the systematic evaluation) take k / v for class k of v random
-units: an example whose label lies near the mean class is then heard least, and rows that are all alike are heard not at
-all, as output gradients of cross-entropy sum to zero. ``"signs"`` takes one size for all, with the sign of a class
-times that of a unit. Half of the classes have either sign, so that every example is heard. Units come in pairs of equal
-rows and opposite signs, so that the logits are those of the trained units alone: the softmax stays open, nobody sees a
-difference, and the constants may be as large as the server likes, which is why noise of a fixed size hides nothing.
+The layer's rows become [trained; random N(0, 1)], and the head's weights behind the random units constants. Liu et al.
+(the systematic evaluation) take k / v for class k of v random units: an example whose label lies near the mean class is
+then heard least, as output gradients of cross-entropy sum to zero. ``"signs"`` takes one size for all, with the sign of
+a class times that of a unit. Half of the classes have either sign, so that every example is heard. Units come in pairs
+of equal rows and opposite signs, so that the logits are those of the trained units alone: the softmax stays open, and
+the constants may be as large as the server likes, which is why noise of a fixed size hides nothing.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ def with_gaussian_neurons(
     size: float | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A copy of ``model`` with random units in the dense layer in front of its head; ``trained`` units stay.
+    """Return a copy of ``model`` with random units in the dense layer in front of its head; ``trained`` units stay.
 
-    ``size``: the constants' size; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random. A
-    client that trains for several steps moves the pairs apart, so that large constants spoil its training.
+    ``size``: the constants' size; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random.
+    Large constants spoil a training of several steps, which moves the pairs apart.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> sent = with_gaussian_neurons(net, (4,), trained=2, head="published")

@@ -58,7 +58,6 @@ class GradientMatching(Attack):
         """The choice of distance, priors, canvas, optimiser and simulation that makes this attack."""
 
     def engine(self, **choice: Any) -> Matcher:
-        """The matcher of this choice with the settings that all attacks share."""
         return Matcher(iterations=self.iterations, restarts=self.restarts, compile=self.compile, **choice)
 
     def run(
@@ -77,7 +76,6 @@ class GradientMatching(Attack):
     def search(
         self, observation: Observation, matcher: Matcher, generator: torch.Generator, progress: Progress | None = None
     ) -> Reconstruction:
-        """What the search with ``matcher`` makes of the observation, labels included."""
         if is_mixed(observation):
             return search_parts(observation, generator, lambda seen: self.search(seen, matcher, generator, progress))
         examples = observation.num_examples
@@ -134,21 +132,16 @@ class GradientMatching(Attack):
         )
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
-        """Flags that follow from what is known before the search."""
         return ()
 
     def order_is_known(self, observation: Observation) -> bool:
-        """Whether nothing about the visiting order is left to search."""
         recipe = replay_recipe(observation)
         return recipe is None or recipe[2] >= recipe[0] or observation.training.batch_order is not None
 
     def orders(
         self, observation: Observation, labels: list[int], most: int, generator: torch.Generator
     ) -> tuple[list[Order], str]:
-        """Return visiting orders to try, ``most`` of them where all are tried, and how many exist in words.
-
-        ``labels`` are equal where examples may change places.
-        """
+        """Return visiting orders to try, at most ``most`` where all are tried, and how many exist in words."""
         recipe = replay_recipe(observation)
         assert recipe is not None  # or the order would not be searched
         _, epochs, batch_size, _ = recipe
@@ -161,7 +154,6 @@ class GradientMatching(Attack):
     def _with_orders(
         self, observation: Observation, trials: list[_Trial], generator: torch.Generator
     ) -> tuple[list[_Trial], str]:
-        """Return each trial with each order that is tried, and a note that says how many there are."""
         pairs, exist = [], ""
         for trial in trials:
             classes = _told_apart(trial.targets, observation.num_examples or 1)
@@ -170,11 +162,9 @@ class GradientMatching(Attack):
         return pairs, f"{exist}; {len({pair.order for pair in pairs})} were tried"
 
     def copies(self, observation: Observation) -> int:
-        """How many pictures of each example are searched."""
         return 1
 
     def merge(self, pictures: Tensor) -> Tensor:
-        """One picture of each example from (copies, examples, ...)."""
         return pictures[0]
 
     def _observed(self, observation: Observation, matcher: Matcher) -> dict[str, Tensor]:
@@ -188,10 +178,9 @@ class GradientMatching(Attack):
     def _readings(
         self, observation: Observation, generator: torch.Generator, shuffled: bool
     ) -> tuple[list[RecoveredLabels], tuple[str, ...], tuple[str, ...]]:
-        """Labels to try, none where they are searched along; flags and notes.
+        """Return labels to try, none where they are searched along; flags and notes.
 
-        ``shuffled``: the client's local batches mix the classes. Sorted labels would fill whole batches with one, as no
-        client that shuffles does.
+        ``shuffled``: sorted labels would fill whole batches with one class, as no client that shuffles does.
         """
         if observation.labels is None and self.labels == "joint" and observation.task.searchable:
             return [], (), ()
@@ -204,7 +193,6 @@ class GradientMatching(Attack):
 
 
 def weighted(*priors: Any) -> tuple[Prior, ...]:
-    """Those whose weight is not zero."""
     return tuple(prior for prior in priors if prior.weight)
 
 
@@ -253,7 +241,6 @@ class _Trial:
         return None if self.reading is None else self.reading.labels
 
     def matcher(self, matcher: Matcher) -> Matcher:
-        """Return the matcher with this order."""
         simulation = matcher.simulation
         if self.order is None or not isinstance(simulation, UnrolledSteps):
             return matcher
@@ -272,7 +259,6 @@ def _rounded(count: int) -> str:
 
 
 def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:
-    """Return how many trials each round of short searches has, and its search; none for a single trial."""
     brief = _brief(matcher)
     if trials < 2:
         return []
@@ -283,12 +269,10 @@ def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:
 
 
 def _later(progress: Progress, before: int, steps: int) -> Progress:
-    """Tells of a search that begins after ``before`` of ``steps`` steps in all."""
     return lambda done, _, value: progress(before + done, steps, value)
 
 
 def _brief(matcher: Matcher) -> Matcher:
-    """The short search that chooses between readings of the labels and visiting orders."""
     simulation, iterations = matcher.simulation, matcher.iterations
     if isinstance(simulation, UnrolledSteps):
         simulation = replace(simulation, compiled=False)
@@ -297,10 +281,7 @@ def _brief(matcher: Matcher) -> Matcher:
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:
-    """The update as one gradient of the whole batch in the client's reduction; NotApplicable without a scale.
-
-    It is zero where it is not reliable.
-    """
+    """Return the update as one gradient of the whole batch in the client's reduction; NotApplicable without a scale."""
     update = reliable_update(observation)
     if observation.message.kind == "gradient":
         return update
@@ -319,10 +300,7 @@ def replay(
     rate: float,
     checkpoint: bool = True,
 ) -> UnrolledSteps:
-    """The client's steps over ``order`` by its own optimiser; one step is compiled where a run is long enough.
-
-    A rule of counts, not of clocks, so that a run is the same each time.
-    """
+    """Replay the client's steps over ``order``; whether one is compiled follows from counts, so that a run repeats."""
     compiled = False
     if attack.compile == "auto" and checkpoint:
         like = next(iter(observation.message.update.values()))

@@ -1,4 +1,4 @@
-"""Hybrid: R-GAP's equations as the start and as a term of a gradient-matching search, layer by layer.
+"""Hybrid: use R-GAP's equations as the start and as a term of a gradient-matching search, layer by layer.
 
 Cangxiong Chen and Neill Campbell, "Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient
 Matching", BMVC 2022. From the last layer to the first: u x = v are the linear equations of a layer's input x (see
@@ -11,22 +11,19 @@ on the network from this layer on; what comes out is inverted through the activa
 
 ``Hybrid.preset("paper")`` has the published steps and weights. Differences in both: the derivative at the logits is
 held at what the last layer shows instead of computed from the label, which is the same at the true input; the best
-iterate by the objective is kept, the start among them; float64.
-
-The defaults differ further, for what the three terms can say is known beforehand (``trust``):
+iterate by the objective is kept, the start among them; float64. The defaults differ further (``trust``):
 
 * While every layer behind is determined, its equations hold all that later gradients say. A determined layer needs no
   search, and in one that is not, TV alone chooses among the solutions, without a pass through the network.
 * Behind a layer that was not determined, u and v carry errors, which a least-squares solution amplifies. It is damped
-  as the residual of the redundant equations demands, and the search matches the update itself, whose tensors are exact:
-  relative squared differences in place of cosines, which leave lengths open.
+  as the residual of the redundant equations demands, and the search matches the update itself by relative squared
+  differences in place of cosines, which leave lengths open.
 * TV is the joint one of axes and channels, and its weight falls during the search; Adam is fifty times faster and slows
   down to zero; values stay in the valid range.
 
-Measured on five CIFAR-10 test images that no setting was chosen on, initial weights, mean squared error of pixels in
-[0, 1], in brackets what the paper reports for two images of its own: CNN2 V1 0.0000 (0.0008), V2 0.0021 (0.0051); CNN3
-V1 0.0093 (0.0478), V2 0.0124 (0.0322), V3 0.0000 (0.0020), V4 0.0355 (0.0417); CNN4 V1 0.0095 (0.0610); 3 to 32 seconds
-an image on one core. Images differ by a factor of ten, and on V4 that is more than the difference. R-GAP on the same:
+Measured on five CIFAR-10 test images, initial weights, mean squared error of pixels in [0, 1], in brackets what the
+paper reports for two images of its own: CNN2 V1 0.0000 (0.0008), V2 0.0021 (0.0051); CNN3 V1 0.0093 (0.0478), V2 0.0124
+(0.0322), V3 0.0000 (0.0020), V4 0.0355 (0.0417); CNN4 V1 0.0095 (0.0610); 3 to 32 seconds an image on one core. R-GAP:
 0.0000, 0.0346; 0.0884, 0.0635, 0.0000, 0.0439; 0.0950. The published settings on the first two images: CNN2 V2 0.0018
 (defaults 0.0008), CNN3 V1 0.0135 (0.0048).
 """
@@ -120,7 +117,6 @@ class Hybrid(Attack):
         return dataclasses.replace(result, info={**result.info, "steps": steps})
 
     def at(self, number: int) -> tuple[int, Weights]:
-        """Steps and weights for the layer of this number, 0 for the input's."""
         assert isinstance(self.iterations, tuple)
         steps, weights = self.iterations, self.weights
         return steps[min(number, len(steps) - 1)], weights[min(number, len(weights) - 1)]
@@ -128,8 +124,6 @@ class Hybrid(Attack):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _HybridSolver(Solver):
-    """R-GAP's step through a layer, then the search."""
-
     linear = False
 
     settings: Hybrid
@@ -173,7 +167,7 @@ class _HybridSolver(Solver):
         return lambda rows: self.inputs.project(rows.reshape(shape)).reshape(rows.shape)
 
     def _damped(self, system: LinearSystem, x: Array, stage: Stage) -> Array:
-        """The most probable input if the target has errors of the size that redundant equations show.
+        """Return the most probable input if the target has errors of the size that redundant equations show.
 
         Inputs are taken for equally spread over the value range; in other layers around zero, as far as the solution.
         """
@@ -222,7 +216,6 @@ class _Search:
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The tensors that the update shows; one that is zero has no direction and no length to compare with."""
         own = self.chain.parameters(self.number)
         return frozenset(name for name in own if name in self.update and bool(self.update[name].any()))
 

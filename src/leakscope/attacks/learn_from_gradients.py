@@ -4,11 +4,10 @@ Minimise over inputs x and label logits y, started uniformly in [0, 1]:
 ``|| G(x, y) - g ||^2 + lambda ||x||_F`` for one example,
 ``|| G(x, y) - g ||^2 + lambda sum_{k != k'} <x_k, x_k'>^2`` for a batch, lambda decaying from 0.1.
 
-Choices where the paper is silent or contradicts itself. The norm's power is not given: squared here, ``squared=False``
-for the plain norm. The printed decay fires only in the first iterations while the text says it goes on; here lambda is
-multiplied by ``decay`` every ``every`` iterations. Objective and lambda are relative to the observed update's squared
-length, norms and inner products to the number of inputs, so that one lambda fits all sizes. L-BFGS by default,
-``optimizer="adam"`` for large batches as the paper recommends.
+Choices where the paper is silent or contradicts itself. The norm is squared; ``squared=False`` for the plain one. The
+printed decay fires only in the first iterations while the text says it goes on; here lambda is multiplied by ``decay``
+every ``every`` iterations. Objective and lambda are relative to the observed update's squared length, norms and inner
+products to the number of inputs. L-BFGS by default, ``optimizer="adam"`` for large batches as the paper recommends.
 """
 
 from __future__ import annotations

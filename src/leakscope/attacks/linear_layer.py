@@ -1,14 +1,10 @@
-"""Closed-form inversion of a first linear layer.
+"""Invert a first linear layer in closed form.
 
 Le Trieu Phong et al., "Privacy-Preserving Deep Learning via Additively Homomorphic Encryption", 2018; Geiping et al.
 2020, proposition 3.1; Qian and Hansen 2021. For z = W x + b with output gradients D (examples x units): dW = D'X,
-db = D'1.
-
-One example: x = dW_k / db_k for every unit k; the least-squares combination x = dW'db / ||db||^2 is used, because plain
-ratios blow up where db_k is tiny. Several examples: the row space of dW is the span of the inputs (exactly, when D has
-full rank), read off by an SVD; single inputs are not separable without more, so what is returned are mixtures.
-
-A weight difference of several local steps is treated as one gradient, which is exact for one step only.
+db = D'1. One example is x = dW'db / ||db||^2, for plain ratios dW_k / db_k blow up where db_k is tiny. Of several the
+row space of dW is the span of the inputs (exactly, when D has full rank), so what is returned are mixtures. A weight
+difference of several local steps is treated as one gradient, which is exact for one step only.
 """
 
 from __future__ import annotations

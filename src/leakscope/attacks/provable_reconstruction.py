@@ -1,18 +1,14 @@
-"""Training data from the gradient of a random layer.
+"""Reconstructing Training Data from Model Gradient, Provably. Zihan Wang, Jason Lee, Qi Lei. AISTATS 2023.
 
-Zihan Wang, Jason Lee, Qi Lei, "Reconstructing Training Data from Model Gradient, Provably", AISTATS 2023. A server that
-may choose the weights draws the rows of a dense layer from N(0, I); moments of that layer's gradient with Hermite
-polynomials of its weights are then tensors sum_i c_i x_i (x) ... (x) x_i of its inputs, which a tensor decomposition
-takes apart (:mod:`leakscope.equations.stein_moments`).
-
-Where the layer is the model's first one, its inputs are the private examples, and this attack returns them. Deeper in a
-network they are features: ``leakscope.recover_features`` returns those, and the attack refuses.
+A server that may choose the weights draws the rows of a dense layer from N(0, I); moments of that layer's gradient with
+Hermite polynomials of its weights are then tensors sum_i c_i x_i (x) ... (x) x_i of its inputs, which a tensor
+decomposition takes apart (:mod:`leakscope.equations.stein_moments`). This attack returns the inputs of a first layer;
+deeper in a network they are features, which ``leakscope.recover_features`` returns.
 
 Different from the paper: the span of the inputs is read from the gradient itself wherever that predicts more of it than
-the moments do, which is always so for an untouched gradient; moments then only tell inputs apart inside the span, and
-the slopes of the units settle them. Signs, which the paper leaves open, follow from the slopes of a ReLU, and lengths
-from the gradient of a bias. Without a bias inputs are stretched to the value range. The constants behind the random
-units are ``head``; ``trained`` units keep their weights, so that the model can be of use.
+the moments do, which is always so for an untouched gradient; moments then only tell inputs apart inside the span. Signs
+follow from the slopes of a ReLU, lengths from the gradient of a bias; without one inputs are stretched to the value
+range. The constants behind the random units are ``head``; ``trained`` units keep their weights.
 """
 
 from __future__ import annotations
@@ -116,7 +112,6 @@ def _grey(observation: Observation, count: int) -> Tensor:
 
 
 def _nothing(observation: Observation, reason: str) -> Reconstruction:
-    """Grey pictures, where the layer's gradient holds nothing."""
     count = observation.num_examples or 1
     return Reconstruction(
         inputs=_grey(observation, count),

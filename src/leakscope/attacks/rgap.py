@@ -1,4 +1,4 @@
-"""R-GAP: one example solved layer by layer from the last to the first, without a search.
+"""R-GAP: solve one example layer by layer from the last to the first, without a search.
 
 Junyi Zhu and Matthew Blaschko, "R-GAP: Recursive Gradient Attack on Privacy", ICLR 2021. Where a network is a chain of
 convolutions or linear layers, each followed by an activation f that can be inverted, the input x of a layer follows
@@ -6,23 +6,17 @@ from the input y of the next one and the loss's derivative k by what the layer g
 
     z = f^-1(y),    k = (W_next' k_next) f'(z),    W x = z - b  and  K x = dL/dw        (see equations/constraints.py)
 
-The recursion starts at the logits: k is the gradient of the last bias; without a bias and with one output (logistic
-loss, as in the paper) it follows from <w, dL/dw> by Lambert's W, without a bias and with several classes from the
-length that the layer's input must have for softmax and gradient to agree (equations/last_layer.py).
+The recursion starts at the logits: k is the gradient of the last bias; without a bias it follows from Lambert's W (one
+output, as in the paper) or from the length of the layer's input (several classes); see equations/last_layer.py.
 
 Differences from the paper and its code: padded pixels are no unknowns; the equations of a layer are brought to one
-scale and solved by sparse normal equations with corrections, in float64 whatever the update's precision; the margin is
-in closed form instead of 30 000 steps of descent, and if two margins or labels explain the update, both are followed
-and the better residual wins. In a LeakyReLU net without any bias both are exact, for it is homogeneous: there the
-larger picture that fits the value range is taken, and a note says so. Biases, linear layers anywhere, average pooling,
-several classes, BatchNorm that uses running statistics and residual blocks (equations/constraints.py; they have two
-rows in ``info["layers"]``, of which "(inner)" is the input of the body's second layer) are allowed. A weight difference
-of several local steps is taken for one gradient; several examples give one mixture.
-
-Where a layer has fewer independent equations than unknowns, its solution of least length is passed on and everything
-before it is an approximation; ``info["layers"]`` has rows, rank and unknowns of each.
-
-Hybrid (hybrid.py) walks the same way with another solver: ``Walk``, ``Solver`` and ``walk_back`` are shared.
+scale and solved by sparse normal equations with corrections, in float64; the margin is in closed form instead of 30 000
+steps of descent, and if two margins or labels explain the update, both are followed and the better residual wins. A
+LeakyReLU net without any bias is homogeneous, so both are exact: there the larger picture that fits the value range is
+taken. Biases, linear layers anywhere, average pooling, several classes, BatchNorm that uses running statistics and
+residual blocks (two rows in ``info["layers"]``) are allowed. Several local steps are taken for one gradient; several
+examples give one mixture. Where a layer has fewer independent equations than unknowns, its solution of least length is
+passed on and everything before it is an approximation.
 """
 
 from __future__ import annotations
@@ -72,7 +66,7 @@ class RGAP(Attack):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Walk:
-    """A recursion that has come to the input ``x`` of a stage, with the loss's derivative by it.
+    """Hold a recursion that has come to the input ``x`` of a stage, with the loss's derivative by it.
 
     ``start`` is the derivative at the logits it began with, ``residual`` the worst of the layers so far.
     """
@@ -87,7 +81,7 @@ class Walk:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solver:
-    """Solves one stage after the other; ``linear``: what comes out is in proportion to what the walk began with."""
+    """Solve one stage after the other; ``linear``: what comes out is in proportion to what the walk began with."""
 
     linear: ClassVar[bool] = True
 
@@ -97,7 +91,7 @@ class Solver:
     ranks: bool
 
     def start(self, last: LastSignal) -> Walk:
-        """Through the last stage: its outputs follow from the input that its linear layer must have had."""
+        """Go through the last stage: its outputs follow from the input that its linear layer must have had."""
         head = self.chain.stages[-1]
         layer = head.operations[-1]
         k = last.signal
@@ -109,14 +103,12 @@ class Solver:
         return self._solve(walk, head, outputs, k)
 
     def step(self, walk: Walk, number: int) -> Walk:
-        """Through one more stage towards the input."""
         stage = self.chain.stages[number]
         if isinstance(stage, ResidualStage):
             return self._solve_block(walk, stage, *self._behind(stage, stage.outer, walk.x, walk.signal))
         return self._solve(walk, stage, *self._behind(stage, stage, walk.x, walk.signal))
 
     def _behind(self, stage: Stage, linear: Stage, values: Array, signal: Array) -> tuple[Array, Array]:
-        """What the activation of ``stage`` received from ``linear`` to give ``values``, and the loss's derivative."""
         outputs = stage.activation.inverse(torch.from_numpy(values), self.clip)
         layer = linear.operations[-1]
         if isinstance(layer.module, nn.Linear) and layer.bias_name in self.update:
@@ -130,7 +122,6 @@ class Solver:
         return _onward(walk, solution, signal_at_input(stage, signal), row)
 
     def _solve_block(self, walk: Walk, block: ResidualStage, outputs: Array, signal: Array) -> Walk:
-        """Two systems: one for what the body's second layer receives, one for the block's input."""
         systems = ResidualSystem(block=block, outputs=outputs, output_gradient=signal, update=self.update)
         first = systems.first.solve()
         hidden = systems.hidden(first.x)
@@ -163,7 +154,7 @@ class Solver:
         }
 
     def misfit(self, stage: Stage, signal: Array, x: Array) -> float:
-        """How much of a first linear layer's gradient is not k x'; its reduced equations cannot tell."""
+        """Return the share of a first linear layer's gradient that is not k x'; its reduced equations cannot tell."""
         layer = stage.operations[0]
         if len(stage.operations) > 1 or not isinstance(layer.module, nn.Linear) or layer.weight_name not in self.update:
             return 0.0
@@ -173,13 +164,12 @@ class Solver:
 
 
 def _onward(walk: Walk, solution: Solution, signal: Array, *rows: dict[str, Any]) -> Walk:
-    """The walk one stage nearer to the input, whose rows of the report stand before those so far."""
     worst = max(walk.residual, *(row["residual"] for row in rows))
     return dataclasses.replace(walk, x=solution.x, signal=signal, residual=worst, layers=(*rows, *walk.layers))
 
 
 def solver_basis(observation: Observation, clip: float | None, **allowed: bool) -> dict[str, Any]:
-    """What every solver is made of: the model as a chain, the update as one mean gradient in float64, and the clip."""
+    """Return the model as a chain, the update as one mean gradient in float64, and the clip."""
     try:
         chain = read_chain(observation.model, observation.input_shape, **allowed)
     except NotApplicable as error:
@@ -192,7 +182,7 @@ def solver_basis(observation: Observation, clip: float | None, **allowed: bool) 
 
 
 def walk_back(solver: Solver, observation: Observation, progress: Progress | None) -> tuple[Walk, tuple[str, ...]]:
-    """From the last stage to the input: the walk that explains the update best, and what is to be said of it."""
+    """Walk from the last stage to the input; return the walk that explains the update best, with notes."""
     stages = solver.chain.stages
     # Where s times the input makes s times the logits, and no search disturbs it, one walk stands for all of a label.
     similar = solver.linear and homogeneous(solver.chain)
@@ -209,7 +199,6 @@ def walk_back(solver: Solver, observation: Observation, progress: Progress | Non
 
 
 def last_signals(observation: Observation, head: Stage, update: dict[str, Tensor]) -> list[LastSignal]:
-    """What the loss's derivative at the logits can be."""
     layer = head.operations[-1]
     block = isinstance(head, ResidualStage)
     if block or not isinstance(layer.module, nn.Linear) or layer.weight_name not in update:
@@ -240,7 +229,7 @@ def last_signals(observation: Observation, head: Stage, update: dict[str, Tensor
 
 
 def homogeneous(chain: Chain) -> bool:
-    """Whether s times the input makes s times the logits for every s > 0."""
+    """Check that s times the input makes s times the logits for every s > 0."""
     inner = [stage.inner for stage in chain.stages if isinstance(stage, ResidualStage)]
     operations = [operation for stage in chain.stages for operation in stage.operations]
     shifts = any(o.bias_name or isinstance(o.module, BATCH_NORMS) for o in operations)
@@ -248,19 +237,16 @@ def homogeneous(chain: Chain) -> bool:
 
 
 def multiple(walk: Walk, signal: LastSignal) -> Walk:
-    """The walk that would have begun with ``signal``: the input is as much longer as the derivative is shorter."""
     length = float(np.linalg.norm(signal.signal))
     return walk if length == 0 else dataclasses.replace(walk, x=walk.x * (float(np.linalg.norm(walk.start)) / length))
 
 
 def consistent(walks: list[Walk]) -> list[Walk]:
-    """Those that explain the equations so far about as well as the best."""
     best = min(walk.residual for walk in walks)
     return [walk for walk in walks if walk.residual <= 10 * best + 1e-9]
 
 
 def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str, ...]]:
-    """The one picture to return of several that explain the update; by the value range, for nothing else is left."""
     if len(walks) == 1:
         return walks[0], ()
     inputs = observation.inputs
@@ -277,7 +263,6 @@ def choose(walks: list[Walk], observation: Observation) -> tuple[Walk, tuple[str
 
 
 def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...]) -> Reconstruction:
-    """The result of a walk, ``notes`` being what was to be said of its choice among others."""
     examples = observation.num_examples or 1
     unique = not notes and examples == 1 and not several_steps(observation)
     x = torch.from_numpy(walk.x).to(device=observation.device, dtype=observation.dtype)
@@ -333,7 +318,6 @@ def _condition(walk: Walk) -> float:
 
 
 def _diagnosis(walk: Walk, unknowns: int) -> Diagnosis | None:
-    """Recovered, where every layer had as many independent equations as unknowns and they agree; else None."""
     full = all(row["rank"] == row["unknowns"] for row in walk.layers)
     if not full or not walk.residual * _condition(walk) <= RECOVERED:
         return None

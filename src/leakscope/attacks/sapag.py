@@ -3,12 +3,11 @@
 Minimise over x:  sum_l Q_l (1 - exp(-||grad_l(x) - g_l||^2 / s_l)),  a Gaussian kernel a tensor whose width s_l adapts
 to the observed gradient's variance.
 
-The paper's own code is not available; widths, weights and optimiser are choices. Q_l is one for every tensor;
+The paper's code is not available; widths, weights and optimiser are choices. Q_l is one for every tensor;
 ``decreasing=True`` lets it fall as 1 / (l + 1), as a public re-implementation has it, and recovered less here. With
-s_l = Var(g_l) and raw sums the kernel underflows at the start and nothing moves, so means replace sums and s_l is
-never below ``guard`` times the current mean squared difference. So guarded, a term far from the solution has a constant
-value, and progress shows in the widths, not in the objective; the best iterate is therefore judged by the relative
-squared distance. AdamW in the paper as cited second-hand; plain Adam here, weight decay having no meaning for pixels.
+s_l = Var(g_l) and raw sums the kernel underflows at the start, so means replace sums and s_l is never below ``guard``
+times the current mean squared difference. So guarded, progress shows in the widths, not in the objective; the best
+iterate is judged by the relative squared distance. Plain Adam replaces AdamW, as weight decay means nothing for pixels.
 """
 
 from __future__ import annotations

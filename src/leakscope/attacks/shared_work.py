@@ -1,10 +1,7 @@
-"""Work that several attacks have in common, done once: searches, readings of labels, and what is learned of a setting.
+"""Share work between attacks: searches, readings of labels, and what is learned of a setting.
 
-``head-first`` matches the whole update just as ``inverting-gradients`` does where the head tells nothing, and as its
-rival; a planted example is often the undefended update once more; and attacks read labels by the same rules. What comes
-of it follows from the settings, the victim, the observed update, the labels and the draws, so that equal work need not
-be done twice: where observations carry the same :class:`SharedWork`, the second attack is handed what the first has
-found, to the last bit.
+Results follow from the settings, the victim, the observed update, the labels and the draws. Where observations carry
+the same :class:`SharedWork`, the second attack is handed what the first has found, to the last bit.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ class _Result:
 
 
 class SharedWork:
-    """Results by everything they depend on; ``recalled_seconds`` is what the work took that was not done again.
+    """Keep results by everything they depend on; ``recalled_seconds`` is what the work took that was not done again.
 
     It belongs to one process and one model: code is no part of the key, only the structure and every tensor.
     """
@@ -47,7 +44,6 @@ class SharedWork:
         self._results: OrderedDict[Hashable, _Result] = OrderedDict()
 
     def recall(self, key: Hashable, generator: torch.Generator, numbers: int, work: Callable[[], Any]) -> Any:
-        """What ``work`` finds, drawing from ``generator``; done unless it is known from before."""
         result = self._results.get(key)
         if result is not None:
             self.recalled_seconds += result.seconds
@@ -72,10 +68,9 @@ def shared(
     numbers: int,
     work: Callable[[], Any],
 ) -> Any:
-    """What ``work`` finds, or what equal work has found where work is shared.
+    """Return what ``work`` finds, or what equal work has found where work is shared.
 
-    It must depend on nothing but ``parts``, the model, the tensors in ``tables`` and draws from ``generator``; what is
-    found has so many ``numbers``.
+    It must depend on nothing but ``parts``, the model, the tensors in ``tables`` and draws from ``generator``.
     """
     key = None if store is None else _key(kind, parts, model, tables, generator)
     return work() if store is None or key is None else store.recall(key, generator, numbers, work)
@@ -128,7 +123,6 @@ def read_labels(seen: Observation, generator: torch.Generator) -> list[Recovered
 def _key(
     kind: str, parts: Hashable, model: nn.Module, tables: list[Mapping[str, Tensor]], generator: torch.Generator
 ) -> Hashable:
-    """All that the work depends on; None where some of it cannot be compared."""
     modes = tuple((name, module.training) for name, module in model.named_modules())
     key = (kind, parts, repr(model), modes, _digest([*tables, {"draws": generator.get_state()}]))
     try:
@@ -143,7 +137,6 @@ def _given(**tensors: Tensor | None) -> dict[str, Tensor]:
 
 
 def _digest(tables: Iterable[Mapping[str, Tensor]]) -> str:
-    """sha256 of named tensors, their types and shapes included."""
     digest = hashlib.sha256()
     for table in tables:
         digest.update(b"\ntable")

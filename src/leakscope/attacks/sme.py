@@ -1,25 +1,21 @@
 """Surrogate Model Extension (SME): A Fast and Accurate Weight Update Attack on Federated Learning. Zhu, Yao, Blaschko.
 ICML 2023.
 
-A client trains from w_0 to w_T and sends the difference. One gradient at w_0 explains it badly once the steps are many,
-but one gradient at the right point between both ends explains it well, for local gradients lie nearly in a plane.
-Minimise over x in the valid box and beta in [0, 1]:
+A client trains from w_0 to w_T and sends the difference, which one gradient at the right point between both ends
+explains well, for local gradients lie nearly in a plane. Minimise over x in the valid box and beta in [0, 1]:
 
     1 - cos(w_0 - w_T, grad(w_0 - beta (w_0 - w_T), x)) + weight * TV(x)
 
 Neither the client's learning rate nor its optimiser, batch size or number of steps is needed. With ``beta=0`` and
-``beta_lr=0`` this is Inverting Gradients on the update, the paper's baseline, by the same code.
-
-Letters. ``beta`` is the weight on the *after* end. Equation 5 and algorithm 1 of the paper write alpha for the weight
-on the *before* end; its code, table 1 and figure 4 use alpha as ``beta`` here.
+``beta_lr=0`` this is Inverting Gradients on the update, the paper's baseline. ``beta`` is the weight on the *after*
+end, as alpha in the paper's code, table 1 and figure 4; equation 5 and algorithm 1 write alpha for the *before* end.
 
 Differences. The default compares directions by their L1 distance instead of the cosine, starts from grey, and takes
 330 steps of Adam with a cosine schedule in [0, 1] space instead of 1000 in the model's: 5 to 10 dB more on FEMNIST. The
-derivative by beta is <dL/dw, w_T - w_0>, to the paper a free by-product; here the backward pass leaves derivatives by
-the weights out where nobody asks for them, and asking costs a tenth to a third of a step. As beta moves by about
-``beta_lr`` a step, its derivative is taken at every ``beta_every``-th step and kept in between. ``preset("paper")``
-takes it at every step and has all published settings; ``preset("paper-ig")`` is the baseline, ``preset("paper-vit")``
-the setting for transformers. A gradient (FedSGD) has no segment: plain gradient matching.
+derivative by beta costs a tenth to a third of a step here; as beta moves by about ``beta_lr`` a step, it is taken at
+every ``beta_every``-th step and kept in between. ``preset("paper")`` takes it at every step and has all published
+settings; ``preset("paper-ig")`` is the baseline, ``preset("paper-vit")`` the setting for transformers. A gradient
+(FedSGD) has no segment: plain gradient matching.
 """
 
 from __future__ import annotations

@@ -11,19 +11,16 @@ of each, or for larger batches |P f(x_i)|^2 / |f(x_i)|^2 with P the projection o
 enter every block of the drawing network.
 
 Differences. The default compares directions of tensors by their L1 distance instead of the cosine and weighs them by
-the square root of their size, which leaves more to the layers near the input: chosen on a tuning image, where the
-drawing network finds edges in as many steps as the cosine needs for blobs. ``distance="cosine"`` is the published one.
-The printed sum of reweighted cosines lacks the "1 -", and its weights are not normalised; here they add up to one.
-Which feature belongs to which example is decided at each step by a linear assignment to the candidates' own
-features, where published code of the feature estimators compares with the true ones. ``features="head"`` solves them
-from the gradient of the last layers alone (equations/embedding.py), which needs no malice; ``"recovered"`` estimates
-them from the widest dense layer (equations/features.py), which stands more noise; ``"auto"`` takes the first that
-succeeds. ``trained`` is the paper's malicious server: the other units of the dense layer are drawn from N(0, 1), with
-constants in the head behind them, so that moments of that layer's gradient hold. The paper's network has 36 million
-weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.26 million takes 500 larger steps
-with a cosine schedule; ``canvas="pixels"`` searches the pixels by the same objective, as ``preset("quick")`` does,
-which is the better choice for hundreds of steps. A weight update of several steps is taken for one gradient.
-``consistency`` adds the group consistency of GradInversion (Yin et al., 2021) to several restarts.
+the square root of their size, which leaves more to the layers near the input. ``distance="cosine"`` is the published
+one. The printed sum of reweighted cosines lacks the "1 -", and its weights are not normalised; here they add up to one.
+A linear assignment at each step decides which feature belongs to which example, where published code compares with the
+true ones. ``features="head"`` solves them from the gradient of the last layers (equations/embedding.py);
+``"recovered"`` estimates them from the widest dense layer (equations/features.py), which stands more noise; ``"auto"``
+takes the first that succeeds. ``trained`` is the paper's malicious server (attacks/gaussian_neurons.py). The paper's
+network has 36 million weights and takes 10,000 steps of 1e-5: ``preset("paper")``. By default a network of 0.26 million
+takes 500 larger steps with a cosine schedule; ``canvas="pixels"`` searches the pixels, as ``preset("quick")`` does: the
+better choice for hundreds of steps. A weight update of several steps is taken for one gradient. ``consistency`` adds
+the group consistency of GradInversion (Yin et al., 2021) to several restarts.
 """
 
 from __future__ import annotations
@@ -73,10 +70,7 @@ ONE_BY_ONE = 8
 
 @dataclass(frozen=True, eq=False)
 class KnownFeatures:
-    """Directions (n, d) of what ``layer`` received, and how they were recovered.
-
-    ``separated``: each is that of one example; otherwise only their span means something.
-    """
+    """Hold directions (n, d) of what ``layer`` received; where not ``separated``, only their span means something."""
 
     layer: str
     directions: Tensor
@@ -139,7 +133,6 @@ class SystematicEvaluation(GradientMatching):
         return [*super().missing(observation), *(["choose_weights"] if lacking else [])]
 
     def matcher(self, observation: Observation) -> Matcher:
-        """The search without known features."""
         distance = DISTANCES[f"reweighted-{self.distance}" if self.reweight else self.distance]
         if isinstance(distance, Reweighted):
             parameters = dict(observation.model.named_parameters())
@@ -173,7 +166,6 @@ class SystematicEvaluation(GradientMatching):
         return ("steps not simulated",) if several_steps(observation) else ()
 
     def _led(self, matcher: Matcher, known: KnownFeatures, examples: int) -> Matcher:
-        """The search with these features as a term, and in the blocks of the network that draws."""
         one_by_one = known.separated and (examples <= ONE_BY_ONE if self.feature_form == "auto" else True)
         form: FeatureForm = "direction" if one_by_one and self.feature_form != "span" else "span"
         term = FeatureMatching(weight=self.feature_weight, layer=known.layer, features=known.directions, form=form)
@@ -183,7 +175,6 @@ class SystematicEvaluation(GradientMatching):
         return dataclasses.replace(matcher, priors=(*matcher.priors, term), canvas=canvas, record=(known.layer,))
 
     def _known_features(self, observation: Observation, generator: torch.Generator) -> tuple[KnownFeatures | None, str]:
-        """Features, or why there are none; NotApplicable where those that were asked for cannot be had."""
         neurons = None if self.trained is None else slice(self.trained, None)
         head: Source = head_features
         dense: Source = partial(dense_features, neurons=neurons)

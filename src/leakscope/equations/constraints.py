@@ -1,4 +1,4 @@
-"""The linear equations that the input of a layer or of a residual block satisfies, as sparse matrices in float64.
+"""Build the linear equations that the input of a layer or of a residual block satisfies, sparse and in float64.
 
 For a convolution z = w * x + b with output gradient k = dL/dz, both known, the input x of one example satisfies
 
@@ -7,10 +7,9 @@ For a convolution z = w * x + b with output gradient k = dL/dz, both known, the 
 
 (Zhu and Blaschko, R-GAP, ICLR 2021). Padded pixels are known to be zero, so their columns are left out; the published
 code keeps them as unknowns with rows of their own, which comes to the same. For each pair of filters
-k_f' W_g = w_g' K_f, so that the rank is at most |z| + |w| - filters^2; random weights mostly attain it, or the number
-of unknowns (see :func:`generic_rank`). For a linear layer dL/dW = k x', and its many rows are worth exactly
-|k| x = (dL/dW)' k / |k|. The gradients of a BatchNorm in eval mode are left out: they say nothing that its outputs do
-not.
+k_f' W_g = w_g' K_f, so that the rank is at most |z| + |w| - filters^2 (see :func:`generic_rank`). For a linear layer
+dL/dW = k x', worth exactly |k| x = (dL/dW)' k / |k|. The gradients of a BatchNorm in eval mode say nothing that its
+outputs do not.
 
 A residual block gives y = S x + W2 h + offsets with h = f(z1) and z1 = W1 x + b1, where S is the shortcut (the
 identity, or linear layers) and f an activation that can be inverted. With y and k = dL/dy known,
@@ -20,10 +19,9 @@ identity, or linear layers) and f an activation that can be inverted. With y and
     step 2, for x:         S x = y - W2 h - offsets,           W1 x = z1 - b1,   K1 x = dL/dW1,    K_S x = dL/dS
 
 and the loss's derivative by x is S' k + W1' k1: an extension of R-GAP, which solves chains without branches. Step 1
-need not determine x, only h. Beside an identity its first equation says nothing of h, so that h must follow from K2
-alone: a 3 x 3 convolution needs at least a ninth as many filters as there are pixels. Where h is left open, the
-solution of least length is passed on; step 2 then may have full rank and yet a wrong solution, which its residual
-shows.
+need only determine h. Beside an identity h must follow from K2 alone: a 3 x 3 convolution needs at least a ninth as
+many filters as there are pixels. Where h is left open, the solution of least length is passed on; step 2 then may have
+full rank and yet a wrong solution, which its residual shows.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ Block: TypeAlias = tuple[Matrix, Array]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AffineMap:
-    """A stage without its activation: outputs = ``matrix`` x + ``offset``, and one block of rows for each gradient."""
+    """Hold a stage without its activation: ``matrix`` x + ``offset``, and a block of rows for each gradient."""
 
     matrix: Matrix
     offset: Array
@@ -57,7 +55,7 @@ class AffineMap:
 
 
 def operation_matrix(operation: Operation) -> Matrix:
-    """The matrix of an operation over the flattened, unpadded input; the bias is :func:`operation_offset`.
+    """Return the matrix of an operation over the flattened, unpadded input; the bias is :func:`operation_offset`.
 
     >>> layer = nn.AvgPool1d(2).double()
     >>> pool = Operation(name="pool", module=layer, input_shape=(1, 4), output_shape=(1, 2))
@@ -76,7 +74,6 @@ def operation_matrix(operation: Operation) -> Matrix:
 
 
 def operation_offset(operation: Operation) -> Array:
-    """What the operation adds to each of its flattened outputs."""
     if isinstance(operation.module, BATCH_NORMS):
         _, offset = _normalisation(operation.module)
         return _each_place(offset, operation)
@@ -85,7 +82,7 @@ def operation_offset(operation: Operation) -> Array:
 
 
 def gradient_block(operation: Operation, output_gradient: Array, gradient: Array) -> Block:
-    """The rows K x = dL/dw for the operation's own input x, from the output gradient at its flattened output.
+    """Return the rows K x = dL/dw for the operation's own input x, from the output gradient at its flattened output.
 
     For a linear layer |k| x = (dL/dW)' k / |k| without loss, for K'K = |k|^2; no rows where the output gradient is 0.
 
@@ -107,11 +104,9 @@ def gradient_block(operation: Operation, output_gradient: Array, gradient: Array
 def stage_system(
     stage: Stage, outputs: Array | Tensor, output_gradient: Array | Tensor, update: Mapping[str, Tensor]
 ) -> LinearSystem:
-    """All equations for the input of ``stage``, from what its activation received and the loss's derivative there.
+    """Return all equations for a stage's input, from what its activation received and the loss's derivative there.
 
-    First the weight constraints (the product of the stage's matrices), then a block of gradient constraints for each
-    operation whose weight is in ``update``, times the matrices before it. A first linear layer with a gradient says all
-    on its own, so there the weight constraints are left out, as in R-GAP.
+    A first linear layer with a gradient says all on its own: there the weight constraints are left out, as in R-GAP.
     """
     parts = affine_map(stage, output_gradient, update)
     first = stage.operations[0]
@@ -120,7 +115,7 @@ def stage_system(
 
 
 def affine_map(stage: Stage, output_gradient: Array | Tensor, update: Mapping[str, Tensor]) -> AffineMap:
-    """What ``stage`` is without its activation, whose derivative of the loss is ``output_gradient``.
+    """Return ``stage`` without its activation, where the loss's derivative is ``output_gradient``.
 
     A gradient's rows are those of :func:`gradient_block` times the matrices before its operation, offsets subtracted.
     """
@@ -148,7 +143,6 @@ def affine_map(stage: Stage, output_gradient: Array | Tensor, update: Mapping[st
 
 
 def stacked(blocks: Sequence[Block]) -> LinearSystem:
-    """One system of the rows of all blocks."""
     return LinearSystem(
         scipy.sparse.csr_array(scipy.sparse.vstack([rows for rows, _ in blocks])),
         np.concatenate([target for _, target in blocks]),
@@ -157,7 +151,7 @@ def stacked(blocks: Sequence[Block]) -> LinearSystem:
 
 
 def signal_at_input(stage: Stage, output_gradient: Array | Tensor) -> Array:
-    """The loss's derivative by the input of ``stage``, from that by what its activation received."""
+    """Return the loss's derivative by the input of ``stage``, from that by what its activation received."""
     _refuse_blocks(stage)
     signal = _flat(output_gradient)
     for operation in reversed(stage.operations):
@@ -166,12 +160,10 @@ def signal_at_input(stage: Stage, output_gradient: Array | Tensor) -> Array:
 
 
 def generic_rank(stage: Stage) -> int | None:
-    """min(unknowns, |z| + |w| - filters^2) of a single ungrouped convolution, all unknowns of a single linear layer.
+    """Return min(unknowns, |z| + |w| - filters^2) of an ungrouped convolution, all unknowns of a linear layer, or None.
 
     The rank never exceeds it where a filter has as many weights, and as many outputs, as there are filters. It attains
-    it with random weights and stride 1 and padding up to half the kernel; more padding can cost a few ranks, and so can
-    strides, above all where the last rows and columns are in no window.
-    None for stages of several operations and for grouped convolutions, for which no such formula is known.
+    it with random weights and stride 1 and padding up to half the kernel; more padding or strides can cost a few ranks.
     """
     if len(stage.operations) != 1:
         return None
@@ -190,7 +182,6 @@ def _refuse_blocks(stage: Stage) -> None:
 
 
 def _normalisation(module: nn.Module) -> tuple[Array, Array]:
-    """Factor and offset of each channel of a BatchNorm that uses its running statistics."""
     assert isinstance(module, BATCH_NORMS)
     assert module.running_mean is not None
     assert module.running_var is not None
@@ -202,12 +193,11 @@ def _normalisation(module: nn.Module) -> tuple[Array, Array]:
 
 
 def _each_place(channels: Array, operation: Operation) -> Array:
-    """One number a channel, repeated for all places of the output."""
     return np.repeat(channels, math.prod(operation.output_shape) // len(channels))
 
 
 def _convolution_matrix(operation: Operation, values: Array, *, weights: bool) -> Matrix:
-    """W (``weights``: values of (filter, position in the kernel)) or K (values of (filter, position of the output))."""
+    """Return W (``weights``: values of (filter, kernel position)) or K (values of (filter, output position))."""
     module = operation.module
     assert isinstance(module, CONVOLUTIONS)
     places = _patches(operation)  # input column of (channel and kernel position, output position), -1 in the padding
@@ -228,7 +218,6 @@ def _convolution_matrix(operation: Operation, values: Array, *, weights: bool) -
 
 
 def _patches(operation: Operation) -> Array:
-    """Which input each output reads at each place of the kernel: the layer's own windows, cut from numbered inputs."""
     module = operation.module
     assert isinstance(module, CONVOLUTIONS)
     size = math.prod(operation.input_shape)
@@ -252,7 +241,7 @@ def _patches(operation: Operation) -> Array:
 
 
 def _pooling_matrix(operation: Operation) -> Matrix:
-    """Average pooling works on each axis alone, so its matrix is a Kronecker product."""
+    """Take the Kronecker product of the axes, for average pooling works on each alone."""
     module = operation.module
     matrix: Matrix = scipy.sparse.csr_array(scipy.sparse.eye_array(operation.input_shape[0]))
     for axis, (size, target) in enumerate(zip(operation.input_shape[1:], operation.output_shape[1:], strict=True)):
@@ -278,8 +267,6 @@ def _numpy(values: Tensor) -> Array:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ResidualSystem:
-    """The equations of ``block``, from what its last activation received and the loss's derivative there."""
-
     block: ResidualStage
     outputs: Array
     output_gradient: Array
@@ -287,7 +274,7 @@ class ResidualSystem:
 
     @cached_property
     def first(self) -> LinearSystem:
-        """Step 1: the unknowns are the block's input, then the input of the body's second layer."""
+        """Return step 1: the unknowns are the block's input, then the input of the body's second layer."""
         short, outer = self._shortcut, self._outer
         blocks = [(scipy.sparse.hstack([short.matrix, outer.matrix]), self.outputs - short.offset - outer.offset)]
         for rows, target in outer.gradients:
@@ -299,10 +286,7 @@ class ResidualSystem:
         return stacked(blocks)
 
     def hidden_rank(self, limit: int) -> int | None:
-        """How many directions of the second layer's input step 1 determines: its rank without what x accounts for.
-
-        None where step 1 has more than ``limit`` unknowns and rows.
-        """
+        """Return the rank of step 1 without what x accounts for; None above ``limit`` unknowns and rows."""
         whole = self.first.spectrum_up_to(limit)
         inputs = self.block.unknowns
         if whole is None:
@@ -313,16 +297,14 @@ class ResidualSystem:
         return whole.rank - alone.rank
 
     def hidden(self, solution: Array) -> Array:
-        """The input of the body's second layer, from a solution of step 1."""
         return solution[self.block.unknowns :]
 
     @cached_property
     def signal_at_hidden(self) -> Array:
-        """The loss's derivative by the input of the body's second layer."""
         return signal_at_input(self.block.outer, self.output_gradient)
 
     def second(self, hidden: Array, received: Array, inner_signal: Array) -> LinearSystem:
-        """Step 2, for the block's input; ``received`` is z1 and ``inner_signal`` the loss's derivative by it."""
+        """Return step 2, for the block's input; ``received`` is z1 and ``inner_signal`` the loss's derivative by it."""
         short, outer = self._shortcut, self._outer
         inner = affine_map(self.block.inner, inner_signal, self.update)
         left = self.outputs - outer.matrix @ hidden - outer.offset - short.offset
@@ -330,7 +312,6 @@ class ResidualSystem:
         return stacked([*paths, *inner.gradients, *short.gradients])
 
     def signal_at_input(self, inner_signal: Array) -> Array:
-        """The loss's derivative by the block's input."""
         shortcut = self.block.shortcut
         passed = self.output_gradient if shortcut is None else signal_at_input(shortcut, self.output_gradient)
         return passed + signal_at_input(self.block.inner, inner_signal)

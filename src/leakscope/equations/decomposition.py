@@ -14,11 +14,10 @@ MAX_SINGULAR_VALUES = 1500
 
 @dataclass(frozen=True)
 class JacobianRank:
-    """What the singular values of the Jacobian say; all None, and a reason, where it was not computed.
+    """Hold what the singular values of the Jacobian say; all None, and a reason, where it was not computed.
 
-    ``tolerance`` is the singular value below which a direction counts as lost to rounding. It is about 1e-12 of the
-    largest where ``method`` is "singular values", and about 1e-6 where it is "Gram matrix", which squares them.
-    ``condition`` is infinite where the rank is not full.
+    Values below ``tolerance`` are lost to rounding: about 1e-12 of the largest for ``method`` "singular values", and
+    about 1e-6 for "Gram matrix", which squares them. ``condition`` is infinite where the rank is not full.
     """
 
     unknowns: int
@@ -37,10 +36,7 @@ class JacobianRank:
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """Singular values of a Jacobian, one an unknown, largest first, and the directions of the inputs in columns.
-
-    ``vectors`` is None where it was not asked for.
-    """
+    """Hold singular values of a Jacobian, largest first, and the directions of the inputs in columns."""
 
     values: Tensor
     vectors: Tensor | None
@@ -53,7 +49,6 @@ class Decomposition:
 
     @property
     def condition(self) -> float:
-        """The largest by the smallest; infinite where the rank is not full."""
         return float(self.values[0] / self.values[-1]) if self.rank == len(self.values) else math.inf
 
     def summary(self) -> JacobianRank:
@@ -69,10 +64,10 @@ class Decomposition:
 
 
 def decompose(matrix: Tensor, *, removed: Tensor | None = None, vectors: bool = False) -> Decomposition:
-    """The singular values of a matrix with one row an unknown and one column an observed entry.
+    """Return the singular values of a matrix with one row an unknown and one column an observed entry.
 
-    ``removed`` (one number an unknown) asks for those of a matrix J with J J' = matrix matrix' - removed removed',
-    which is what a projection of the columns does; it goes through the Gram matrix.
+    ``removed`` (one number an unknown) asks for those of a matrix J with JJ' = matrix matrix' - removed removed', which
+    is what a projection of the columns does.
     """
     unknowns, entries = matrix.shape
     exact = torch.finfo(matrix.dtype).eps

@@ -1,14 +1,12 @@
-"""From nearly right inputs of a dense layer to the exact ones: each example's signals follow from its own Jacobian.
+"""Solve for the exact inputs of a dense layer from nearly right ones: signals follow from each example's Jacobian.
 
 The weight gradient of a dense layer is G = D'X. What comes back to the layer for example i is D_i = J_i'd_i: J_i holds
 the derivatives of the K outputs by the layer's outputs at x_i, and d_i is the derivative of the loss by the outputs. So
 with V a basis of the rows of G, A = G V' and X = R V, column q_i of R^-1 solves A q_i = J_i'd_i, one equation a unit in
-n + K unknowns. In a ReLU network J_i depends on which units are active only, and that is right for nearly every unit
-already where x_i is not: an inactive unit says A_j q_i = 0, as in SPEAR (Dimitrov et al., 2024), and every active one
-counts too. Units that are guessed wrongly are outliers, so that absolute values are minimised, by reweighted least
-squares, and inputs and Jacobians are found in turn.
-
-The residual is a certificate that needs no truth: far more units than unknowns obey their equations or do not.
+n + K unknowns. In a ReLU network J_i depends on which units are active only, and is right for nearly every unit where
+x_i is not: an inactive unit says A_j q_i = 0, as in SPEAR (Dimitrov et al., 2024), and every active one counts too.
+Units that are guessed wrongly are outliers, so that absolute values are minimised, by reweighted least squares, and
+inputs and Jacobians are found in turn. The residual is a certificate: far more units than unknowns obey or do not.
 """
 
 from __future__ import annotations
@@ -46,12 +44,11 @@ SPARE = 8
 
 @dataclass(frozen=True, eq=False)
 class Separated:
-    """``inputs`` (n, d) and ``signals`` (n, units) of each example with its ``output_gradients`` (n, K).
+    """Hold ``inputs`` (n, d) and ``signals`` (n, units) of each example with its ``output_gradients`` (n, K).
 
     ``obeyed`` (n,): the share of units whose equation holds, 0 where not more of them do than there are unknowns.
     ``residual``: what D'X leaves of the gradient, and D'1 of the bias gradient, relative, with D_i = J_i'd_i.
-    ``outside``: what any n inputs leave of the gradient, which is rounding or noise. ``spare``: equations of an example
-    beyond its unknowns. ``rounds``: how often inputs and Jacobians were found.
+    ``outside``: what any n inputs leave of the gradient. ``spare``: equations of an example beyond its unknowns.
     """
 
     inputs: Tensor
@@ -64,16 +61,12 @@ class Separated:
     rounds: int
 
     def better_than(self, other: Separated) -> bool:
-        """Whether more equations are obeyed or, with about as many, less of the gradient is left.
-
-        Of several local steps the residual tells little, for the layers behind moved; inactive units still do.
-        """
+        """Prefer more obeyed equations, which count for several local steps too, then less left of the gradient."""
         more = float(self.obeyed.mean() - other.obeyed.mean())
         return more > TIE or (more >= -TIE and self.residual < other.residual)
 
     @property
     def rounding(self) -> float:
-        """The residual that the gradient's rounding may leave."""
         return max(CERTIFIED, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
 
     @property
@@ -83,7 +76,7 @@ class Separated:
 
 
 def positive_peak(rows: Tensor) -> Tensor:
-    """Rows with a positive sum whose largest value is one: what else can be said of rows that are never negative.
+    """Scale rows to a positive sum and a largest value of one, all that is known of rows that are never negative.
 
     >>> positive_peak(torch.tensor([[-2.0, -4.0]])).tolist()
     [[0.5, 1.0]]
@@ -101,7 +94,7 @@ def separate(
     rescale: Callable[[Tensor], Tensor] = positive_peak,
     rounds: int = MOST_STEPS,
 ) -> Separated:
-    """The inputs of a dense layer from its ``gradient`` (units, d) and ``inputs`` (n, d) that are nearly right.
+    """Solve for the inputs of a dense layer from its ``gradient`` (units, d) and nearly right ``inputs`` (n, d).
 
     Without a bias gradient a row has neither sign nor scale of its own, and ``rescale`` gives it both.
 
@@ -169,7 +162,6 @@ class _Problem:
         return _Problem(observed, sums, basis, white, sizes[:, None] * turn, live, residual, noise, rescale)
 
     def columns(self, rows: Tensor) -> Tensor:
-        """Solutions of rows R, as rows in white coordinates."""
         return (self.to_white @ torch.linalg.pinv(rows)).T
 
     def rows(self, mixing: Tensor) -> Tensor:
@@ -181,10 +173,7 @@ class _Problem:
         return self.rescale(rows @ self.basis) @ self.basis.T
 
     def nearest(self, jacobian: Tensor, mixing: Tensor, examples: Tensor) -> tuple[Tensor, Tensor]:
-        """Solutions of these examples, by all units or else by inactive ones, and the share of equations obeyed.
-
-        Inactive units have no signal whatever the layers behind do, so they hold where those are guessed wrongly.
-        """
+        """Solve by all units or by inactive ones, which hold where the layers behind are guessed wrongly."""
         live = jacobian[:, self.live].double()
         spare = live.shape[1] - len(mixing) - live.shape[2] >= SPARE
         found, share = self.solve(live, mixing, examples, inactive=not spare)
@@ -246,7 +235,6 @@ class _Problem:
 
 
 def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
-    """Whether no other example ended at the same solution from nearer by."""
     found, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, before))
     movement = 1 - (found * before).sum(1).abs()
     same = (found @ found.T).abs() > 1 - OBEYED
@@ -278,7 +266,6 @@ def _solved(equations: Tensor, weights: Tensor, fixed: Tensor) -> Tensor:
 
 
 def _orthonormal(jacobian: Tensor) -> Tensor:
-    """An orthonormal basis (n, units, K) of each example's signals, zero where there are fewer."""
     left, sizes, _ = torch.linalg.svd(jacobian, full_matrices=False)
     kept = sizes > 1e-6 * sizes[:, :1]
     return left * kept[:, None, :]

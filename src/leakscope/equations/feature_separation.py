@@ -1,8 +1,8 @@
-"""Single features inside the span of a dense layer's gradient; float64.
+"""Separate single features inside the span of a dense layer's gradient; float64.
 
-They are estimated by moments (equations/stein_moments.py), by activation patterns (:func:`frequent_differences`) or as
-independent components (equations/unmixing.py). Where the slopes of the units are known they settle each estimate
-(:func:`fit_gates`), and the one that explains most of the gradient is kept.
+Estimates come from moments (equations/stein_moments.py), activation patterns (:func:`frequent_differences`) or
+independent components (equations/unmixing.py). Known slopes of the units settle each (:func:`fit_gates`), and the one
+that explains most of the gradient is kept.
 
 With coordinates y_i of the features in the span and u_j those of the weights, the gradient rows are
 H_j = sum_i sum_q a_qj r_iq s'(<u_j, y_i> + b_j) y_i, where a are the known weights behind the units. From directions
@@ -50,13 +50,11 @@ UNITS_PER_UNKNOWN = 4
 
 
 def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | None:
-    """The n most frequent differences (n, n) between distinct ``rows`` (m, n), as unit rows that are independent.
+    """Return the n most frequent differences (n, n) between distinct ``rows`` (m, n) as independent unit rows, or None.
 
     Behind a ReLU and a head of one constant for each unit, a row of the gradient, divided by that constant, is the sum
     of c_i y_i over the examples that make the unit active. Two patterns that differ in one example differ by c_i y_i
     exactly, and no other difference occurs as often. Noise or missing entries leave nothing to count.
-
-    None where there are no n that occur often enough.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> features = torch.tensor([[1.0, 0.9], [0.9, 1.0]]).double()
@@ -92,7 +90,6 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
 
 
 def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
-    """One row of each kind."""
     keys = _keys(rows, float(rows.abs().max()), generator)
     _, group = keys.unique(return_inverse=True)
     places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
@@ -100,17 +97,14 @@ def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _keys(rows: Tensor, size: float, generator: torch.Generator) -> Tensor:
-    """Whole numbers that are the same for rows that are the same, but for those at a rounding's edge."""
+    """Return whole numbers that are equal for equal rows, except at a rounding's edge."""
     probe = torch.randn((rows.shape[1], 1), generator=generator, dtype=torch.float64)
     return (rows @ probe / (SAME * max(size, 1e-300))).round().flatten().long()
 
 
 @dataclass(frozen=True, eq=False)
 class SpanGradient:
-    """A dense layer in the coordinates of the span: gradient rows and weights (m, n), the weights behind it (q, m).
-
-    ``bias`` and ``bias_gradient`` (m,) where the layer has them; ``activation`` acts on a tensor entry by entry.
-    """
+    """Hold a dense layer in coordinates of the span: gradient rows and weights (m, n), the weights behind it (q, m)."""
 
     rows: Tensor
     weights: Tensor
@@ -121,7 +115,7 @@ class SpanGradient:
 
     @cached_property
     def homogeneous(self) -> bool:
-        """Whether slopes do not depend on the features' lengths: s(2 t) = 2 s(t), and no bias."""
+        """Check that slopes do not depend on the features' lengths: s(2 t) = 2 s(t), and no bias."""
         t = torch.linspace(-3, 3, 13, dtype=torch.float64)[None]
         same = torch.allclose(self.activation(2 * t), 2 * self.activation(t.clone()), atol=1e-12)
         return same and (self.bias is None or not bool(self.bias.any()))
@@ -129,8 +123,7 @@ class SpanGradient:
 
 @dataclass(frozen=True, eq=False)
 class GateFit:
-    """Unit rows ``directions`` (n, n) in the span, the relative ``residual`` of the gradient's rows, and ``lengths``
-    where they are told."""
+    """Hold unit rows (n, n) in the span, the relative residual of the gradient's rows, and known lengths."""
 
     directions: Tensor
     residual: float
@@ -138,9 +131,7 @@ class GateFit:
 
 
 def signed_lengths(rows: Tensor, directions: Tensor, bias_gradient: Tensor) -> Tensor:
-    """What each unit direction has to be multiplied with to be the feature, sign included.
-
-    The bias gradient is the sum of the signals, the weight gradient their sum with the features.
+    """Return the signed length of each unit direction; the bias gradient is the sum of the signals.
 
     >>> features = torch.tensor([[3.0, 0.0], [0.0, -2.0]]).double()
     >>> signals = torch.tensor([[1.0, 2.0], [0.5, -1.0], [0.0, 3.0]]).double()
@@ -153,7 +144,7 @@ def signed_lengths(rows: Tensor, directions: Tensor, bias_gradient: Tensor) -> T
 
 
 def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
-    """The directions that explain the gradient's rows best, starting from ``directions``.
+    """Find the directions that explain the gradient's rows best, starting from ``directions``.
 
     The slopes of a ReLU at y and -y add up to a constant, so with a free constant beside them the fit does not depend
     on signs; the constant then tells which were wrong. Other activations need lengths, which a bias gradient tells.
@@ -183,7 +174,6 @@ def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
 
 
 def _fitted(layer: SpanGradient, directions: Tensor) -> GateFit:
-    """The fit at these directions."""
     fit = GateFit(directions, torch.inf)
     if not layer.homogeneous:
         assert layer.bias_gradient is not None
@@ -193,7 +183,6 @@ def _fitted(layer: SpanGradient, directions: Tensor) -> GateFit:
 
 
 def _signed(layer: SpanGradient, fit: GateFit) -> GateFit:
-    """The fit with signs from its constant part, and lengths where a bias gradient tells them."""
     products, constant = _products(layer, fit)
     both = slope(layer.activation, torch.tensor([[1.0, -1.0]], dtype=torch.float64)).sum()
     wrong = least_squares(products.flatten(1).T, -constant.flatten()[:, None] / both).flatten() > 0.5
@@ -206,7 +195,7 @@ def _signed(layer: SpanGradient, fit: GateFit) -> GateFit:
 
 
 def _design(layer: SpanGradient, fit: GateFit) -> Tensor:
-    """(m, n q): what the products r_iq y_i are multiplied with; and q constants where signs are free."""
+    """Return what the products r_iq y_i are multiplied with (m, n q), and q constants where signs are free."""
     features = fit.directions if fit.lengths is None else fit.directions * fit.lengths[:, None]
     inner = layer.weights @ features.T
     slopes = slope(layer.activation, inner if layer.bias is None else inner + layer.bias[:, None])
@@ -215,7 +204,6 @@ def _design(layer: SpanGradient, fit: GateFit) -> Tensor:
 
 
 def _products(layer: SpanGradient, fit: GateFit) -> tuple[Tensor, Tensor]:
-    """The products r_iq y_i (n, q, n), and the constants (q, n), zero where there are none."""
     design, rows = _design(layer, fit), layer.rows
     weights = torch.ones_like(rows[:, :1])
     floor = 1e-9 * rows.norm(dim=1).mean()
@@ -233,11 +221,7 @@ def _residual(layer: SpanGradient, design: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class DenseGradient:
-    """What the adversary holds of one dense layer, float64: gradients and present weights.
-
-    ``activation`` and ``head``, the weights (classes, units) of the layer behind it, where they are known;
-    ``head_gradient`` where the update holds it.
-    """
+    """Hold gradients and weights of one dense layer, float64; ``head`` (classes, units) is the layer behind it."""
 
     name: str
     gradient: Tensor
@@ -250,7 +234,6 @@ class DenseGradient:
 
 
 def no_moments(layer: DenseGradient) -> str | None:
-    """Why the layer's gradient has no Stein moments, or None where it has."""
     if layer.activation is None or layer.head is None:
         return "it is not known how the layer's outputs reach the head"
     if not len(head_loadings(layer.head)):
@@ -262,16 +245,14 @@ def no_moments(layer: DenseGradient) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class RecoveredFeatures:
-    """Features in front of ``layer``, in an order of their own.
+    """Hold features in front of ``layer``, in an order of their own.
 
-    ``directions`` (n, d), fewer than examples where the gradient's rank is smaller: unit rows, one a feature, up to
-    sign unless ``signed``; only directions of the span where ``separated`` is false. ``span`` (n, d): orthonormal rows.
-    ``lengths`` (n,): what the directions have to be multiplied with, where a bias gradient tells. ``method``: how the
-    span was found, or "unmixing" where the directions are independent components. ``residual``: the relative size of
-    entries of the gradient that the span does not predict, fitted on other entries. ``quality``: the share of the
-    gradient that single features explain with the slopes of the units (where ``method`` is "refined", of that and of
-    the head's), None where slopes do not tell features from mixtures. ``notes``: what was compared, and what else to
-    know.
+    ``directions`` (n, d): unit rows, one a feature, up to sign unless ``signed``; mixtures of features unless
+    ``separated``; fewer than examples where the gradient's rank is smaller. ``span`` (n, d): orthonormal rows.
+    ``method``: how the span was found, or "unmixing" where the directions are independent components. ``residual``: the
+    relative size of gradient entries that the span, fitted on others, does not predict. ``quality``: the share of the
+    gradient that single features explain with the slopes of the units ("refined": of the head's too), None where slopes
+    cannot tell.
     """
 
     layer: str
@@ -287,7 +268,6 @@ class RecoveredFeatures:
 
     @property
     def features(self) -> Tensor | None:
-        """The features themselves, where lengths are told."""
         return None if self.lengths is None else self.directions * self.lengths[:, None]
 
 
@@ -299,7 +279,7 @@ def separated_features(
     methods: Sequence[Method],
     generator: torch.Generator,
 ) -> RecoveredFeatures:
-    """The best estimate of single features in the span that was ``found``; its own directions where none applies.
+    """Return the best estimate of single features in the span that was ``found``; its own directions if none applies.
 
     ``rows`` (units, n): rows of the gradient in coordinates of the span, of the units ``used``.
     """
@@ -331,7 +311,6 @@ def separated_features(
 
 
 def _inside(layer: DenseGradient, span: Tensor, rows: Tensor, used: Tensor) -> SpanGradient:
-    """The layer in coordinates of the span; a bias gradient of zeros is none."""
     loadings = torch.ones((1, len(rows)), dtype=torch.float64)
     if layer.head is not None and len(found := head_loadings(layer.head[:, used])):
         loadings = found
@@ -356,7 +335,6 @@ def _by_moments(inner: SpanGradient, generator: torch.Generator, notes: list[str
 
 
 def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], generator: torch.Generator) -> str | None:
-    """Independent components added to ``starts``, or why there are none."""
     try:
         unmixed = unmix(gradient, len(span), generator)
     except NotApplicable as refusal:
@@ -366,10 +344,7 @@ def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], gene
 
 
 def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
-    """Whether the slopes of the units tell features from mixtures of them.
-
-    Those of a quadratic or linear activation fit any mixture as well, and so do those of too few units.
-    """
+    """Check that slopes tell features from mixtures: not for quadratic or linear activations or with too few units."""
     if layer.activation is None or layer.head is None or activation_class(layer.activation).reason is not None:
         return False
     live = int((inner.rows.abs().amax(1) > 0).sum())
@@ -378,7 +353,6 @@ def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
 
 
 def _settled(layer: DenseGradient, inner: SpanGradient, found: RecoveredFeatures, start: Tensor) -> RecoveredFeatures:
-    """An estimate (n, n) in coordinates of the span, with what slopes of the units and a bias gradient say of it."""
     signed, quality, lengths = False, None, None
     if _slopes_tell(layer, inner):
         fit = fit_gates(inner, start)

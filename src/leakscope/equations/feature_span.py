@@ -1,9 +1,8 @@
-"""The span of a dense layer's inputs, and inputs that fit the gradient of the head behind it as well; float64.
+"""Find the span of a dense layer's inputs, and inputs that fit the gradient of the head behind it as well; float64.
 
 For a layer z = W x + b with signals D (examples x units) the gradient is G = D'X, so its rows lie in the span of the
 inputs, exactly and whatever follows the layer. Where entries of G were set to zero, those that are left still have rank
-n: :func:`completed_span` fits a matrix of that rank to them. :func:`span_residual` says without the truth how well a
-span explains a gradient.
+n: :func:`completed_span` fits a matrix of that rank to them.
 
 With features Z (n, d), output gradients R (n, classes) and slopes D = s'(ZW' + b), both gradients are visible products:
 
@@ -12,7 +11,6 @@ With features Z (n, d), output gradients R (n, classes) and slopes D = s'(ZW' + 
 Where entries were set to zero or noise was added, the layer's own gradient leaves features partly open, but every entry
 of the head's gradient weighs all of a feature. :func:`refine_features` starts from features that are roughly right: R
 follows by least squares, then a Gauss-Newton step on Z by conjugate gradients with the slopes held, and both in turn.
-No labels are needed.
 """
 
 from __future__ import annotations
@@ -40,9 +38,7 @@ MOST_ROWS = 1536
 
 
 def leading_span(gradient: Tensor, count: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """``count`` orthonormal rows that carry most of the gradient's rows, and its leading singular values, some more.
-
-    By block power iteration, so that wide layers cost a few products.
+    """Return ``count`` orthonormal rows that carry most of the gradient's, and some of its leading singular values.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> inputs = torch.randn((2, 6), generator=draws).double()
@@ -77,9 +73,7 @@ def rank_of(sizes: Tensor, tolerance: float = 1e-6) -> int:
 
 
 def visible_zeros(gradient: Tensor) -> tuple[Tensor, float]:
-    """The entries that are not exactly zero, and the share that is, among rows and columns that are not all zero.
-
-    Units that no example made active, and inputs that are zero for all, have zeros of their own.
+    """Return the entries that are not zero, and the share that is, among rows and columns that are not all zero.
 
     >>> visible_zeros(torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 0.0], [3.0, 0.0, 0.0]]))[1]
     0.25
@@ -90,7 +84,7 @@ def visible_zeros(gradient: Tensor) -> tuple[Tensor, float]:
 
 
 def completed_span(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch.Generator) -> Tensor:
-    """The span of the matrix of rank len(span) that agrees with the gradient where ``mask`` is true.
+    """Return the span of the matrix of rank len(span) that agrees with the gradient where ``mask`` is true.
 
     Alternating least squares from ``span``, with the other entries as small numbers of falling weight: so the start is
     that of a whole matrix and the end that of one with holes.
@@ -129,8 +123,7 @@ def _rich_rows(gradient: Tensor, mask: Tensor, count: int, generator: torch.Gene
 
 
 def row_coefficients(values: Tensor, weights: Tensor, basis: Tensor) -> Tensor:
-    """For each row of ``values`` (r, c) the coefficients (r, n) on the rows of ``basis`` (n, c), by weighted least
-    squares."""
+    """Return coefficients (r, n) of ``values`` (r, c) on the rows of ``basis`` (n, c), by weighted least squares."""
     count = len(basis)
     pairs = (basis[:, None] * basis[None]).reshape(count * count, -1)
     systems = (weights @ pairs.T).reshape(-1, count, count)
@@ -142,10 +135,9 @@ def row_coefficients(values: Tensor, weights: Tensor, basis: Tensor) -> Tensor:
 
 
 def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch.Generator) -> float:
-    """The relative size of entries that the span does not predict: coefficients of each row are fitted on a random half
-    of its entries and tried on the other half; the median over rows.
+    """Return the relative size of entries that the span does not predict, the median over rows.
 
-    A span that holds the rows has zero, a random one about one; entries that were set to zero are not asked.
+    Each row is fitted on a random half of its entries and tried on the other half; entries set to zero are not asked.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> inputs = torch.linalg.qr(torch.randn((30, 2), generator=draws).double())[0].T
@@ -178,11 +170,7 @@ DAMPING = 1e-6
 
 @dataclass(frozen=True, eq=False)
 class TwoGradients:
-    """Weights and gradients of a dense layer and of the head behind it, and which entries of the gradients count.
-
-    ``weight``, ``gradient``, ``mask``: (m, d). ``head``, ``head_gradient``, ``head_mask``: (classes, m). ``bias``:
-    (m,).
-    """
+    """Hold weights and gradients of a dense layer (m, d) and of the head (classes, m), and which entries count."""
 
     weight: Tensor
     gradient: Tensor
@@ -194,12 +182,10 @@ class TwoGradients:
     bias: Tensor | None = None
 
     def inner(self, features: Tensor) -> Tensor:
-        """What the activation receives, (n, m)."""
         product = features @ self.weight.T
         return product if self.bias is None else product + self.bias
 
     def of_units(self, units: slice) -> TwoGradients:
-        """The same of some of the layer's units."""
         return TwoGradients(
             *(self.weight[units], self.gradient[units], self.mask[units]),
             *(self.head[:, units], self.head_gradient[:, units], self.head_mask[:, units]),
@@ -209,7 +195,6 @@ class TwoGradients:
 
     @cached_property
     def size(self) -> float:
-        """The norm of all entries that count."""
         squares = (self.gradient * self.mask).square().sum() + (self.head_gradient * self.head_mask).square().sum()
         return float(squares.sqrt())
 
@@ -224,7 +209,7 @@ class Refined:
 
 
 def refine_features(problem: TwoGradients, start: Tensor) -> Refined:
-    """The features near ``start`` (n, d) that explain both gradients best; signs and lengths as in ``start``.
+    """Return the features near ``start`` (n, d) that explain both gradients best; signs and lengths as in ``start``.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, head = (torch.randn(shape, generator=draws).double() for shape in ((300, 8), (4, 300)))
@@ -263,7 +248,6 @@ def _refined(problem: TwoGradients, start: Tensor) -> Refined:
 
 
 def with_best_signs(problem: TwoGradients, directions: Tensor) -> Tensor:
-    """The directions with signs that let them explain the head's gradient best, one after the other."""
     best, least = directions, _head_fit(problem, directions)[1]
     for number in range(len(directions)):
         flipped = best.clone()
@@ -275,7 +259,6 @@ def with_best_signs(problem: TwoGradients, directions: Tensor) -> Tensor:
 
 
 def _head_fit(problem: TwoGradients, features: Tensor) -> tuple[Tensor, float]:
-    """Output gradients (n, classes) by least squares on the head's gradient, and the norm of what they leave."""
     outputs = problem.activation(problem.inner(features))
     weights = problem.head_mask.double()
     systems = torch.einsum("kj,aj,bj->kab", weights, outputs, outputs)
@@ -288,7 +271,6 @@ def _head_fit(problem: TwoGradients, features: Tensor) -> tuple[Tensor, float]:
 
 
 def fitted_output_gradients(problem: TwoGradients, features: Tensor) -> Refined:
-    """The features as they are, with the output gradients that the head's gradient gives them."""
     found, gap = _head_fit(problem, features)
     signals = (found @ problem.head) * slope(problem.activation, problem.inner(features))
     rest = (problem.gradient - signals.T @ features) * problem.mask
@@ -297,7 +279,6 @@ def fitted_output_gradients(problem: TwoGradients, features: Tensor) -> Refined:
 
 
 def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
-    """The step in the features that lowers the residual most, with output gradients and slopes held."""
     inner = problem.inner(at.features)
     slopes = slope(problem.activation, inner)
     signals = (at.output_gradients @ problem.head) * slopes

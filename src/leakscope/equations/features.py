@@ -1,11 +1,10 @@
-"""The features in front of a dense layer, from the gradient of that layer: their span, and single ones up to scale.
+"""Recover the features in front of a dense layer from its gradient: their span, and single ones up to scale.
 
-The span comes from singular vectors, which is exact for an untouched gradient; from the gradient completed where
-entries were set to zero; or from Stein moments, which need random weights (equations/stein_moments.py). Whichever
-predicts entries of the gradient that it was not fitted to is kept, and the notes say why. Single features then follow
-inside the span (equations/feature_separation.py). An altered gradient leaves the span itself in doubt: then features
-are refined on the gradient of the head too (equations/feature_span.py), and the completion is tried where that does not
-explain both gradients.
+The span comes from singular vectors (exact for an untouched gradient), from the gradient completed where entries were
+set to zero, or from Stein moments, which need random weights (equations/stein_moments.py). The one that best predicts
+entries it was not fitted to is kept. Single features follow inside the span (equations/feature_separation.py). An
+altered gradient leaves the span in doubt: then features are refined on the head's gradient too
+(equations/feature_span.py), and the completion is tried where that does not explain both gradients.
 """
 
 from __future__ import annotations
@@ -64,12 +63,11 @@ def recover_features(
     neurons: slice | None = None,
     generator: torch.Generator | None = None,
 ) -> RecoveredFeatures:
-    """The features in front of ``layer``, or NotApplicable with what stands in the way.
+    """Recover the features in front of ``layer``, or raise NotApplicable with what stands in the way.
 
     ``layer``: by default the widest dense layer with an activation and dense layers behind it. ``methods``: what is
-    tried for the span; the strongest by what can be seen is kept. ``count``: how many features, by default the number
-    of examples, or where that is not known the rank of the gradient. ``neurons``: units whose weights were drawn at
-    random, for Stein moments; by default all. ``generator`` draws starts; without one a fixed seed is used.
+    tried for the span. ``count``: by default the number of examples, or where that is not known the rank of the
+    gradient. ``neurons``: units whose weights were drawn at random, for Stein moments; by default all.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(12, 200), nn.ReLU(), nn.Linear(200, 4)).double()
@@ -90,7 +88,7 @@ def recover_features(
 
 
 def read_dense_gradient(observation: Observation, layer: str | None = None) -> DenseGradient:
-    """The gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
+    """Read the gradient, weights and surroundings of ``layer``, or of the widest dense layer below the head."""
     if observation.has_rounds:
         raise NotApplicable("the update is that of several rounds, or of batches of the examples")
     try:
@@ -148,7 +146,7 @@ def features_of(
     neurons: slice | None = None,
     generator: torch.Generator | None = None,
 ) -> RecoveredFeatures:
-    """:func:`recover_features` of a layer's gradient that was read already."""
+    """Do as :func:`recover_features` with a layer's gradient that was read already."""
     draws = torch.Generator().manual_seed(0) if generator is None else generator
     notes: list[str] = []
     if count is None:
@@ -203,7 +201,7 @@ def features_of(
 
 
 def _confirmed(found: RecoveredFeatures) -> bool:
-    """Whether features explain what is left of the gradients of the layer and of the head."""
+    """Check that features explain what is left of the gradients of the layer and of the head."""
     return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
 
 
@@ -225,7 +223,7 @@ def _with_directions(
 def _refined(
     layer: DenseGradient, estimates: Sequence[RecoveredFeatures], mask: Tensor, zeros: float, draws: torch.Generator
 ) -> RecoveredFeatures:
-    """The first estimate, or one refined on the gradients of the layer and the head where these confirm it."""
+    """Return the first estimate, or one refined on the gradients of the layer and the head where these confirm it."""
     first = estimates[0]
     problem = _two_gradients(layer, mask, zeros)
     usable = [one for one in estimates if one.separated] if problem is not None else []
@@ -261,14 +259,14 @@ def _refined(
 
 
 def _tells_signs(layer: DenseGradient) -> bool:
-    """Whether both gradients differ for a feature and its negative: not behind an odd activation without a bias."""
+    """Check that both gradients differ for a feature and its negative: not behind an odd activation without a bias."""
     assert layer.activation is not None
     biased = layer.bias is not None and bool(layer.bias.any())
     return biased or 2 in activation_class(layer.activation).orders
 
 
 def _certain_residual(problem: TwoGradients, span: Tensor, zeros: float) -> float:
-    """What the right features leave of both gradients: next to nothing, or the noise that lies outside of the span."""
+    """Return what the right features leave of both gradients: next to nothing, or the noise outside of the span."""
     if zeros > PRUNED:
         return CERTAIN
     units, width = problem.gradient.shape
@@ -279,7 +277,6 @@ def _certain_residual(problem: TwoGradients, span: Tensor, zeros: float) -> floa
 
 
 def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradients | None:
-    """The layer and the head behind it, with the entries that count; None where the head's gradient is not known."""
     if layer.head is None or layer.head_gradient is None or layer.activation is None:
         return None
     head_mask, _ = visible_zeros(layer.head_gradient)
@@ -306,7 +303,7 @@ def _spans(
     draws: torch.Generator,
     notes: list[str],
 ) -> dict[Method, Tensor]:
-    """The span by each method that applies, the simplest first: that of the ``leading`` singular vectors."""
+    """Return the span by each method that applies, the simplest first."""
     spans: dict[Method, Tensor] = {}
     if "svd" in methods or "unmixing" in methods:
         spans["svd"] = leading
@@ -333,7 +330,7 @@ def _spans(
 def _rows_inside(
     layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
 ) -> tuple[Tensor, Tensor]:
-    """The gradient's rows in coordinates of the span, and which were taken: random ones with entries enough."""
+    """Return the gradient's rows in coordinates of the span, and which were taken: random ones with entries enough."""
     used = torch.zeros(len(mask), dtype=torch.bool)
     used[slice(None) if neurons is None else neurons] = True
     if method != "completion":
@@ -349,5 +346,5 @@ def _check_methods(methods: Sequence[Method]) -> None:
 
 
 def _again(generator: torch.Generator) -> torch.Generator:
-    """The same draws for each, so that residuals are of the same entries."""
+    """Repeat the same draws for each, so that residuals are of the same entries."""
     return torch.Generator().manual_seed(generator.initial_seed())

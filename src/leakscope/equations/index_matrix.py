@@ -1,11 +1,10 @@
-"""Batches that are announced by index, as a matrix of ones and zeros, and which samples sums over them determine.
+"""Find which samples are determined by sums over batches that are announced by index.
 
 Jin, Chen, Hsu, Yu, Chen, "CAFE: Catastrophic Data Leakage in Vertical Federated Learning", NeurIPS 2021. Each of T
 rounds has a batch of K samples, the 0/1 vector s; all of them are the rows of S (T x N). The first dense layer of a
 worker, with d1 inputs and d2 units, sends V's as the gradient of its bias and sum_n s_n h_n v_n' as that of its
-weights. Row n of V (N x d2) is the output gradient of sample n with the 1/K of the mean loss in it, row n of H (N x d1)
-what the layer reads of it. Step I solves the first for V, step II the second for H. Both are linear least squares as
-long as the model does not move. V and H are called output gradients and inputs throughout.
+weights. Step I solves the first for the output gradients V (N x d2, the 1/K of the mean loss included), step II the
+second for the inputs H (N x d1). Both are linear least squares as long as the model does not move.
 """
 
 from __future__ import annotations
@@ -30,9 +29,8 @@ INSIDE = 1e-7
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Identifiability:
-    """What step I can solve for, given these rounds.
+    """Hold what step I can solve for: ``rank`` and ``condition`` of S, its ``smallest`` singular value.
 
-    ``rank`` of S, ``smallest`` singular value and ``condition`` (0 and infinite where the rank is not full).
     ``determined``: for each sample, whether its output gradient follows; ``absent``: samples in no round.
     """
 
@@ -91,12 +89,10 @@ def _reason(matrix: Tensor, rank: int, absent: tuple[int, ...]) -> str:
 
 
 def squared_lengths(rows: Tensor) -> Tensor:
-    """Squared lengths."""
     return rows.detach().double().square().sum(1)
 
 
 def seen_rows(signals: Tensor) -> Tensor:
-    """Which rows are longer than the rounding of the longest."""
     lengths = squared_lengths(signals).sqrt()
     return lengths > torch.finfo(signals.dtype).eps * lengths.max()
 

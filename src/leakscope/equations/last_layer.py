@@ -31,11 +31,11 @@ class LastSignal:
 
 
 def logistic_margins(product: float) -> tuple[float, ...]:
-    """The margins mu with mu l'(mu) = -mu / (1 + e^mu) = ``product``, for the logistic loss l(mu) = log(1 + e^-mu).
+    """Return the margins mu with mu l'(mu) = -mu / (1 + e^mu) = ``product``, for the logistic loss log(1 + e^-mu).
 
-    R-GAP (Zhu and Blaschko, ICLR 2021) reads ``product`` off the last layer as <w, dL/dw> and searches the margin by
-    descent; in closed form mu = -c - W_k(c e^-c) with Lambert's W. One margin for c > 0 (the example is misclassified);
-    two for -0.278465 < c < 0, smaller first; below that there is none, and the nearest (1.278465) is returned.
+    R-GAP (Zhu and Blaschko, ICLR 2021) searches the margin by descent; in closed form mu = -c - W_k(c e^-c) with
+    Lambert's W. One margin for c > 0 (the example is misclassified); two for -0.278465 < c < 0, smaller first; below
+    that there is none, and the nearest (1.278465) is returned.
 
     >>> [round(mu, 6) for mu in logistic_margins(-0.2 / (1 + math.exp(0.2)))]
     [0.2, 3.687925]
@@ -56,10 +56,7 @@ def logistic_margins(product: float) -> tuple[float, ...]:
 def logistic_signals(
     weight: np.ndarray, gradient: np.ndarray, labels: tuple[int, ...], last: Activation
 ) -> list[LastSignal]:
-    """Every derivative at the one output that explains the gradient, for each of ``labels`` (0 or 1).
-
-    ``last`` is the activation on the logit; a LeakyReLU is as good as none, for z f'(z) = f(z).
-    """
+    """Return every derivative at the one output that explains the gradient; a LeakyReLU ``last`` is as good as none."""
     signals = []
     for margin in logistic_margins(float((weight * gradient).sum())):
         for label in labels:
@@ -73,7 +70,7 @@ def logistic_signals(
 def softmax_signals(
     weight: np.ndarray, bias: np.ndarray | None, gradient: np.ndarray, labels: tuple[int, ...] | None, last: Activation
 ) -> list[LastSignal]:
-    """The same for several classes, best first: the length of x is searched along the one direction the gradient has.
+    """Do the same for several classes, best first: search the length of x along the one direction the gradient has.
 
     With dL/dW = g u' and |u| = 1, x = s u and k = g / s, where s k_y(s) = g_y for the label's entry; all entries
     together say which root is right. k_y is the only negative entry, so with three or more classes the signs of g tell
@@ -108,7 +105,6 @@ def _for_label(
 
 
 def _signal_at(inner: np.ndarray, label: int, last: Activation) -> np.ndarray:
-    """The derivative of the loss by what the last activation receives."""
     z = torch.from_numpy(inner)
     logits, slope = last(z), last.derivative(z)
     if len(z) == 1:
@@ -127,7 +123,6 @@ def _labels_by_sign(spread: np.ndarray) -> tuple[int, ...]:
 
 
 def _roots(difference: Callable[[float], float]) -> list[float]:
-    """Where ``difference`` of a positive length changes sign; without any, where it is smallest."""
     lengths = np.geomspace(1e-6, 1e6, 1201)
     values = np.array([difference(float(length)) for length in lengths])
     places = np.flatnonzero(np.sign(values[:-1]) != np.sign(values[1:]))
@@ -137,7 +132,6 @@ def _roots(difference: Callable[[float], float]) -> list[float]:
 
 
 def _polished(margin: float, product: float) -> float:
-    """One Newton step on mu + c (1 + e^mu) = 0 where this is well conditioned."""
     if margin > 30:
         return margin
     slope = 1 + product * math.exp(margin)

@@ -60,11 +60,10 @@ class Spectrum:
 
 @dataclass(frozen=True, eq=False)
 class LinearSystem:
-    """``matrix`` x = ``target``, its rows in blocks of constraints of one kind (``blocks``: rows of each).
+    """Hold ``matrix`` x = ``target``, its rows in blocks of constraints of one kind (``blocks``: rows of each).
 
-    Blocks differ in scale by orders of magnitude: output gradients are small where the loss is. Ranks, singular values
-    and the solution are therefore those of :meth:`balanced`, in which every block has rows of the norm that the first
-    one's have in the root mean square. Where the equations are consistent this changes no solution.
+    Blocks differ in scale by orders of magnitude, as output gradients are small where the loss is. Ranks, singular
+    values and the solution are therefore those of :meth:`balanced`, which changes no solution of consistent equations.
 
     >>> system = LinearSystem(scipy.sparse.csr_array([[1.0, 1.0, 0.0], [1.0, 1.0, 0.0]]), np.array([2.0, 2.0]))
     >>> np.round(system.solve().x, 6).tolist(), system.rank, system.deficiency
@@ -92,7 +91,6 @@ class LinearSystem:
 
     @property
     def unseen(self) -> int:
-        """How many unknowns are in no equation."""
         return self.unknowns - len(np.unique(self.matrix.indices[self.matrix.data != 0]))
 
     @property
@@ -137,12 +135,12 @@ class LinearSystem:
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        """Singular values of the balanced system.
+        """Compute the singular values of the balanced system.
 
-        Up to MAX_EXACT on the shorter side by a singular value decomposition: a value counts as zero below
-        max(rows, unknowns) x 2.2e-16 of the largest. Above, from the eigenvalues of the smaller Gram matrix, which
-        square them: below sqrt(side x 2.2e-16), about 1e-6, of the largest. A Gram matrix that is safely positive
-        definite has full rank, and then two dozen inverse iterations give the smallest value.
+        Up to MAX_EXACT on the shorter side by a singular value decomposition: a value counts as zero below max(rows,
+        unknowns) x 2.2e-16 of the largest. Above, from the eigenvalues of the smaller Gram matrix: below sqrt(side x
+        2.2e-16), about 1e-6, of the largest. A Gram matrix that is safely positive definite has full rank, and then two
+        dozen inverse iterations give the smallest value.
         """
         system = self.balanced
         side, longer = sorted((system.rows, system.unknowns))
@@ -162,11 +160,7 @@ class LinearSystem:
         return _spectrum(np.sqrt(np.clip(eigenvalues, 0, None)), tolerance, "Gram eigenvalues")
 
     def solve(self) -> Solution:
-        """The least-squares solution of least length of the balanced system.
-
-        Directions whose singular value is below about a millionth of the largest stay as in the solution of least
-        length: nothing.
-        """
+        """Return the least-squares solution of least length; singular values below a millionth count as none."""
         system = self.balanced
         matrix, target = system.matrix, system.target
         if not np.any(target):
@@ -196,14 +190,12 @@ class LinearSystem:
 
     @cached_property
     def _gram(self) -> Array:
-        """The smaller Gram matrix, dense."""
         matrix = self.matrix
         return np.asarray((matrix @ matrix.T if self.rows < self.unknowns else matrix.T @ matrix).toarray())
 
     @cached_property
     def _largest(self) -> float:
-        """The largest eigenvalue of the Gram matrix by forty power iterations: to a few per cent, enough for what
-        asks for its size."""
+        """Return the largest eigenvalue of the Gram matrix to a few per cent, by forty power iterations."""
         vector, value = _start(len(self._gram)), 0.0
         for _ in range(40):
             vector = self._gram @ vector
@@ -220,7 +212,6 @@ class LinearSystem:
         return scipy.linalg.cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
 
     def _extremes(self) -> tuple[float, float]:
-        """The largest and the smallest singular value of the balanced system, the latter from above."""
         gram, largest = self.balanced._gram, self.balanced._largest
         if largest == 0:
             return 0.0, 0.0

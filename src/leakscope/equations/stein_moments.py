@@ -1,4 +1,4 @@
-"""Features from Stein moments of a dense layer's gradient; float64.
+"""Recover features from Stein moments of a dense layer's gradient; float64.
 
 Wang, Lee, Lei, "Reconstructing Training Data from Model Gradient, Provably", AISTATS 2023. For a layer of random rows
 w_j ~ N(0, I) under an activation s, with the gradient rows G_j = a_j sum_i c_i s'(<w_j, x_i>) x_i:
@@ -17,9 +17,9 @@ alternating least squares on all matrices.
 
 Differences from the paper, each of which lowers the error: the rows are regressed on the weights rather than multiplied
 with them, which removes the part of the sampling error that weights explain (``whiten``; the paper's form is there for
-its table); order three is read in all slices that the gradient itself spans rather than one random contraction; moments
-of all orders are diagonalised together; the weights a_j are read from the head and may be many (one for each direction
-of the head's rows), so that a head of random rows gives several second moments, which separate features by themselves.
+its table); order three is read in all slices that the gradient itself spans; moments of all orders are diagonalised
+together; the weights a_j are read from the head and may be many (one for each direction of the head's rows), so that a
+head of random rows gives several second moments, which separate features by themselves.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ DRAWS, POLISH_PASSES = 30, 100
 
 
 def least_squares(design: Tensor, rows: Tensor) -> Tensor:
-    """What ``design`` (m, k) has to be multiplied with to be nearest to ``rows`` (m, n); least norm where it is open.
+    """Solve ``design`` (m, k) times a solution nearest to ``rows`` (m, n); least norm where it is open.
 
-    By normal equations, for thousands of rows and a few unknowns; the driver gives the same bits each time, which the
-    default one of a tall system does not.
+    Normal equations with a driver that gives the same bits each time, which the default one of a tall system does not.
 
     >>> least_squares(torch.tensor([[1.0], [2.0]]), torch.tensor([[3.0], [6.0]])).round(decimals=5).tolist()
     [[3.0]]
@@ -82,7 +81,6 @@ def diagonalising_vectors(matrices: Tensor, generator: torch.Generator) -> tuple
 
 
 def _loadings(matrices: Tensor, vectors: Tensor) -> Tensor:
-    """The coefficients c (s, n) that explain the matrices best."""
     products = (vectors[:, :, None] * vectors[:, None, :]).flatten(1)
     solution: Tensor = torch.linalg.lstsq(products.T, matrices.flatten(1).T, driver="gelsd").solution.T
     return solution
@@ -131,14 +129,12 @@ class ActivationClass:
 
     @property
     def orders(self) -> tuple[int, ...]:
-        """Orders whose moment does not vanish, of two, three and four."""
         sizes = {2: abs(self.second), 3: abs(self.third), 4: abs(self.fourth)}
         largest = max(sizes.values())
         return tuple(order for order, size in sizes.items() if largest > 0 and size > VANISHING * max(largest, 1e-3))
 
     @property
     def reason(self) -> str | None:
-        """Why single features do not follow, or None where they do."""
         if not self.orders:
             return "the activation is linear: the moments of its gradient are zero"
         if self.orders == (2,):
@@ -163,7 +159,7 @@ def activation_class(activation: Elementwise) -> ActivationClass:
 
 
 def head_loadings(head: Tensor) -> Tensor:
-    """The weights a (q, m) of the units: directions of the rows of a head (classes, m), each of mean square one.
+    """Return the weights a (q, m) of the units: directions of the rows of a head (classes, m), each of mean square one.
 
     Output gradients of cross-entropy sum to zero over the classes, so what all rows have in common carries nothing.
 
@@ -188,7 +184,7 @@ def stein_span(
     *,
     whiten: bool = True,
 ) -> Tensor:
-    """``count`` orthonormal rows from the second moment, or from slices of the third where the second vanishes.
+    """Return ``count`` orthonormal rows from the second moment, or from slices of the third where the second vanishes.
 
     The eigenvectors of largest |eigenvalue|: the coefficients c_i have either sign. ``whiten`` false is the published
     form: plain products, and one random contraction of the third moment.
@@ -243,10 +239,9 @@ def _third_moment(gradient: Tensor, weight: Tensor, loading: Tensor, direction: 
 def moment_matrices(
     gradient: Tensor, weight: Tensor, loadings: Tensor, span: Tensor, activation: ActivationClass
 ) -> tuple[Tensor, Tensor]:
-    """Moments inside ``span`` as matrices (s, n, n) of the form sum_i c_si y_i y_i', and the map (n, n) with x = y map.
+    """Return moments inside ``span`` as matrices (s, n, n) sum_i c_si y_i y_i', and the map (n, n) with x = y map.
 
-    Made from the products of span and weights: nothing larger than units x n^3 is formed. Each order is weighted by the
-    size of its sampling error.
+    Nothing larger than units x n^3 is formed. Each order is weighted by the size of its sampling error.
     """
     reduced, rows = weight @ span.T, gradient @ span.T
     reduced = reduced - reduced.mean(0)

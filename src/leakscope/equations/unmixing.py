@@ -1,19 +1,16 @@
-"""The rows behind a gradient of a dense layer, told apart by independent component analysis; float64.
+"""Tell the rows behind a gradient of a dense layer apart by independent component analysis; float64.
 
 The weight gradient of a dense layer is G = D'X, one row of X an example: each row of G is a mixture of the same n rows.
-Kariyappa et al., "Cocktail Party Attack", ICML 2023, take them apart as voices at a party: centre and whiten G, then
-search the rotation that makes its rows independent and natural. Two ways to search it are here.
+Kariyappa et al., "Cocktail Party Attack", ICML 2023, centre and whiten G, then search the rotation that makes its rows
+independent and natural. Two ways to search it are here.
 
 *By fixed points* (the default): symmetric FastICA with the log-cosh contrast (Hyvarinen 1999). Pictures are unmixed by
-their differences between neighbouring pixels: any linear filter of the rows mixes as the rows do, but differences are
-sparse and nearly uncorrelated between pictures, as whitening assumes, whereas the pixels of any two pictures correlate
-(0.17 on average on CIFAR-10 against 0.03, and up to 0.8). All differences at a pixel count as one group, for edges fall
-on the same pixels in every channel.
+their differences between neighbouring pixels, which are sparse and nearly uncorrelated between pictures, as whitening
+assumes, whereas the pixels of any two pictures correlate (0.17 on average on CIFAR-10 against 0.03, and up to 0.8). All
+differences at a pixel count as one group, for edges fall on the same pixels in every channel.
 
 *By descent* (``iterations``): the paper's objective, by Adam over an n x n matrix with rows of unit length,
 -negentropy + independence * mean(exp(T |cos|) - 1) + tv * TV + nonnegativity * min(|S+|, |S-|) + sparsity * |S|.
-
-Rows come back up to sign and scale. Where the layer has a bias, its gradient D'1 gives both: :meth:`Unmixed.scaled`.
 """
 
 from __future__ import annotations
@@ -43,11 +40,10 @@ MOST_STEPS = 200
 
 @dataclass(frozen=True, eq=False)
 class Unmixed:
-    """``sources`` (count, d): the rows, each up to sign and scale; ``unmixing`` (count, m) with sources = unmixing @ G.
+    """Hold ``sources`` (count, d), each up to sign and scale, and ``unmixing`` (count, m) with sources = unmixing @ G.
 
     ``residual``: the share of the gradient's norm that ``count`` rows cannot explain. ``negentropy`` (count,): how far
-    each source is from a normal distribution, in the domain in which it was told apart; mixtures have little of it.
-    ``settled``: the search came to rest. ``curve``: the paper's objective by step, empty where it was not used.
+    each source is from normal, in the domain in which it was told apart. ``curve``: the paper's objective by step.
     """
 
     sources: Tensor
@@ -58,7 +54,7 @@ class Unmixed:
     curve: tuple[float, ...] = ()
 
     def scaled(self, bias_gradient: Tensor) -> Tensor:
-        """The sources with sign and scale: what makes a row of X of G = D'X makes 1 of the bias gradient D'1.
+        """Return the sources with sign and scale: what makes a row of X of G = D'X makes 1 of the bias gradient D'1.
 
         >>> mixed = Unmixed(torch.tensor([[-2.0, -4.0]]), torch.tensor([[-2.0]]), 0.0, torch.ones(1), True)
         >>> mixed.scaled(torch.tensor([1.0])).tolist()
@@ -70,7 +66,7 @@ class Unmixed:
 
 
 def count_sources(gradient: Tensor) -> int:
-    """How many rows are mixed in a gradient (m, d): where its singular values fall off; NotApplicable where nowhere.
+    """Count the rows mixed in a gradient (m, d) by where its singular values fall off; NotApplicable where nowhere.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> count_sources(torch.randn((9, 3), generator=draws) @ torch.randn((3, 50), generator=draws))
@@ -118,11 +114,10 @@ def unmix(
     nonnegativity: float = 0.0,
     sparsity: float = 0.0,
 ) -> Unmixed:
-    """The ``count`` rows of X in ``gradient`` = D'X (m, d), up to sign and scale.
+    """Return the ``count`` rows of X in ``gradient`` = D'X (m, d), up to sign and scale.
 
-    ``picture``: the shape of one row, channels first, where neighbours along the other axes are alike; ``domain``
-    "auto" then unmixes by differences, else by values. ``iterations``: steps of the paper's objective from ``start``,
-    none by default; the weights are those of its terms, and ``tv`` counts for pictures only.
+    ``picture``: the shape of one row, channels first; ``domain`` "auto" then unmixes by differences, else by values.
+    ``iterations``: steps of the paper's objective from ``start``; ``tv`` counts for pictures only.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> voices = torch.randn((2, 4000), generator=draws) ** 3
@@ -155,7 +150,7 @@ def unmix(
 
 
 def row_space(gradient: Tensor, count: int) -> tuple[Tensor, Tensor, float]:
-    """An orthonormal basis (count, d) of the strongest rows, ``to_basis`` (count, m) with basis = to_basis @ gradient.
+    """Return an orthonormal basis (count, d) of the strongest rows, and ``to_basis`` with basis = to_basis @ gradient.
 
     The third is the share of the gradient's norm outside of it. Directions come from the smaller Gram matrix, which is
     ten times faster than a decomposition of the gradient, and are then refined on the gradient itself.
@@ -195,7 +190,7 @@ def whiten(parts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def fast_ica(white: Tensor, generator: torch.Generator) -> tuple[Tensor, bool]:
-    """The rotation (n, n) to independent rows of whitened ``white`` (groups, n, d), and whether it came to rest.
+    """Return the rotation (n, n) to independent rows of ``white`` (groups, n, d), and whether it came to rest.
 
     Symmetric fixed points of the contrast E log cosh(r), r the length of what a group has at one place.
     """
@@ -219,9 +214,7 @@ def fast_ica(white: Tensor, generator: torch.Generator) -> tuple[Tensor, bool]:
 
 
 def difference_groups(rows: Tensor, picture: tuple[int, ...]) -> Tensor:
-    """Differences to the next neighbour along each axis, and along all of them together: (groups, n, places).
-
-    One group member an axis and channel, so that what stands at one place belongs together.
+    """Return differences to the next neighbour along each axis, and along all of them together: (groups, n, places).
 
     >>> difference_groups(torch.tensor([[0.0, 1.0, 2.0, 5.0]]), (1, 2, 2)).flatten().tolist()
     [2.0, 1.0, 2.0]
@@ -266,7 +259,6 @@ class _SourceTerms:
 def _descend(
     objective: Callable[[Tensor], Tensor], rotation: Tensor, iterations: int, lr: float
 ) -> tuple[Tensor, tuple[float, ...]]:
-    """Adam with a cosine schedule over matrices whose rows have unit length."""
     with torch.enable_grad():
         point = rotation.clone().requires_grad_()
         optimiser = torch.optim.Adam([point], lr)
@@ -300,7 +292,6 @@ def _has_axes(picture: tuple[int, ...]) -> bool:
 
 
 def _singular_values(gradient: Tensor) -> Tensor:
-    """Of all rows that are not zero, largest first, by the Gram matrix; none where all are."""
     gradient = gradient.detach().double().cpu()
     live = gradient[gradient.abs().amax(1) > 0]
     if not len(live):

@@ -1,9 +1,8 @@
-"""What is optimised, and how it becomes an input of the model: the pixels, or a network that draws them.
+"""Draw what is optimised as an input of the model: the pixels, or a network that draws them.
 
 An untrained convolutional net draws smooth, structured pictures long before it draws noise (Ulyanov, Vedaldi,
-Lempitsky, Deep Image Prior, CVPR 2018), so that what the update does not tell comes out natural. The net is a U-Net of
-residual blocks with group norm and self-attention (Wide-ResNet U-Net as in PixelCNN++ and Ho, Jain, Abbeel, 2020);
-features of the examples, where they are known, enter every block.
+Lempitsky, Deep Image Prior, CVPR 2018). The net is a U-Net of residual blocks with group norm and self-attention
+(Wide-ResNet U-Net as in PixelCNN++ and Ho, Jain, Abbeel, 2020); known features of the examples enter every block.
 """
 
 from __future__ import annotations
@@ -59,11 +58,11 @@ class Canvas(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Pixels:
-    """The input itself, kept in the valid box.
+    """Optimise the input itself, kept in the valid box.
 
-    ``space="unit"`` optimises a picture in [0, 1] whatever the model's normalisation, so that one step size fits all
-    data; ``"model"`` optimises in the model's own input space as published code does. Without a known box both are
-    the model's space, unclamped. ``start``: "grey" (mid-box with a little noise), "normal" (N(0, 1)) or "uniform".
+    ``space="unit"`` optimises a picture in [0, 1], so that one step size fits all data; ``"model"`` in the model's own
+    input space as published code does. Without a known box both are the model's space, unclamped. ``start``: "grey"
+    (mid-box with a little noise), "normal" (N(0, 1)) or "uniform".
     """
 
     space: Space = "unit"
@@ -75,13 +74,11 @@ class Pixels:
         return count * inputs.size
 
     def initial(self, count: int, inputs: InputSpace, generator: torch.Generator, like: Tensor) -> Tensor:
-        """A random start of so many examples, (count, ...)."""
         picture = inputs.start(self.start, count, generator, like)
         # Published code draws N(0, 1) in whatever space it searches; only the middle has its place.
         return inputs.from_unit(picture) if self.start == "grey" and self.space == "model" else picture
 
     def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
-        """The nearest valid picture."""
         if not self.clamp:
             return picture
         return inputs.project_unit(picture) if self.space == "unit" else inputs.project(picture)
@@ -103,7 +100,7 @@ DrawingSize = Literal["tiny", "small", "paper"]
 
 @dataclass(frozen=True)
 class Plan:
-    """``channels`` of the first resolution, times ``factors`` at each; ``blocks`` residual blocks at every one.
+    """Plan a U-Net: ``channels`` of the first resolution, times ``factors`` at each, with so many residual ``blocks``.
 
     Each resolution halves the one before; attention is at the second and at the coarsest.
     """
@@ -114,7 +111,6 @@ class Plan:
 
     @property
     def grain(self) -> int:
-        """Sides are padded to a multiple of it."""
         return int(2 ** (len(self.factors) - 1))
 
 
@@ -146,8 +142,6 @@ class Block(nn.Module):
 
 
 class Attention(nn.Module):
-    """Every place looks at every other, one head, added to the input."""
-
     def __init__(self, channels: int) -> None:
         super().__init__()
         self.norm = _norm(channels)
@@ -226,12 +220,12 @@ class _Stage(nn.Module):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Drawing:
-    """The canvas of a U-Net: a row holds the noise that it draws from, which no derivative moves, and its weights.
+    """Draw with a U-Net: a row holds the noise that it draws from, which no derivative moves, and its weights.
 
-    ``features`` (examples, n), one row an example: what is known of the examples, in the order of the labels, for each
-    block to read; only their directions count. Pictures come through a sigmoid into [0, 1], as the net gives them where
-    the valid box is not known. Sides that cannot be halved often enough are drawn larger and cropped; signals are
-    pictures of one line, and axes before the last two are channels.
+    ``features`` (examples, n): what is known of the examples, in the order of the labels, for each block to read; only
+    directions count. Pictures come through a sigmoid into [0, 1] where the valid box is known. Sides that cannot be
+    halved often enough are drawn larger and cropped; signals are pictures of one line, and axes before the last two are
+    channels.
     """
 
     size: DrawingSize = "tiny"
@@ -301,13 +295,11 @@ class Drawing:
 
 @functools.lru_cache(maxsize=16)
 def _net(plan: Plan, channels: int, features: int) -> UNet:
-    """Structure alone; weights come from the rows of a search."""
     with torch.device("meta"):
         return UNet(plan, channels, features)
 
 
 def _plane(inputs: InputSpace) -> tuple[int, int, int]:
-    """Channels, height and width of the picture as which an example is drawn."""
     *channels, height, width = (1, 1, *inputs.shape)[-max(3, len(inputs.shape)) :]
     if len(inputs.shape) == 2:  # channels of a signal are no lines of a picture
         channels, height = [inputs.shape[0]], 1

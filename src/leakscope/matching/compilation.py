@@ -1,9 +1,8 @@
-"""Functions of tensors compiled once a setting, however many runs use it.
+"""Compile functions of tensors once a setting, however many runs use them.
 
-A function is traced to a graph of tensor operations, in a fraction of a second; the graph is the key under which its
-compiled form is found again. Every tensor is an input of the graph, those that the function has from elsewhere too, so
-another image, label, seed or other weights find the same graph; and whatever does change the computation, a model's
-structure or a prior's weight, is in it. What the compiler made lies on disk for other processes.
+A function is traced to a graph of tensor operations, the key under which its compiled form is found again. Every tensor
+is an input of the graph, so another image, label, seed or other weights find the same graph; a model's structure or a
+prior's weight is in it. What the compiler made lies on disk for other processes.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ DROPPED = f"compiled before in this process, but {LIMIT} others since"
 
 
 class CannotCompile(Exception):
-    """The function cannot be traced or compiled; the message says why."""
+    pass
 
 
 class Compiled(NamedTuple):
@@ -47,8 +46,6 @@ class Compiled(NamedTuple):
 
 
 class CompiledFunctions:
-    """The latest compiled functions of this process."""
-
     def __init__(self, limit: int = LIMIT) -> None:
         self.limit = limit
         self._functions: OrderedDict[tuple[str, str], Callable[..., Any]] = OrderedDict()
@@ -109,7 +106,6 @@ def _trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, t
 
 
 def _described(tensors: Sequence[Tensor]) -> str:
-    """What a compiled function depends on besides its graph."""
     each = [f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" for value in tensors]
     return "; ".join([f"{torch.get_num_threads()} threads", *each])
 

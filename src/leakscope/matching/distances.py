@@ -1,8 +1,8 @@
-"""How far a candidate's update is from the observed one: scalars that a matching attack minimises.
+"""Measure how far a candidate's update is from the observed one.
 
 Each distance is a frozen dataclass called as ``distance(observed, candidate)`` with two mappings of the same names;
-``against(observed)`` is the same for many candidates, with what the observed update alone decides worked out once. All
-are finite, with finite derivatives, for a zero update too.
+``against(observed)`` works out once what the observed update alone decides. All are finite, with finite derivatives,
+for a zero update too.
 """
 
 from __future__ import annotations
@@ -125,9 +125,7 @@ class L1(Distance):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Distance):
-    """One minus the cosine of the angle between the updates (Inverting Gradients).
-
-    ``per="model"`` takes all tensors as one vector; ``per="tensor"`` averages over tensors.
+    """One minus the cosine of the angle between the updates (Inverting Gradients), or its mean over tensors.
 
     >>> float(Cosine()({"w": torch.tensor([1.0, 0.0])}, {"w": torch.tensor([0.0, 7.0])}))
     1.0
@@ -162,8 +160,7 @@ class Cosine(Distance):
 class DirectionL1(Distance):
     """L1 distance between the updates after scaling each to unit length, relative to the observed one.
 
-    Blind to scale as the cosine is, so clipping and learning rates do not change it, but not quadratic near the
-    solution: many small entries, which the cosine drowns in a few large ones, keep pulling to the end.
+    Blind to scale as the cosine is, but not quadratic near the solution: small entries keep pulling to the end.
 
     >>> update = {"w": torch.tensor([3.0, -4.0])}
     >>> round(float(DirectionL1()(update, {"w": torch.tensor([30.0, -40.0])})), 6)
@@ -192,8 +189,8 @@ class DirectionL1(Distance):
 class Reweighted(Distance):
     """Sum over tensors of w_i times their ``distance``, w_i growing with the number of parameters that are not zero.
 
-    ``counts`` are those numbers in the update's order; without them every entry of the update counts. w_i is their
-    ``power``, normalised to add up to one: 1 is that of Liu et al., 0.5 leaves more to small tensors near the input.
+    ``counts`` are those numbers in the update's order; without them every entry counts. w_i is their ``power``,
+    normalised: 1 is that of Liu et al., 0.5 leaves more to small tensors near the input.
 
     >>> update = {"w": torch.ones(3), "b": torch.ones(1)}
     >>> float(Reweighted()(update, {"w": torch.ones(3), "b": -torch.ones(1)}))
@@ -231,8 +228,8 @@ class Reweighted(Distance):
 class GaussianKernel(Distance):
     """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG).
 
-    With s_l = Var(g_l) alone the exponential underflows at the start and no gradient is left; s_l is therefore
-    never below ``guard`` times the current d_l, nor below 1e-12. Q_l is 1 / (l + 1), falling with depth.
+    With s_l = Var(g_l) alone the exponential underflows; s_l is therefore never below ``guard`` times the current d_l,
+    nor below 1e-12. Q_l is 1 / (l + 1), falling with depth.
 
     >>> far = GaussianKernel()({"w": torch.tensor([0.0, 1e-3])}, {"w": torch.tensor([1e3, 1e3])})
     >>> round(float(far), 4)
@@ -272,7 +269,6 @@ DISTANCES: Mapping[str, Distance] = MappingProxyType(
 
 
 def as_distance(value: str | Distance) -> Distance:
-    """A distance by its name, or the one given."""
     if not isinstance(value, str):
         return value
     if value not in DISTANCES:

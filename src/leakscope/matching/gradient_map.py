@@ -1,9 +1,9 @@
-"""The map from a batch of inputs to the update it causes, and its derivatives.
+"""Map a batch of inputs to the update it causes, with derivatives.
 
-Pictures are flat rows in [0, 1] where the valid box is known, so that an unknown is a pixel and a step of one is the
-whole range. ``linearise`` gives products with the Jacobian without making it; ``jacobian`` makes it, without loss in
-far fewer columns than the update has entries: the gradient of a linear layer on B examples has rank B at most, so
-its changes lie in the tangent space of the matrices of that rank, and coordinates in that space are all there is.
+Pictures are flat rows in [0, 1] where the valid box is known, so that a step of one is the whole range. ``linearise``
+gives products with the Jacobian without making it; ``jacobian`` makes it, without loss in far fewer columns than the
+update has entries: the gradient of a linear layer on B examples has rank B at most, so its changes lie in the tangent
+space of the matrices of that rank.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ Coordinates = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, eq=False)
 class Linearisation:
-    """The map near one point: its value there, and products with the Jacobian (entries x unknowns) and its transpose.
-
-    Both products reuse the one pass that made them.
-    """
+    """Hold the map near one point: its value, and products with the Jacobian (entries x unknowns) and its transpose."""
 
     value: Tensor
     forward: Callable[[Tensor], Tensor]
@@ -51,7 +48,7 @@ class Linearisation:
 
 @dataclass(frozen=True, eq=False)
 class GradientMap:
-    """The update as a function of the inputs; ``targets`` are the labels, ``inputs`` the space of the inputs.
+    """Map inputs of the space ``inputs`` with labels ``targets`` to the update.
 
     ``output_gradient`` (classes) takes the place of the loss: the update of <output_gradient, logits>. For one example
     it is what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
@@ -75,7 +72,6 @@ class GradientMap:
         *,
         steps: UnrolledSteps | None = None,
     ) -> GradientMap:
-        """The map of an observation's model for a batch with these labels."""
         victim = Victim.of(observation)
         # Least squares average what rounding did; moved to what was seen, everything within its bounds would be alike.
         victim = dataclasses.replace(victim, tensors=victim.tensors._replace(rounded={}))
@@ -115,15 +111,12 @@ class GradientMap:
         return dataclasses.replace(self, victim=dataclasses.replace(victim, tensors=tensors), output_gradient=signal)
 
     def pictures(self, flat: Tensor) -> Tensor:
-        """Inputs of the model from a flat row."""
         return self.inputs.from_unit(flat.reshape(self.shape))
 
     def flat(self, pictures: Tensor) -> Tensor:
-        """The flat row of inputs of the model."""
         return self.inputs.to_unit(pictures).flatten()
 
     def update(self, flat: Tensor) -> Tensors:
-        """The update by name."""
         victim, tensors = self.victim, self.victim.tensors
         if self.steps is not None:
             return self._scaled(self.steps(victim, tensors, self.pictures(flat), self.targets, {})[0])
@@ -131,7 +124,6 @@ class GradientMap:
         return self._scaled(victim.sent_update(gradient, tensors))
 
     def joined(self, update: Mapping[str, Tensor]) -> Tensor:
-        """An update that was seen as one row, in the units of this map."""
         return _joined(self._scaled(dict(update)))
 
     def _scaled(self, update: Tensors) -> Tensors:
@@ -139,7 +131,6 @@ class GradientMap:
         return update if scales is None else {name: value / scales[name] for name, value in update.items()}
 
     def __call__(self, flat: Tensor) -> Tensor:
-        """The update as one row."""
         # The fused kernels of attention have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH):
             return _joined(self.update(flat))
@@ -166,12 +157,11 @@ class GradientMap:
         through: Coordinates | None = None,
         progress: Progress | None = None,
     ) -> Tensor:
-        """One row an unknown, one column a coordinate of the update; J J' is that of all entries.
+        """Return one row an unknown, one column a coordinate of the update; J J' is that of all entries.
 
         ``exact`` keeps one column an entry, in the update's order, as pruning and dropout need. More coordinates than
-        ``columns`` are added up at random into that many: J J' is kept on average only, and the rank as long as there
-        are some times more columns than unknowns. ``through`` is applied to some rows at a time before they are kept,
-        so that what a defence sets to zero never fills the memory.
+        ``columns`` are added up at random into that many: J J' is kept on average only. ``through`` is applied to some
+        rows at a time before they are kept, so that what a defence sets to zero never fills the memory.
         """
         coordinates = [torch.flatten] * len(self.names) if exact else self._tangents(flat)
 
@@ -238,10 +228,7 @@ class _Sketch:
 
 
 def _coordinates(value: Tensor, near: Tensor) -> Coordinates:
-    """Tangent coordinates where they are fewer than half of the entries and the rank is that of a neighbour too.
-
-    Those of the matrices of one rank are U'G and (I - UU')G V, orthonormal; all entries elsewhere.
-    """
+    """Return tangent coordinates U'G and (I - UU')G V of one rank where fewer than half of the entries, else all."""
     if value.dim() != 2 or min(value.shape) < 4:
         return torch.flatten
     left, sizes, right = torch.linalg.svd(value, full_matrices=False)

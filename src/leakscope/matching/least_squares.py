@@ -1,9 +1,8 @@
-"""Nonlinear least squares on the map from inputs to update: Levenberg-Marquardt with conjugate gradients inside.
+"""Solve nonlinear least squares on the map from inputs to update: Levenberg-Marquardt with conjugate gradients inside.
 
-A step solves (J'J + lambda I) s = -J'r with lambda = mu mean(diag J'J). While few products with J are enough they are
-all that is used. Once a solve runs long, the Jacobian is made in float32 and the inverse of its damped Gram matrix
-becomes the preconditioner of this step and of those after it, where the Jacobian has changed but little. Its errors
-cost iterations, never accuracy.
+A step solves (J'J + lambda I) s = -J'r with lambda = mu mean(diag J'J) by products with J. Once a solve runs long, the
+Jacobian is made in float32 and the inverse of its damped Gram matrix becomes the preconditioner of this step and of
+those after it. Its errors cost iterations, never accuracy.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ Progress = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, eq=False)
 class Roughness:
-    """Differences between neighbouring pixels as further residuals, each times ``weight``: a Gaussian prior.
-
-    ``shape`` is (examples, channels, ...); data without spatial axes has no neighbours.
-    """
+    """Add differences between neighbouring pixels as further residuals, each times ``weight``: a Gaussian prior."""
 
     shape: tuple[int, ...]
     weight: float
@@ -54,7 +50,6 @@ class Roughness:
         return self.weight**2 * sum(float(picture.diff(dim=axis).square().sum()) for axis in range(2, picture.dim()))
 
     def gradient(self, flat: Tensor) -> Tensor:
-        """Half the derivative of :meth:`value`, a linear map of ``flat`` (several rows at once as well)."""
         picture = flat.reshape(-1, *self.shape)
         total = torch.zeros_like(picture)
         for axis in range(3, picture.dim()):
@@ -72,10 +67,9 @@ class Solved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """Where the search ended: the point, ||r||^2 and r there, and what it cost.
+    """Hold where the search ended: the point, ||r||^2 and r there, and its cost.
 
-    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made,
-    of which the last one's ``preconditioner`` is kept.
+    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made.
     """
 
     x: Tensor
@@ -146,11 +140,7 @@ def solve(
     preconditioner: Preconditioner | None = None,
     prior: Roughness | None = None,
 ) -> Solved:
-    """Conjugate gradients for (J'J + damping I) s = right.
-
-    ``tolerance`` is on the squared length of what is left of the right side, in the preconditioner's norm, relative to
-    the start.
-    """
+    """Solve (J'J + damping I) s = right by conjugate gradients, to ``tolerance`` in the preconditioner's norm."""
     point = torch.zeros_like(right)
     rest = right
     turned = rest if preconditioner is None else preconditioner(rest)
@@ -178,11 +168,11 @@ def solve(
 
 @dataclass(frozen=True, kw_only=True)
 class LevenbergMarquardt:
-    """Settings of the search; :meth:`run` does the work.
+    """Hold the settings of the search; :meth:`run` does the work.
 
     ``damping`` is mu, divided by ten after a step that lowers the objective and multiplied by ten after one that does
-    not. ``dense`` is the largest number of unknowns for which the Jacobian is made; above it products do alone.
-    ``tolerance`` is the relative length of the residual at which the search ends.
+    not. ``dense``: most unknowns for which the Jacobian is made. ``tolerance``: relative length of the residual at the
+    end.
     """
 
     steps: int = 30

@@ -117,11 +117,7 @@ class Matcher:
         generator: torch.Generator,
         progress: Progress | None = None,
     ) -> Match:
-        """Search ``count`` examples whose update is ``observed``.
-
-        ``targets`` are the labels; without them free numbers of the outputs' shape, which the task turns into targets,
-        are searched along with the inputs.
-        """
+        """Search ``count`` examples whose update is ``observed``; without ``targets`` labels are searched along."""
         like = next(iter(observed.values()))
         problem = Problem(self, victim, observed, inputs, count, targets, output_shape)
         BYTES.check("restarts: all starts together", FLOAT * self.restarts * problem.size)
@@ -202,7 +198,6 @@ def _flags(problem: Problem, result: SearchResult, winner: int, iterations: int)
 
 
 def _restarts_disagree(problem: Problem, result: SearchResult, winner: int) -> bool:
-    """Whether another restart explains the update as well with other inputs."""
     objectives = result.judged[:, 0]
     rivals = result.alive & (objectives <= 1.1 * objectives[winner] + 1e-12)
     chosen = problem.unpack(result.points[winner])[0]
@@ -225,14 +220,12 @@ def _thin(curves: list[Tensor]) -> list[list[float]]:
 
 @dataclass(frozen=True, eq=False)
 class GroupConsistency:
-    """The evaluation of a problem in which the rows, its restarts, are pulled towards their mean.
+    """Evaluate a problem in which the rows, its restarts, are pulled towards their mean.
 
-    Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021: searches from different starts
-    agree where the update tells something. Each is pulled by weight * mean over pixels of (x_g - E_g[x_g])^2.
-
-    Differences. Yin et al. take the length instead of the mean square, and register pictures before the mean is taken;
-    here the examples of a batch are put in one order, for equal labels leave it open, and nothing is shifted. The mean
-    is held while each is pulled, and best iterates are judged without the pull: by the update alone.
+    Yin et al., See through Gradients: Image Batch Recovery via GradInversion, CVPR 2021: each is pulled by weight *
+    mean over pixels of (x_g - E_g[x_g])^2. Yin et al. take the length instead of the mean square, and register pictures
+    before the mean is taken; here the examples of a batch are put in one order, and nothing is shifted. The mean is
+    held while each is pulled, and best iterates are judged without the pull.
     """
 
     problem: Problem
@@ -251,9 +244,7 @@ class GroupConsistency:
 
 
 def group_mean(pictures: Tensor, targets: Tensor | None) -> Tensor:
-    """The mean of (restarts, examples, ...) in the order of each restart; restarts that are not finite do not count.
-
-    Only examples of equal targets may change places, all where targets are None or no classes.
+    """Return the mean of finite (restarts, examples, ...) in the order of each; equal targets may change places.
 
     >>> one = torch.tensor([[0.0], [1.0]])
     >>> group_mean(torch.stack([one, one.flip(0) + 0.2]), torch.tensor([3, 3])).flatten(1).tolist()

@@ -1,7 +1,7 @@
-"""Optimisers that run all restarts at once, as rows of one matrix.
+"""Run all restarts of an optimiser at once, as rows of one matrix that never influence each other.
 
 An optimiser is a frozen dataclass of settings; ``begin`` makes its state. The loop then asks for the points to
-evaluate and tells their values and gradients; rows never influence each other.
+evaluate and tells their values and gradients.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Run(Protocol):
         """The points (restarts, n) to evaluate next."""
 
     def tell(self, values: Tensor, gradients: Tensor, usable: Tensor) -> None:
-        """Their objectives, gradients, and which rows are finite and still in the race."""
+        pass
 
 
 class Optimiser(Protocol):
@@ -59,10 +59,10 @@ class Optimiser(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Adam:
-    """Adam, with the gradient as it is, its sign, or a soft sign, and a learning-rate schedule.
+    """Take Adam steps along the gradient, its sign, or a soft sign, with a learning-rate schedule.
 
-    Soft sign: tanh(s g / mean|g|) with the slope s falling linearly from one to zero over the run, so that early
-    steps are nearly signed and late ones follow the gradient. ``decay`` multiplies the learning rate at each step.
+    Soft sign: tanh(s g / mean|g|) with the slope s falling linearly from one to zero over the run. ``decay`` multiplies
+    the learning rate at each step.
     """
 
     lr: float = 0.1
@@ -115,18 +115,13 @@ class _AdamRun:
 
 
 class RowAdam:
-    """Adam for a table of which each step moves some rows only; every row counts its own steps.
-
-    A second one beside :class:`Adam`, which moves all rows at every step and so has one count, one bias correction and
-    one schedule for all.
-    """
+    """Move some rows of a table by Adam at each step; unlike in :class:`Adam` every row counts its own steps."""
 
     def __init__(self, table: Tensor) -> None:
         self.mean, self.square = torch.zeros_like(table), torch.zeros_like(table)
         self.steps = torch.zeros(len(table), dtype=table.dtype, device=table.device)
 
     def move(self, rows: Tensor, gradient: Tensor, lr: float) -> Tensor:
-        """How far to go from these rows; to be subtracted."""
         first, second = 0.9, 0.999
         shape = (-1,) + (1,) * (gradient.dim() - 1)
         self.steps[rows] += 1
@@ -139,10 +134,10 @@ class RowAdam:
 
 @dataclass(frozen=True, kw_only=True)
 class LBFGS:
-    """Limited-memory BFGS, each restart with its own history and step length.
+    """Run limited-memory BFGS, each restart with its own history and step length, one evaluation an iteration.
 
-    ``line_search="backtracking"`` halves a step until the objective falls enough (Armijo); ``"none"`` takes every
-    step of length ``lr`` as published DLG code does, and may diverge. One evaluation an iteration either way.
+    ``line_search="backtracking"`` halves a step until the objective falls enough (Armijo); ``"none"`` takes every step
+    of length ``lr`` as published DLG code does, and may diverge.
     """
 
     lr: float = 1.0
@@ -260,5 +255,4 @@ class _LBFGSRun:
 
 
 def _products(ring: Tensor, vector: Tensor) -> Tensor:
-    """Inner products of a ring (rows, depth, n) with one vector a row, in double precision."""
     return (ring @ vector[:, :, None])[:, :, 0].double()

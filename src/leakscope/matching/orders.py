@@ -1,11 +1,9 @@
-"""Visiting orders of a client's local steps: count them, enumerate them, draw some of them.
+"""Count, enumerate and draw visiting orders of a client's local steps.
 
 An order is one tuple of example numbers a local step; each epoch visits every example once, in batches. Two orders are
-the same to an adversary where they differ by the places of examples within a batch, or by the names of examples that
-the adversary cannot tell apart: those of equal labels, which a search is free to exchange.
-
-Each epoch is written as a number of examples of each class in each batch. Examples of a class that met the same batches
-so far are alike, so each epoch splits the classes further. This gives every order once, without comparing any.
+the same to an adversary where they differ by the places of examples within a batch, or by the names of examples of
+equal labels, which a search is free to exchange. Each epoch is written as a number of examples of each class in each
+batch; examples of a class that met the same batches so far are alike, so each epoch splits the classes further.
 """
 
 from __future__ import annotations
@@ -39,9 +37,7 @@ def steps_in_order(num_examples: int, batch_size: int, epochs: int) -> Order:
 
 
 def least_orders(labels: Sequence[Hashable], batch_size: int, epochs: int) -> int:
-    """Return how many orders exist at least: all arrangements, divided by exchanges of examples with equal labels.
-
-    Exact for batches of one example, where no exchange leaves an order as it is.
+    """Return how many orders exist at least (exactly for batches of one): arrangements by exchanges of equal labels.
 
     >>> least_orders([0, 1], 1, 2), least_orders([0, 0], 1, 2), least_orders([0, 1, 2], 2, 2)
     (4, 2, 9)
@@ -133,7 +129,6 @@ def _arrangements(classes: tuple[_Class, ...], left: tuple[int, ...]) -> Iterato
 
 
 def _shares(count: int, left: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield how ``count`` examples can be divided among batches with so much room, most in the first batches first."""
     if len(left) == 1:
         yield (count,)
         return

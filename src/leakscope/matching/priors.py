@@ -1,7 +1,7 @@
-"""What a natural input looks like: terms added to the distance while matching.
+"""Add terms to the distance that say what a natural input looks like.
 
 Each prior is a frozen dataclass called as ``prior(picture, scene)``; ``picture`` is (examples, channels, ...) in the
-canvas's space, ``scene`` carries what the term may need besides.
+canvas's space.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ TVVariant = Literal["l1mean_sum", "l1mean_avg", "conv", "sq_roll", "l1sum", "joi
 
 @dataclass(frozen=True)
 class Scene:
-    """What priors may look at besides the picture.
+    """Hold what priors may look at besides the picture.
 
-    ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``layer_inputs`` are the
-    candidate's inputs of each recorded layer, ``batchnorm_targets`` the known mean and variance of BatchNorm layers.
-    ``inputs`` is the space of a picture as the model reads it; None where the picture is in [0, 1] already.
+    ``iteration`` is a tensor, so that a compiled step need not be compiled anew; ``layer_inputs`` are the candidate's
+    of each recorded layer. ``inputs`` is the picture's space as the model reads it; None where it is in [0, 1] already.
     """
 
     iteration: Tensor
@@ -38,7 +37,6 @@ class Scene:
     inputs: InputSpace | None = None
 
     def unit(self, picture: Tensor) -> Tensor:
-        """The picture in [0, 1]."""
         return picture if self.inputs is None else self.inputs.to_unit(picture)
 
 
@@ -47,14 +45,14 @@ class Prior(Protocol):
 
 
 def total_variation(picture: Tensor, variant: TVVariant = "l1mean_sum") -> Tensor:
-    """Total variation of (examples, channels, ...) in one of the definitions found in the literature.
+    """Return the total variation of (examples, channels, ...) in one of the literature's definitions; 0 without axes.
 
     ``l1mean_sum``: mean |difference| along each axis, added (Inverting Gradients). ``l1mean_avg``: their mean (SME).
     ``conv``: differences to the next pixel including a zero border, mean over everything, halved. ``sq_roll``:
     squared differences with wrap-around plus 1e-7, summed over pixels and channels, mean over examples (DLFA).
     ``l1sum``: sum of |difference| an example, mean over examples (CAFE). ``joint``: the length of all differences at a
-    pixel taken together, over axes and channels, mean over pixels and examples; edges then fall on the same pixels in
-    every channel, as in natural images, and changes below 1e-4 count as none. Data without spatial axes has none: 0.
+    pixel together, over axes and channels, mean over pixels and examples: edges then fall on the same pixels in every
+    channel, and changes below 1e-4 count as none.
 
     >>> ramp = torch.arange(4.0).reshape(1, 1, 2, 2)
     >>> float(total_variation(ramp)), float(total_variation(ramp, "l1sum"))
@@ -147,11 +145,7 @@ class SoftRange:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchNormStatistics:
-    """weight * sum over BatchNorm layers of ||mean - known|| + ||var - known||; the first layer counts ``first`` times.
-
-    Known are the private batch's own statistics where the knowledge grants them, else the public running ones.
-    Without BatchNorm layers the term is zero.
-    """
+    """Add weight * sum over BatchNorm layers of ||mean - known|| + ||var - known||; the first ``first`` times."""
 
     weight: float
     first: float = 1.0
@@ -169,11 +163,11 @@ class BatchNormStatistics:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAgreement:
-    """Copies of the same examples in unknown orders must agree in what no order changes (Dimitrov et al., 2022).
+    """Make copies of the same examples in unknown orders agree in what no order changes (Dimitrov et al., 2022).
 
-    The pictures are ``copies`` groups, one an epoch; for each group the mean or maximum over its pictures, by
-    itself or of ``features`` random 3x3 filters; then weight * the mean over all pairs of groups (each with itself too)
-    of the mean squared (``l2``) or absolute (``l1``) difference.
+    For each of ``copies`` groups, one an epoch, the mean or maximum over its pictures, by itself or of ``features``
+    random 3x3 filters; then weight * the mean over all pairs of groups (each with itself too) of the mean squared
+    (``l2``) or absolute (``l1``) difference.
     """
 
     weight: float
@@ -223,9 +217,9 @@ def _decayed(decay: float, every: int, scene: Scene) -> Tensor | float:
 
 @torch.library.custom_op("leakscope::assignment", mutates_args=())
 def assignment(costs: Tensor) -> Tensor:
-    """For each row of ``costs`` (n, m) its column in the one-to-one assignment of least total cost; -1 without one.
+    """Return each row's column in the one-to-one assignment of least total ``costs`` (n, m); -1 without one.
 
-    Costs that are not finite count as larger than any other. Nothing is differentiated.
+    Costs that are not finite count as larger than any other.
 
     >>> assignment(torch.tensor([[4.0, 1.0, 3.0], [2.0, 0.0, 5.0], [3.0, 2.0, 2.0]])).tolist()
     [1, 0, 2]
@@ -257,11 +251,10 @@ TINY = 1e-24
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureMatching:
-    """weight * the mean over examples of how far the input of ``layer`` is from the known ``features`` (n, d).
+    """Add weight * the mean over examples of how far the input of ``layer`` is from the known ``features`` (n, d).
 
-    "direction": 1 - cos^2 of the angle to the feature that an assignment gives to the example, by the candidates' own
-    features at each step: order and signs of what was recovered are open. "span": the share of the squared length that
-    lies outside the span of all features, which needs neither.
+    "direction": 1 - cos^2 of the angle to the feature that an assignment gives to the example at each step. "span": the
+    share of the squared length outside the span of all features, which needs neither order nor signs.
     """
 
     weight: float
@@ -285,9 +278,7 @@ class FeatureMatching:
 
 
 def misdirection(own: Tensor, known: Tensor) -> Tensor:
-    """Mean of 1 - cos^2 between each of ``own`` (examples, d) and its feature of ``known`` (n, d).
-
-    With fewer features than examples, the mean over those that have one.
+    """Return the mean of 1 - cos^2 between each of ``own`` (examples, d) and its feature of ``known`` (n, d), if any.
 
     >>> own = torch.tensor([[2.0, 0.0], [0.0, 3.0]])
     >>> float(misdirection(own, torch.tensor([[0.0, -1.0], [1.0, 0.0]])))

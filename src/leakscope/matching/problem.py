@@ -1,9 +1,8 @@
-"""One matching problem: how a row of numbers becomes inputs, labels and other unknowns, and its objective.
+"""Evaluate a matching problem: a row of numbers becomes inputs, labels and other unknowns, and an objective.
 
-All ways to evaluate the objective and its derivative give the same numbers up to rounding. "plain" takes rows one after
-another by plain autograd. "batched" takes all at once through ``torch.func``, which costs more a row than it saves
-unless the model is small: it saves calls, not arithmetic. "compiled" takes rows one after another through one compiled
-graph.
+All ways to evaluate give the same numbers up to rounding. "plain" takes rows one after another by plain autograd.
+"batched" takes all at once through ``torch.func``, which pays for small models: it saves calls, not arithmetic.
+"compiled" takes rows one after another through one compiled graph.
 """
 
 from __future__ import annotations
@@ -42,10 +41,7 @@ Step = Callable[[Tensor, Tensor, Tensor], Evaluation]
 def make_step(
     way: Way, objective: Objective, facts: Any, example: tuple[Tensor, Tensor, Tensor], numbers: bool
 ) -> tuple[Step, Compiled | None]:
-    """The step, and how it was compiled; ``numbers``: the derivative is by the other numbers too.
-
-    ``example``: one row's arguments, of which a compiled step takes the shapes.
-    """
+    """Return the step, and how it was compiled, for shapes as in ``example``; ``numbers``: derive by these too."""
     if way == "batched":
         return _batched(objective, facts, numbers), None
     if way == "plain":
@@ -70,7 +66,6 @@ def make_step(
 def _differentiate(
     objective: Objective, facts: Any, numbers: bool, main: Tensor, others: Tensor, iteration: Tensor
 ) -> tuple[Tensor, ...]:
-    """Objective, judged values and gradient of one row."""
     with torch.enable_grad():
         main = main.detach().requires_grad_()
         others = others.detach().requires_grad_(numbers)
@@ -114,8 +109,7 @@ JOINED_ENTRIES = 2**20
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A row holds the canvas's variables, then label logits where labels are searched, then the simulation's unknown
-    numbers; ``size`` is how many of them are the canvas's.
+    """Hold the problem of a row: the canvas's ``size`` variables, label logits where searched, unknown numbers.
 
     An unknown number is stored in units of its own learning rate over the optimiser's, so that one optimiser with one
     learning rate moves each at its own pace.
@@ -215,12 +209,10 @@ class Problem:
         return unknown.step / self.matcher.optimiser.lr
 
     def _facts(self) -> dict[str, Any]:
-        """Tensors that stay the same from step to step."""
         tensors, statistics = self.victim.tensors, dict(self.victim.batchnorm_targets)
         return {"tensors": tensors, "targets": self.targets, "batchnorm": statistics}
 
     def _measure(self) -> Callable[[Tensors], tuple[Tensor, Tensor]]:
-        """From a candidate's update its distance and its judged distance."""
         distance, judge = self.matcher.distance, self.matcher.judge
         names, joins = tuple(self.observed), self._entries <= JOINED_ENTRIES
 

@@ -19,7 +19,6 @@ def reliable_update(observation: Observation) -> dict[str, Tensor]:
 
 
 def several_steps(observation: Observation) -> bool:
-    """Whether it is a weight update that is not one plain gradient step, as far as is known."""
     if observation.message.kind == "gradient":
         return False
     return not (_single_step(observation) and _plain_descent(observation))

@@ -25,11 +25,10 @@ CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Ask the C library of this process to keep freed memory; whether it does.
+    """Ask the C library of this process to keep freed memory; return whether it does.
 
-    A step allocates and frees every gradient several times over. By default blocks of some megabytes go back to the
-    system each time, and the processor spends up to half of a step on mapping and clearing fresh pages. Only glibc can
-    be asked, and it is not where the user has set it up.
+    By default blocks of some megabytes go back to the system each time, and up to half of a step is spent on mapping
+    and clearing fresh pages. Only glibc can be asked, unless the user has set it up.
     """
     if not sys.platform.startswith("linux") or any(name in os.environ for name in CHOICES):
         return False
@@ -54,10 +53,10 @@ Watch = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """One row per start: its point, the judged values there, and whether its numbers stayed finite.
+    """Hold one row per start: its point, the judged values there, and whether its numbers stayed finite.
 
-    ``settled`` are the best points three quarters through; ``curves`` has the first judged values of each step, the
-    best so far where the optimiser tries points that it may take back.
+    ``settled`` are the best points three quarters through; ``curves`` the first judged values of each step (or the
+    best).
     """
 
     points: Tensor
@@ -67,11 +66,7 @@ class SearchResult:
     curves: list[Tensor]
 
     def still_falling(self, row: int, iterations: int, picture: Callable[[Tensor], Tensor] = lambda row: row) -> bool:
-        """Whether more steps would have shown something else; ``picture`` is what a row stands for.
-
-        The objective fell by a twentieth over the second half, and the picture moved by a grey level in the last
-        quarter. (The last steps alone tell nothing where a schedule ends in zero.)
-        """
+        """Check that the objective fell by 1/20 over the second half, and the picture moved in the last quarter."""
         if len(self.curves) < iterations:
             return False  # came to rest, or reached the tolerance
         if iterations < 10:
@@ -98,10 +93,9 @@ def search(
 ) -> SearchResult:
     """Descend from ``start`` (rows, n); rows do not influence each other.
 
-    ``iterations`` is what the optimiser plans for, ``evaluations`` how many there are (as many, unless it is given).
-    A row is done when its best value reaches ``tolerance``, when that fell by less than a twentieth over ``patience``
-    steps (0: never), when the optimiser has nothing more to try, or when a number is not finite and the optimiser does
-    not survive that; the search ends when all rows are. ``keep`` "last" returns where the last step led.
+    ``iterations`` is what the optimiser plans for, ``evaluations`` how many there are. A row is done when its best
+    value reaches ``tolerance``, when that fell by less than a twentieth over ``patience`` steps (0: never), when the
+    optimiser has nothing more to try, or when a number is not finite and the optimiser does not survive that.
     """
     keep_freed_memory()
     state = optimiser.begin(start, iterations, project)
@@ -154,5 +148,4 @@ def search(
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Whether all are, by their sums alone; false also where finite numbers add up to infinity."""
     return math.isfinite(sum(float(value.sum()) for value in tensors))

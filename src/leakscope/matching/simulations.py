@@ -1,9 +1,8 @@
-"""How a candidate batch becomes an update: one gradient, a gradient on the way, or every local step.
+"""Simulate the update of a candidate batch: one gradient, a gradient on the way, or every local step.
 
-Local steps are replayed for plain gradient descent, momentum and Adam. The state of a client is a matrix with the
-weights, flat, in its first row and what its optimiser remembers below. A replay keeps the state before each step and
-nothing else; the backward sweep takes each step again and pulls the adjoint of the state after it back to the state
-before, the batch and its targets. That is exact, and memory does not grow with the activations of every step.
+The state of a client is a matrix: its weights, flat, in the first row and what its optimiser remembers below. A replay
+keeps the state before each step; the backward sweep takes each step again and pulls the adjoint of the state back. That
+is exact, and memory does not grow with the activations of every step.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ ADAM_EPSILON = 1e-8
 
 @dataclass(frozen=True, kw_only=True)
 class LocalOptimiser:
-    """The client's optimiser as a function of its state, step for step that of ``torch.optim``."""
-
     rate: float
     name: Literal["sgd", "adam"] = "sgd"
     momentum: float = 0.0
@@ -44,19 +41,17 @@ class LocalOptimiser:
             raise UserError(f"momentum: expected a number in [0, 1), 0 for Adam, got {self.momentum}")
 
     def start(self, weights: Tensor) -> Tensor:
-        """The state before the first step: (rows, weights)."""
         rows = 3 if self.name == "adam" else 2 if self.momentum else 1
         return torch.cat([weights[None], weights.new_zeros(rows - 1, len(weights))])
 
     def factors(self, number: int, like: Tensor) -> Tensor:
-        """What changes from step to step, from 0 on: Adam's corrections. A tensor, so that one compiled step serves."""
+        """Return Adam's corrections of step ``number``, from 0 on, as a tensor so that one compiled step serves all."""
         if self.name == "sgd":
             return like.new_empty(0)
         first, second = (1 - decay ** (number + 1) for decay in ADAM_DECAYS)
         return like.new_tensor([self.rate / first, second**-0.5])
 
     def advance(self, state: Tensor, gradient: Tensor, factors: Tensor) -> Tensor:
-        """The state after a step along ``gradient``."""
         if self.name == "adam":
             mean, square, _, divisor = self._moments(state, gradient, factors)
             return torch.stack([state[0] - factors[0] * mean / divisor, mean, square])
@@ -66,7 +61,7 @@ class LocalOptimiser:
         return state - self.rate * gradient
 
     def pull(self, state: Tensor, gradient: Tensor, factors: Tensor, adjoint: Tensor) -> tuple[Tensor, Tensor]:
-        """From the adjoint of the state after a step to those of the state before and of the gradient."""
+        """Pull the adjoint of the state after a step back to the state before and to the gradient."""
         if self.name == "adam":
             mean, _, root, divisor = self._moments(state, gradient, factors)
             slope = factors[0] * adjoint[0] / divisor
@@ -82,7 +77,7 @@ class LocalOptimiser:
         return adjoint, -self.rate * adjoint[0]
 
     def _moments(self, state: Tensor, gradient: Tensor, factors: Tensor) -> tuple[Tensor, ...]:
-        """Adam's mean and mean square after the gradient, the latter's root, and what the step is divided by."""
+        """Return Adam's mean and mean square after the gradient, the latter's root, and the divisor of the step."""
         mean = ADAM_DECAYS[0] * state[1] + (1 - ADAM_DECAYS[0]) * gradient
         square = ADAM_DECAYS[1] * state[2] + (1 - ADAM_DECAYS[1]) * gradient.square()
         # Autograd's derivative of a root of zero is infinite.
@@ -91,11 +86,10 @@ class LocalOptimiser:
 
 
 class LocalSteps:
-    """The steps over ``order`` of one victim's client.
+    """Take the steps over ``order`` of one victim's client.
 
     ``advance`` goes from the state, the batch, its targets and the step's factors to the state after the step; ``pull``
-    from the same and the adjoint of the state after to those of the state before, the batch and soft targets. Eager
-    ones use plain autograd; compiled ones ``torch.func``, once for each size of batch.
+    from the same and the adjoint of that state to those of the state before, the batch and soft targets.
     """
 
     def __init__(
@@ -123,7 +117,6 @@ class LocalSteps:
         return {name: part.view(shape) for name, part, shape in parts}
 
     def batch(self, number: int, x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The batch of a step, its targets, and the step's factors."""
         factors = self.optimiser.factors(number, x)
         if self.takes_all(number, len(x)):
             return x.contiguous(), targets.contiguous(), factors  # laid out as picked ones: a compiled step expects it
@@ -131,11 +124,9 @@ class LocalSteps:
         return x[rows], targets[rows], factors
 
     def takes_all(self, number: int, examples: int) -> bool:
-        """Whether a step's batch is all examples in order, so that nothing has to be picked."""
         return self.order[number] == tuple(range(examples))
 
     def pure_advance(self, state: Tensor, x: Tensor, targets: Tensor, factors: Tensor) -> Tensor:
-        """One step as a pure function, for ``torch.func`` and the compiler."""
         return self.optimiser.advance(state, self._pure_gradient(state[0], x, targets), factors)
 
     def _pure_gradient(self, weights: Tensor, x: Tensor, targets: Tensor) -> Tensor:
@@ -177,7 +168,7 @@ class LocalSteps:
 
 
 def compiled_step(step: Function, eager: Function) -> Function:
-    """``step`` compiled at the first call with tensors of these shapes; ``eager`` where that is impossible."""
+    """Compile ``step`` at the first call with tensors of these shapes; use ``eager`` where that is impossible."""
     ready: dict[tuple[torch.Size, ...], Function] = {}
 
     def call(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -194,7 +185,7 @@ def compiled_step(step: Function, eager: Function) -> Function:
 
 
 def without_idle_convolutions(graph: GraphModule) -> GraphModule:
-    """Tell convolutions' derivatives to leave out what nobody reads: a ninth of the work of a pull."""
+    """Leave out derivatives of convolutions that nobody reads: a ninth of the work of a pull."""
     graph.graph.eliminate_dead_code()
     for node in graph.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
         read = {user.args[1] for user in node.users if user.target is operator.getitem}
@@ -239,10 +230,7 @@ class Replay(torch.autograd.Function):
 
 
 class _Sweep(torch.autograd.Function):
-    """The backward sweep of :class:`Replay`: derivatives by the examples and by soft targets.
-
-    A function of its own, so that it too sees plain tensors whatever transform surrounds it. Nobody differentiates it.
-    """
+    """Sweep backwards through :class:`Replay`; a function of its own sees plain tensors in every transform."""
 
     @staticmethod
     def forward(steps: LocalSteps, x: Tensor, targets: Tensor, states: Tensor, moved: Tensor) -> tuple[Tensor, ...]:
@@ -265,7 +253,7 @@ class _Sweep(torch.autograd.Function):
 
 
 def _row_by_row(function: Any, info: Any, in_dims: tuple[int | None, ...], arguments: tuple[Any, ...]) -> Any:
-    """Restarts one after the other: each has weights of its own, with which batched convolutions cost more."""
+    """Take restarts one after the other: each has its own weights, with which batched convolutions cost more."""
 
     def picked(row: int) -> list[Any]:
         return [a if d is None else a.select(d, row) for a, d in zip(arguments, in_dims, strict=True)]
@@ -276,10 +264,9 @@ def _row_by_row(function: Any, info: Any, in_dims: tuple[int | None, ...], argum
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """One more number that a simulation leaves open; it is searched along with the inputs, in [low, high].
+    """Search one more number along with the inputs, in [low, high].
 
-    ``step`` is its learning rate, where the inputs have the optimiser's. Its derivative is taken anew at every
-    ``every``-th step and kept in between.
+    ``step`` is its learning rate. Its derivative is taken anew at every ``every``-th step.
     """
 
     name: str
@@ -322,10 +309,7 @@ class SingleGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentGradient:
-    """One gradient at w_0 - beta (w_0 - w_T): a point between the weights before (0) and after (1), itself unknown.
-
-    With ``step=0`` beta stays where it starts, and with ``beta=0`` besides this is :class:`SingleGradient`.
-    """
+    """Take one gradient at w_0 - beta (w_0 - w_T), between the weights before and after; ``step=0`` fixes beta."""
 
     beta: float = 0.5
     step: float = 1e-3
@@ -354,11 +338,10 @@ class SegmentGradient:
 
 @dataclass(frozen=True)
 class UnrolledSteps:
-    """The client's own steps over ``order`` (one tuple of example numbers a step): before minus after.
+    """Replay the client's own steps over ``order`` (one tuple of example numbers a step): weights before minus after.
 
-    ``optimizer`` and ``momentum`` are the client's. ``checkpoint`` remembers only the client's state before each step
-    and computes the rest again in the backward pass: exact, and memory no longer grows with the activations of every
-    step. Without it all steps stay in one graph. ``compiled`` compiles one step, which serves them all.
+    ``checkpoint`` keeps only the client's state before each step and computes the rest again in the backward pass;
+    without it all steps stay in one graph. ``compiled`` compiles one step, which serves them all.
     """
 
     learning_rate: float

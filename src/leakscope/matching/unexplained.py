@@ -1,4 +1,4 @@
-"""What inputs leave of an update: one measure for gradients and weight updates, captured or simulated.
+"""Measure what inputs leave of an update, a gradient or weight update, captured or simulated.
 
 The unit is the root mean square of all entries, each relative to that of its tensor: 0 explains everything, 1 is as
 good as an update of zeros. A weight update whose recipe is known is compared with the client's local steps, replayed;
@@ -41,20 +41,16 @@ def unexplained(
     *,
     order: Sequence[Sequence[int]] | None = None,
 ) -> float:
-    """Return what inputs leave of the update: the root mean square of all entries, each relative to that of its tensor.
+    """Return what inputs leave of the update; ``order`` is their visiting order where an attack found one.
 
-    ``order`` is the visiting order of these inputs where an attack found one. Without it the known one is taken, or the
-    best of a few candidates.
+    Without it the known one is taken, or the best of a few candidates.
     """
     return explain(observation, inputs, targets, output_gradient, order=order).left
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """What inputs leave of an update, and what they leave of one of another length.
-
-    ``stretch`` is how many times as long the update is as they make it; None where its length says nothing.
-    """
+    """Hold what inputs leave of an update, and of one ``stretch`` times as long; None where its length says nothing."""
 
     left: float
     left_at_best_length: float
@@ -105,9 +101,7 @@ def noise_share(observation: Observation) -> float:
 
 
 def is_unexplained(left: float, least: float, entries: int) -> bool:
-    """Whether a result that leaves ``left`` leaves more of the update than the truth or noise, which leave ``least``.
-
-    The squared norm of noise on N entries fluctuates by sqrt(2 / N) of itself.
+    """Check that ``left`` is more than the truth or noise leave (``least``); squared it fluctuates by sqrt(2 / N).
 
     >>> is_unexplained(0.8, 1e-7, 5000), is_unexplained(0.05, 1e-7, 5000)
     (True, False)
@@ -143,7 +137,6 @@ def _left(observed: Mapping[str, Tensor], update: Tensors, free_scale: bool) -> 
 
 
 def _scale(update: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> float:
-    """The factor by which the one comes nearest to the other."""
     product = sum(float((update[name] * value).sum()) for name, value in observed.items())
     size = sum(float(update[name].square().sum()) for name in observed)
     return product / size if size > 0 else 1.0

@@ -39,9 +39,7 @@ def recording(tensors: Iterable[Tensor | None]) -> bool:
 
 
 def gradients(value: Tensor, wanted: Sequence[Tensor], again: bool = False) -> tuple[Tensor, ...]:
-    """The derivatives of one number; zeros where it does not depend on a tensor, as ``torch.func.grad`` has it.
-
-    ``again``: they will be differentiated themselves.
+    """Return the derivatives of one number, zeros where it does not depend on a tensor; ``again``: differentiably.
 
     >>> x, y = torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)
     >>> [found.tolist() for found in gradients((x * x).sum(), [x, y])]
@@ -53,9 +51,7 @@ def gradients(value: Tensor, wanted: Sequence[Tensor], again: bool = False) -> t
 
 
 def pull_back(value: Tensor, of: Tensor, weights: Tensor, again: bool = False) -> Tensor:
-    """The derivative of <weights, value> (two rows) by ``of``; the graph stays for more of them.
-
-    ``again``: it will be differentiated itself.
+    """Return the derivative of <weights, value> (two rows) by ``of``; the graph stays. ``again``: differentiably.
 
     >>> x = torch.ones(2, requires_grad=True)
     >>> pull_back(x * x, x, torch.tensor([1.0, 3.0])).tolist()
@@ -76,12 +72,11 @@ Answer = tuple[Tensors, Tensors]
 
 
 class VictimTensors(NamedTuple):
-    """The tensors of a victim. Passed to every call, so that a compiled step takes them as inputs.
+    """Hold the tensors of a victim, passed to every call so that a compiled step takes them as inputs.
 
-    ``weights`` are those the update speaks of, ``fixed`` all others (frozen parameters and buffers), ``movement`` how
-    far the client moved the weights, before minus after; empty where the client sent a gradient. ``survivors`` are ones
-    where the defence let an entry through, as far as the adversary knows it; empty where nothing is known to be gone.
-    ``rounded`` is the gradient that was seen, where it was rounded to few values; empty elsewhere.
+    ``weights`` are those the update speaks of, ``fixed`` all others, ``movement`` how far the client moved the weights,
+    before minus after. ``survivors`` are ones where the defence let an entry through, as far as the adversary knows it.
+    ``rounded`` is the gradient that was seen, where it was rounded to few values. The last three may be empty.
     """
 
     weights: Tensors
@@ -145,10 +140,7 @@ class Victim:
     def loss(
         self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
     ) -> tuple[Tensor, Tensors]:
-        """The client's loss and the recorded layers' inputs; ``targets`` as the client has them, or soft ones.
-
-        With ``output_gradient`` it is <output_gradient, outputs> instead, whose derivative by the outputs is known.
-        """
+        """Return the client's loss, or <output_gradient, outputs>, and the recorded inputs; ``targets`` may be soft."""
         self._tape.clear()
         # Copies of what a forward pass may change in place: counters and other buffers, and the input.
         fresh = {name: value.clone() if name in self.buffers else value for name, value in tensors.fixed.items()}
@@ -164,10 +156,7 @@ class Victim:
     def gradient(
         self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None = None
     ) -> Answer:
-        """The gradient a client steps along for this batch, and the recorded layers' inputs.
-
-        Where the adversary knows that each example's gradient is clipped, or that of each step, it is here too.
-        """
+        """Return the gradient a client steps along, clipped as far as the adversary knows, and the recorded inputs."""
 
         if not self.channel.clips_examples or len(x) < 2:
             gradient, recorded = self._derivative(tensors, x, targets, output_gradient)
@@ -182,7 +171,6 @@ class Victim:
         return {name: value.mean(0) if mean else value.sum(0) for name, value in each.items()}, recorded
 
     def _derivative(self, tensors: VictimTensors, x: Tensor, targets: Tensor, output_gradient: Tensor | None) -> Answer:
-        """The derivative of the loss by the weights, and the recorded layers' inputs."""
         if in_transform():
             derivative = grad(
                 lambda weights: self.loss(tensors._replace(weights=weights), x, targets, output_gradient), has_aux=True

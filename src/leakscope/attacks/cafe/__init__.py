@@ -6,19 +6,17 @@ gradients (both in attacks/cafe/rounds.py), step III the data:
 
     min_x  a ||grad L(x_s) - g_s||^2 + b TV(x) 1[TV(x) >= xi] + c ||h_s - h(x_s)||^2
 
-``method="direct"`` (default): steps I and II are linear least squares while the model stands still, so they are solved
-outright, with a test which samples the batches determine at all; then each h_n alone determines its part of the
-picture, sample by sample, and the gradient term, three times as dear, is left out. A worker that begins with its dense
-layer gives its features away without a search. ``"nested"`` is Algorithm 3 (step I over many rounds, then II, then
-III), ``"single-loop"`` Algorithm 4 (each round moves all three, so that the model may train meanwhile).
-``"gradients"`` skips steps I and II: plain gradient matching on the same rounds, the comparison in the paper.
+``method="direct"`` (default) solves steps I and II outright by linear least squares while the model stands still, with
+a test which samples the batches determine; then each h_n alone determines its part of the picture, and the gradient
+term, three times as dear, is left out. A worker that begins with its dense layer needs no search. ``"nested"`` is
+Algorithm 3 (step I over many rounds, then II, then III), ``"single-loop"`` Algorithm 4 (each round moves all three, so
+that the model may train meanwhile). ``"gradients"`` skips steps I and II, the comparison in the paper.
 
 Differences from the published code. The terms are relative to the size of what is observed, TV is the joint one of all
 channels and fades by ``fade`` over the run (``relative=False``: sums, as published). Steps I and II of the loops are
 projections, which need no learning rate (``steps="descent"``: the published ones). Adam counts steps by row and
-corrects its bias once; the published code takes the global iteration and corrects twice. Labels that are not known are
-read by step I off the last layer, where the label's own entry is the negative one (``labels="joint"``: searched, as
-published).
+corrects its bias once; the published code takes the global iteration and corrects twice. Unknown labels are read by
+step I off the last layer, where the label's own entry is the negative one (``labels="joint"``: searched, as published).
 Recorded rounds are visited over and over, in their order, each with the weights it was played with.
 """
 
@@ -69,8 +67,7 @@ _VARIANT: dict[str, Any] = {"method": "gradients", "iterations": 2000, "lr": 0.0
 class CAFE(Attack):
     """Solve each sample's part in the first dense layers from sums over announced batches, then search the data.
 
-    Presets: "cifar10", "mnist", "linnaeus", "yale" as published; "dlg", "cosine", "sapag", "batchnorm" and
-    "group-consistency" are plain gradient matching on the same rounds.
+    Presets "dlg", "cosine", "sapag", "batchnorm" and "group-consistency" match gradients on the same rounds.
     """
 
     requires: ClassVar[tuple[str, ...]] = ("num_examples", "batch_indices")
@@ -152,7 +149,6 @@ class CAFE(Attack):
     def _recover(
         self, rounds: Rounds, targets: Tensor | None, generator: torch.Generator, progress: Progress | None
     ) -> tuple[Data, _Evidence | None]:
-        """Turn rounds into data by the chosen method; evidence where there were steps I and II."""
         if self.method == "direct":
             solved = solve(rounds)
             # The larger the error of the representations, the more the prior counts.
@@ -196,8 +192,6 @@ class CAFE(Attack):
 
 @dataclass(frozen=True, eq=False)
 class _Labels:
-    """The labels, None where they are searched or cannot be read, and how they were found."""
-
     targets: Tensor | None
     how: str
     flags: tuple[str, ...] = ()
@@ -206,11 +200,11 @@ class _Labels:
 
 @dataclass(frozen=True, eq=False)
 class _Evidence:
-    """What steps I and II say of their own result.
+    """Hold what steps I and II say of their own result.
 
-    ``determined`` (workers, samples): whose representation follows from the rounds. ``unexplained`` is the share of
-    the gradients that the result does not explain, ``least_unexplained`` that of the best solution there is;
-    ``expected_error`` that of the representations, relative to them, where it is known.
+    ``determined`` (workers, samples): whose representation follows. ``unexplained``: the share of the gradients that
+    the result does not explain; ``least_unexplained``: that of the best solution; ``expected_error``: of
+    representations.
     """
 
     determined: Tensor
@@ -233,7 +227,6 @@ def _head_bias(rounds: Rounds) -> str:
 
 
 def _opinion(rounds: Rounds, evidence: _Evidence) -> tuple[tuple[str, ...], tuple[str, ...], Diagnosis]:
-    """Flags, notes and a diagnosis from what the equations themselves tell."""
     identifiability, hidden = rounds.identifiability, ~evidence.determined
     flags: list[str] = []
     notes: list[str] = []

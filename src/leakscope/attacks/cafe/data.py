@@ -42,13 +42,10 @@ class Data:
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """What both searches minimise, and where they search it."""
-
     settings: CAFE
     rounds: Rounds
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """Pictures (samples, ...) to begin with."""
         rounds, canvas = self.rounds, Pixels(start=self.settings.start)
         return self.project(canvas.initial(rounds.samples, rounds.observation.inputs, generator, rounds.like))
 
@@ -88,10 +85,9 @@ def invert(
     generator: torch.Generator,
     progress: Progress | None,
 ) -> Data:
-    """Each sample by itself from the workers' ``representations`` (samples, inputs).
+    """Search each sample by itself from the workers' ``representations`` (samples, inputs).
 
-    Where one is not ``determined`` (workers, samples), total variation alone decides. A worker that begins with its
-    dense layer gives its features away, and needs no search.
+    Where one is not ``determined`` (workers, samples), total variation alone decides.
     """
     # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
     model = copy.deepcopy(rounds.model).eval().requires_grad_(False)
@@ -123,7 +119,6 @@ class _Inversion:
         return Data(assemble(model.shares, parts, model.input_shape), rounds.like.new_zeros(rounds.samples), [])
 
     def run(self, generator: torch.Generator, progress: Progress | None) -> Data:
-        """The search, some samples at a time."""
         iterations, samples = self.terms.settings.iterations, self.terms.rounds.samples
         start = self.terms.start(generator)
         curve = torch.zeros(iterations)
@@ -151,7 +146,6 @@ class _Inversion:
         return Data(self.terms.to_model(torch.cat(pieces)), torch.cat(scores), curve.tolist())
 
     def with_features(self, inputs: Tensor, exact: list[bool]) -> Tensor:
-        """The inputs, with the features of workers whose representation they are put in place."""
         for number, layer in enumerate(self.terms.rounds.layers):
             if exact[number]:
                 places = torch.tensor(layer.share.places, device=inputs.device)
@@ -185,7 +179,6 @@ class _Inversion:
 
 
 def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
-    """Whether the first dense layer reads the worker's features as they are."""
     if layer.inputs != len(layer.share.places):
         return False
     weight = layer.module(model).weight
@@ -201,11 +194,6 @@ def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Visit:
-    """One visit of a round: the weights it was played with, what was observed, and what is to be matched.
-
-    ``targets`` None where labels are searched; ``centre`` is the mean of a group's pictures, None without a group.
-    """
-
     step: int
     weights: dict[str, Tensor]
     observed: dict[str, Tensor]
@@ -216,10 +204,10 @@ class _Visit:
 
 
 class RoundSearch:
-    """All samples, one recorded round at a time.
+    """Search all samples, one recorded round at a time.
 
-    A loop of its own and not ``matching.search``: a step moves the samples of one round only, each with its own count
-    of Adam's steps, while the model's weights, and steps I and II if they run along, move on from round to round.
+    A loop of its own: a step moves the samples of one round only, each with its own count of Adam's steps, while the
+    model's weights, and steps I and II if they run along, move on from round to round.
     """
 
     def __init__(self, settings: CAFE, rounds: Rounds, targets: Tensor | None, generator: torch.Generator) -> None:

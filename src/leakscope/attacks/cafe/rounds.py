@@ -1,9 +1,8 @@
-"""Steps I and II of CAFE: what each sample sent into and got back from a dense layer, from sums over known batches.
+"""Solve steps I and II of CAFE: what each sample sent into and got back from a dense layer.
 
 With s_t the 0/1 vector of the samples in round t, the bias gradient of a dense layer is V' s_t and its weight gradient
 V' diag(s_t) H: row n of V is the output gradient of sample n at the layer (the 1/K of the mean included), row n of H
-the layer's input. While the model stands still both are linear least squares, and are solved outright; the paper
-approaches them one round at a time (:class:`RunningSteps`).
+the layer's input. The paper approaches these linear least squares one round at a time (:class:`RunningSteps`).
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ Steps = Literal["projection", "descent"]
 
 @dataclass(frozen=True, eq=False)
 class Rounds:
-    """What CAFE reads: gradients of a vertical model on announced batches, and each worker's first dense layer.
-
-    ``identifiability``: which samples' output gradients these batches determine.
-    """
+    """Hold gradients of a vertical model on announced batches, and each worker's first dense layer."""
 
     observation: Observation
     model: VerticalModel
@@ -45,7 +41,6 @@ class Rounds:
 
     @classmethod
     def of(cls, observation: Observation) -> Rounds:
-        """NotApplicable where the attack has nothing to work on."""
         model = observation.model
         if not isinstance(model, VerticalModel):
             raise NotApplicable(f"CAFE reads rounds of a VerticalModel, got a {type(model).__name__}")
@@ -77,7 +72,6 @@ class Rounds:
 
     @property
     def like(self) -> Tensor:
-        """A tensor of the update, for its device and precision."""
         return next(iter(self.messages[0].update.values()))
 
     def solve_output_gradients(self, bias_names: list[str]) -> tuple[list[Tensor], float, float]:
@@ -92,7 +86,6 @@ class Rounds:
 
 
 def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -> None:
-    """NotApplicable unless the messages have the gradients that steps I and II read."""
     bare = [layer.share.name for layer in layers if not layer.bias]
     if bare:
         raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
@@ -108,11 +101,10 @@ def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """V and H of each worker, one row per sample, and what the rounds say of them.
+    """Hold V and H of each worker, one row per sample.
 
     ``determined`` (workers, samples): whether H follows; a sample for which every unit of a worker is dead sends
-    nothing back, and that worker's part of it stays hidden. ``unexplained`` is the share of the gradients that no rows
-    explain, ``error`` the relative error of H to be expected.
+    nothing back. ``unexplained``: the share of the gradients that no rows explain; ``error``: the expected one of H.
     """
 
     output_gradients: list[Tensor]
@@ -140,7 +132,6 @@ def solve(rounds: Rounds) -> Tables:
 
 
 def _above_rounding(rounds: Rounds, output_gradients: Tensor) -> Tensor:
-    """The output gradients, with those set to zero that are nothing but rounding: such a sample tells nothing."""
     condition = rounds.identifiability.condition
     floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
     norms = torch.linalg.vector_norm(output_gradients, dim=1)
@@ -149,11 +140,10 @@ def _above_rounding(rounds: Rounds, output_gradients: Tensor) -> Tensor:
 
 @dataclass(eq=False)
 class RunningSteps:
-    """Steps I and II for one layer, one round at a time.
+    """Run steps I and II for one layer, one round at a time.
 
-    "projection" goes all the way to the nearest tables that explain the round, which needs no learning rate and, where
-    rounds agree, converges as fast as the rounds let it. "descent" is what the paper does: one step of gradient descent
-    for V, one of row-wise Adam for H.
+    "projection" goes to the nearest tables that explain the round, which needs no learning rate. "descent" is what the
+    paper does: one step of gradient descent for V, one of row-wise Adam for H.
     """
 
     output_gradients: Tensor
@@ -205,7 +195,6 @@ def settle(rounds: Rounds, tables: list[RunningSteps], iterations: int) -> None:
 
 
 def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
-    """The share of the gradients that tables of the loops leave unexplained."""
     output_gradients, inputs = [table.output_gradients for table in tables], [table.inputs for table in tables]
     complete = rounds.identifiability.identifiable
     return share_unexplained(rounds.messages, rounds.layers, output_gradients, inputs, complete=complete)
@@ -217,10 +206,10 @@ CUTOFF = 1e-11
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """One row per sample, and how much of the observed gradients it leaves unexplained, relative to them.
+    """Hold one row per sample, and the share of the gradients it leaves unexplained.
 
-    ``error`` is the error of the rows to be expected, relative to them, if what is unexplained is independent noise;
-    ``determined`` (samples,): whose row of step II follows from the equations; the others are zero.
+    ``error``: expected, relative, if what is unexplained is independent noise; ``determined`` (samples,): whose row of
+    step II follows; the others are zero.
     """
 
     rows: Tensor
@@ -230,10 +219,7 @@ class Solution:
 
 
 def solve_output_gradients(matrix: Tensor, bias_gradients: Tensor) -> Solution:
-    """Step I: the output gradients V (samples, units) with ``matrix`` V = ``bias_gradients`` (rounds, units).
-
-    Those of least norm where the batches do not determine all.
-    """
+    """Solve step I: the V (samples, units) of least norm with ``matrix`` V = ``bias_gradients`` (rounds, units)."""
     observed = bias_gradients.double()
     inverse = torch.linalg.pinv(matrix, rtol=CUTOFF)
     rows = inverse @ observed
@@ -248,13 +234,12 @@ def solve_output_gradients(matrix: Tensor, bias_gradients: Tensor) -> Solution:
 def solve_inputs(
     messages: Sequence[Message], weight: str, output_gradients: Tensor, determined: Tensor | None = None
 ) -> Solution:
-    """Step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
+    """Solve step II: the layer's inputs H (samples, inputs) from the gradients of ``weight`` (units, inputs).
 
     The normal equations are (S'S o VV') H = R with R_n = sum over the rounds with n of v_n' G_t, so the gradients, by
-    far the largest part, are read one at a time. Rows of V are scaled to norm one first: then the system is
-    conditioned no worse than S'S. ``determined`` (samples,): whether step I determines the output gradient, None where
-    it does for all. Guessed output gradients of the others must not spoil the rest: only combinations of rounds are
-    used that those samples do not enter, and nothing is said of a residual or an error.
+    far the largest part, are read one at a time. Rows of V are scaled to norm one first: then the system is conditioned
+    no worse than S'S. Where step I leaves samples open (not ``determined``), only combinations of rounds are used that
+    those samples do not enter, and nothing is said of a residual or an error.
     """
     tiny = torch.finfo(torch.float64).tiny
     norms = torch.linalg.vector_norm(output_gradients, dim=1)
@@ -302,7 +287,7 @@ def share_unexplained(
     *,
     complete: bool = True,
 ) -> float:
-    """The larger share of the layers' bias or weight gradients that these rows leave unexplained.
+    """Return the larger share of the layers' bias or weight gradients that these rows leave unexplained.
 
     Of biases only where step I is not ``complete``: samples that it does not determine may explain any weight gradient.
     """

@@ -6,19 +6,16 @@ plays clients, defence and all, and fits a regression from what they send to wha
 
     min over f of the sum over played clients |f(defence(update(x))) - x|^2,
 
-whose answer to the observed update is the reconstruction. No objective is matched, so it does not matter whether the
-defence can be differentiated or has a channel: signs, rounding, pruning, noise, clipping are all learned alike.
+whose answer to the observed update is the reconstruction. No objective is matched, so the defence need not be
+differentiable: signs, rounding, pruning, noise, clipping are all learned alike.
 
 Differences from the paper and its published code. The defence acts where the client applies it; that code compresses
 each example's gradient before they are averaged, which overstates what a batch leaks. In place of one network of 3000
 hidden units trained for 200 epochs on all of a data set, regressions are fitted to a few thousand played clients:
-ridge, linear or with a Gaussian kernel, on updates as they are or with every tensor scaled to one size, and a small
-network with early stopping that corrects the best of them. What has the least error on held-out examples of the
-adversary's own is used, and the mean of all examples if nothing beats it. Batches are learned in an order (by class,
-within a class by mean) instead of up to one. FedAvg is played where its recipe is known.
-
-Equal settings share one regression: it depends on the model, protocol, defence, batch size and the adversary's
-examples, and on nothing of the client. So its draws come from the setting ``seed``, and no attack's seed enters.
+ridge, linear or with a Gaussian kernel, and a small network with early stopping that corrects the best of them. The
+least error on held-out examples wins, and the mean of all examples if nothing beats it. Batches are learned in an order
+(by class, within a class by mean) instead of up to one. FedAvg is played where its recipe is known. Equal settings
+share one regression, which depends on nothing of the client; so its draws come from the setting ``seed``.
 """
 
 from __future__ import annotations
@@ -75,7 +72,6 @@ class Inversion:
         return self  # it does not change, and is large
 
     def __call__(self, update: Mapping[str, Tensor]) -> tuple[Tensor, bool]:
-        """The flat inputs behind an update, and whether played clients send such updates."""
         features, scales = self.featuriser(update)
         row = features[None] if self.scaled else self.featuriser.unscaled(features[None], scales[None])
         low, high = self.scale_range
@@ -153,10 +149,7 @@ class LearningToInvert(Attack):
         return x.to(observation.dtype), y
 
     def _batches(self, examples: int, count: int, draws: torch.Generator) -> tuple[list[Tensor], int]:
-        """Which examples each played client holds, and how many of the clients are learned from; the rest check.
-
-        No example is on both sides.
-        """
+        """Return which examples each played client holds, none on both sides, and how many clients are learned from."""
         order = torch.randperm(examples, generator=draws)
         held = max(4 * count, round(self.held_out * examples))
         checks = max(4, round(self.held_out * self.clients))
@@ -167,7 +160,6 @@ class LearningToInvert(Attack):
     def _learn(
         self, client: PlayedClient, x: Tensor, y: Tensor, draws: torch.Generator, progress: Progress | None
     ) -> Inversion:
-        """Play clients, fit the regressions, keep the best by what was held out."""
         count = client.observation.num_examples or 1
         batches, learned = self._batches(len(x), count, draws)
         done, total = itertools.count(1), len(batches) + (self.epochs if self.hidden else 0)
@@ -265,9 +257,7 @@ class PlayedClient:
 
 
 def drawn_batches(examples: int, size: int, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """At most ``count`` batches of ``size`` of so many examples: passes through them in random order.
-
-    Single examples are passed through once, for a second time would tell nothing new.
+    """Draw at most ``count`` batches of ``size``; single examples are passed through once.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> [len(batch) for batch in drawn_batches(5, 2, 3, draws)], len(list(drawn_batches(5, 1, 9, draws)))
@@ -285,9 +275,7 @@ def drawn_batches(examples: int, size: int, count: int, generator: torch.Generat
 
 
 def in_order(x: Tensor, y: Tensor) -> Tensor:
-    """Places of a batch's examples by class, those of one class by their mean: in which order a batch is learned.
-
-    Of targets that are no classes only the mean counts.
+    """Order a batch's examples by class, those of one class by their mean; without classes by the mean alone.
 
     >>> in_order(torch.tensor([[3.0], [1.0], [0.0]]), torch.tensor([0, 0, 7])).tolist()
     [1, 0, 2]

@@ -1,4 +1,4 @@
-"""Regression from updates to inputs, for ``learning-to-invert``: hashed features, ridge regression, a small network.
+"""Regress inputs from updates, for ``learning-to-invert``: hashed features, ridge regression, a small network.
 
 An update becomes a row of features: each tensor divided by its root mean square, hashed within itself where the update
 is too long (a random sign and a random bucket for each entry; Weinberger et al., "Feature Hashing for Large Scale
@@ -7,10 +7,9 @@ Multitask Learning", ICML 2009). Ridge regression is in its dual form, K the ker
     f(u) = mean + k(u, U) (K + penalty I)^-1 (X - mean)
 
 with the plain products of updates as they are (exact where inputs are linear in the update), or with
-exp(-|u - v|^2 / width) of scaled ones, which bends. A small network then corrects the ridge regression's answers. It
-is trained on the answers that each row would have had, had the ridge regression been fitted without it, for those look
-like the answers to a new update: x_i - a_i / ((K + penalty I)^-1)_ii with a the coefficients. Everything is chosen by
-the error on held-out rows.
+exp(-|u - v|^2 / width) of scaled ones. A small network then corrects the ridge regression's answers. It is trained on
+leave-one-out answers, which look like those to a new update: x_i - a_i / ((K + penalty I)^-1)_ii with a the
+coefficients. Everything is chosen by the error on held-out rows.
 """
 
 from __future__ import annotations
@@ -160,7 +159,6 @@ class Pairs:
     held_targets: Tensor = field(repr=False)
 
     def error(self, regressor: Regressor) -> float:
-        """Mean squared error on what was held out."""
         return float((regressor(self.held_rows) - self.held_targets).double().square().mean())
 
     def first(self, count: int) -> Pairs:
@@ -179,7 +177,6 @@ def kernel(a: Tensor, b: Tensor, width: float | None) -> Tensor:
 
 
 def squared_distances(a: Tensor, b: Tensor) -> Tensor:
-    """Between every row of a and every row of b."""
     return (a.square().sum(1)[:, None] + b.square().sum(1)[None] - 2 * a @ b.T).clamp_min(0)
 
 
@@ -194,13 +191,12 @@ def ridge_coefficients(matrix: Tensor, targets: Tensor, penalty: float) -> Tenso
 
 
 def with_penalty(matrix: Tensor, penalty: float) -> Tensor:
-    """K + penalty * mean(diag K) I in double precision."""
     wide = matrix.double()
     return wide + penalty * wide.diagonal().mean() * torch.eye(len(wide), dtype=wide.dtype, device=wide.device)
 
 
 def choose_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[KernelRidge, float] | None:
-    """The ridge regression of the first rows with the least held-out error, and that error; None if there is none.
+    """Fit ridge regressions to the first rows; return the one with the least held-out error, and that error, or None.
 
     ``widths`` are in parts of the median squared distance; None is the linear one.
 
@@ -223,7 +219,6 @@ def refit_ridge(ridge: KernelRidge, error: float, pairs: Pairs) -> tuple[KernelR
 
 
 def _path(pairs: Pairs, width: float | None, penalties: Sequence[float]) -> Iterator[tuple[KernelRidge, float]]:
-    """The regressions along the penalties, each with its held-out error."""
     centre, mean = pairs.rows.mean(0), pairs.targets.mean(0)
     rows = pairs.rows - centre
     matrix = kernel(rows, rows, width)
@@ -256,10 +251,7 @@ def fit_network(
     lr: float,
     tell: Callable[[float], None] = lambda error: None,
 ) -> tuple[Regressor, float]:
-    """A network that corrects a ridge regression, as it was at its least held-out error; the ridge if it never helps.
-
-    ``pairs`` are those that the ridge was fitted to; ``tell`` hears the held-out error after each epoch.
-    """
+    """Fit a network that corrects a ridge regression, at its least held-out error; the ridge if it never helps."""
     count = len(ridge.rows)
     rows, targets = ridge.leave_one_out(pairs.targets[:count]), pairs.targets[:count]
     held = ridge(pairs.held_rows)
@@ -287,7 +279,6 @@ def fit_network(
 
 
 def _layers(sizes: tuple[int, ...], like: Tensor, generator: torch.Generator) -> nn.Sequential:
-    """Dense layers with He's weights, drawn from ``generator`` alone."""
     layers: list[nn.Module] = []
     for ins, outs in pairwise(sizes):
         layer = nn.utils.skip_init(nn.Linear, ins, outs, device=like.device, dtype=like.dtype)

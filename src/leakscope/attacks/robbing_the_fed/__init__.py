@@ -1,28 +1,24 @@
 """Robbing the Fed: a server that may change the model reads inputs off it, one a bin.
 
 Liam Fowl, Jonas Geiping, Wojtek Czaja, Micah Goldblum, Tom Goldstein, "Robbing the Fed: Directly Obtaining Private Data
-in Federated Learning with Modified Models", ICLR 2022. Before the model comes an imprint block
-(``imprint.py``): units that are active for inputs whose measurement h x exceeds thresholds
-c_0 < c_1 < ... With g_n the output gradient of example n, which is the same at every unit that it activates,
+in Federated Learning with Modified Models", ICLR 2022. Before the model comes an imprint block (``imprint.py``): units
+that are active for inputs whose measurement h x exceeds thresholds c_0 < c_1 < ... With g_n the output gradient of
+example n, which is the same at every unit that it activates,
 
     dW_i - dW_(i+1) = sum g_n x_n,   db_i - db_(i+1) = sum g_n   over the examples with c_i < h x_n < c_(i+1),
 
 and for the top bin the same without a difference. An example alone in its bin is the quotient of the two, whatever the
 batch, the model behind the block and the loss. The sparse form has units of which each is active in its bin only, so
-that nothing is subtracted and several local steps add up to the same quotient; its bins drift with each step, and how
-far is for ``gain`` to say: the smaller the gain, the larger the update beside the weights.
+that several local steps add up to the same quotient; its bins drift with each step, less with a smaller ``gain``.
 
 Different from the published code: the top bin is read and no sum over all examples is shown as a picture; the intervals
-of the sparse form tile; empty bins are told by a relative tolerance, and by the size of those that must be empty, which
-is that of noise where some was added; one number is handed on, on a pattern that is
-added to the input, so that the model behind it trains on and layers that ignore a constant shift pass it on
-("replace" is the published connection). A bias gradient that is hidden by rounding is replaced by what the
-bin says of the measurement.
+of the sparse form tile; empty bins are told by a relative tolerance, and by the size of those that must be empty; one
+number is handed on, on a pattern that is added to the input, so that the model behind it trains on ("replace" is the
+published connection). A bias gradient that is hidden by rounding is replaced by what the bin says of the measurement.
 
-Which bins hold one example is decided by what the server can see; ``leakscope.limits.imprint_guarantee`` says how many
-to expect. Exactly as many occupied bins as examples: each is alone. Else a picture whose values lie on the grid of
-8-bit pictures is no mixture of two (where some do), or one whose own gradient through the rest of the model, for
-some label, is the bin's. All others count as mixtures.
+Bins hold one example where as many are occupied as there are examples. Else a picture whose values lie on the grid of
+8-bit pictures is no mixture of two (where some do), or one whose own gradient through the rest of the model, for some
+label, is the bin's. All others count as mixtures. ``leakscope.limits.imprint_guarantee`` says how many to expect.
 """
 
 from __future__ import annotations
@@ -184,7 +180,6 @@ class RobbingTheFed(Attack):
         )
 
     def _misplaced(self, observation: Observation) -> tuple[str, ...]:
-        """A note where the thresholds are those of other data."""
         values = observation.value_range
         if self.placement != "measured" or self.quantiles or values is None:
             return ()
@@ -257,8 +252,6 @@ def bin_edges(inner: Sequence[float]) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Chosen:
-    """As many inputs as there are examples, and what is to be said of them."""
-
     inputs: Tensor
     labels: Tensor | None
     scores: Tensor

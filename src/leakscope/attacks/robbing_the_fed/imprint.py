@@ -1,13 +1,13 @@
-"""The imprint block of Robbing the Fed, and what its update says.
+"""Build the imprint block of Robbing the Fed, and read its update.
 
 Row i of the first layer is the measurement h, its bias the negative threshold -c_i: unit i is active for inputs with
 h x > c_i (ReLU), or with c_i < h x < c_(i+1) (the sparse form, a Hardtanh). Thresholds that cut the data into bins of
 equal mass leave many inputs alone in their bin. What comes after treats all units alike, so that an input gives every
 unit it activates the same output gradient.
 
-The update is read without the truth. A picture is *plausible* if its measurement lies in the bin it was read from and
-its values in their range: a mixture whose examples pull in opposite directions seldom is. Mixtures of examples that
-pull in the same direction are weighted means, and look plausible; three tests tell them apart (:func:`read_bins`).
+An image is *plausible* if its measurement lies in the bin it was read from and its values in their range: a mixture
+whose examples pull in opposite directions seldom is. Mixtures that pull in the same direction are weighted means, and
+look plausible; three tests tell them apart (:func:`read_bins`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ Connection = Literal["add", "replace"]
 class Imprint(nn.Module):
     """Measure, compare with thresholds, hand one number on.
 
-    ``edges`` are those of the bins, one more than there are; the highest is of use to the sparse form only. With
-    ``connection`` "add" the output is the input plus a pattern times that number, with "replace" the pattern alone.
-    Measurement and edges stay with the block for whoever reads it, and are no part of what a client trains.
-
-    ``reader`` names the layer whose update is read. In the sparse form the measurement is frozen and a layer of zeros
-    beside it is trained: weights after a step are rounded, and beside large thresholds a small step would be lost.
+    ``edges`` are those of the bins; the highest is of use to the sparse form only. With ``connection`` "add" the output
+    is the input plus a pattern times that number, with "replace" the pattern alone. ``reader`` names the layer whose
+    update is read. In the sparse form the measurement is frozen and a layer of zeros beside it is trained: weights
+    after a step are rounded, and beside large thresholds a small step would be lost.
     """
 
     row: Tensor
@@ -85,8 +83,6 @@ class Imprint(nn.Module):
 
 
 class Imprinted(nn.Module):
-    """Somebody's model behind an imprint."""
-
     def __init__(self, imprint: Imprint, model: nn.Module) -> None:
         super().__init__()
         self.imprint = imprint
@@ -110,12 +106,12 @@ NEAR = 0.01
 
 @dataclass(frozen=True, eq=False)
 class BinReading:
-    """The occupied bins, in ascending order: ``places`` among all ``bins``, pictures (flat), what is thought of them.
+    """Hold the occupied bins, in ascending order: ``places`` among all ``bins``, pictures (flat) and verdicts.
 
-    ``strengths`` are the sizes of their sums, ``errors`` what rounding and noise leave open of a picture, in units of
-    the range. ``scores`` are distances from what one example would look like: outside its bin or range, or by its
-    gradient, whichever is largest. ``labels`` are those whose gradient is the bin's, or -1. ``noisy``: bins that must
-    be empty are not. ``cumulative``: a unit sees all higher bins too.
+    ``strengths`` are the sizes of their sums, ``errors`` what rounding and noise leave open, in units of the range.
+    ``scores`` are distances from a single example: by bin, range or gradient, whichever is largest. ``labels`` are
+    those whose gradient is the bin's, or -1. ``noisy``: bins that must be empty are not. ``cumulative``: a unit sees
+    all higher bins too.
     """
 
     bins: int
@@ -131,7 +127,7 @@ class BinReading:
     cumulative: bool
 
     def best_first(self) -> Tensor:
-        """Occupied bins by what they are worth: alone, then plausible, then the strongest."""
+        """Order bins by alone, then plausible, then strength."""
         share = self.strengths / self.strengths.max().clamp_min(1e-30) if len(self.strengths) else self.strengths
         return (4.0 * self.alone + 2.0 * self.plausible + share).argsort(descending=True, stable=True)
 
@@ -140,7 +136,7 @@ class BinReading:
 
 
 def bin_sums(weight: Tensor, bias: Tensor, *, cumulative: bool) -> tuple[Tensor, Tensor]:
-    """Sums of g x (rows) and of g over the examples of each bin; ``cumulative`` units see all higher bins too.
+    """Return sums of g x (rows) and of g over the examples of each bin; ``cumulative`` units see all higher bins too.
 
     Three examples 2, 3 and 5 with g = 1, 1, -1; two thresholds below 2 and 5: the top bin is its own row.
 
@@ -206,7 +202,7 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
 
 
 def empty_size(sizes: Tensor, examples: int | None) -> float:
-    """The size of the sums of an empty bin: what rounding or added noise leave. 0 where none need be empty.
+    """Return the size of an empty bin's sums: what rounding or added noise leave. 0 where none need be empty.
 
     Of k bins k - n at least are empty, and nothing is smaller; so the middle one of the k - n smallest is such a bin.
 
@@ -218,7 +214,7 @@ def empty_size(sizes: Tensor, examples: int | None) -> float:
 
 
 def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
-    """What rounding may have done to each bin's bias gradient, in absolute terms."""
+    """Bound what rounding did to each bin's bias gradient."""
     precision = torch.finfo(observation.dtype).eps
     if block.sparse:
         return ROUNDING * precision * bias.abs()
@@ -233,10 +229,9 @@ def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
 def _scaled(
     sums: Tensor, gradients: Tensor, rounding: Tensor, block: Imprint, places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Pictures, their factors, their measurements by the bias gradient, and the relative error of their length.
+    """Return pictures, their factors, their measurements by the bias gradient, and the relative error of their length.
 
-    A picture is the quotient of a bin's sums. Where the bias gradient is less certain than the bin itself, the
-    measurement is taken to be in the middle of the bin.
+    Where the bias gradient is less certain than the bin itself, the measurement is taken to be the middle of the bin.
     """
     low, high = block.edges.double()[places], block.edges.double()[places + 1]
     middle, half = (low + high) / 2, (high - low) / 2
@@ -251,13 +246,12 @@ def _scaled(
 
 
 def _width(block: Imprint) -> float:
-    """The mean width of a bin, the two outermost apart."""
+    """Return the mean width of a bin, the two outermost apart."""
     inner = block.edges.double()[1:-1]
     return float(inner[-1] - inner[0]) / (len(inner) - 1) if len(inner) > 1 else 1.0
 
 
 def _outside(measured: Tensor, block: Imprint, places: Tensor) -> Tensor:
-    """How far each measurement lies outside its bin, in mean widths of a bin."""
     low, high = block.edges.double()[places], block.edges.double()[places + 1].clone()
     if not block.sparse:
         high[places == len(block.edges) - 2] = torch.inf  # nothing ends the top bin of a ReLU
@@ -265,19 +259,19 @@ def _outside(measured: Tensor, block: Imprint, places: Tensor) -> Tensor:
 
 
 def _slope(observation: Observation) -> float:
-    """A step of one in the model's units, in units of the range."""
+    """Convert a step of one in the model's units to units of the range."""
     ends = [observation.inputs.to_unit(torch.full((1, *observation.input_shape), value)) for value in (0.0, 1.0)]
     return float((ends[1] - ends[0]).mean())
 
 
 def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
-    """How far values lie beyond their range: root-mean-square, in units of the range; 0 where it is not known."""
+    """Return how far values lie beyond their range: root-mean-square, in units of the range; 0 where it is unknown."""
     inputs, batch = observation.inputs, pictures.reshape(-1, *observation.input_shape)
     return (inputs.to_unit(batch) - inputs.to_unit(inputs.project(batch))).flatten(1).square().mean(1).sqrt()
 
 
 def _on_grid(pictures: Tensor, observation: Observation) -> Tensor:
-    """Whether a picture's values are those of an 8-bit picture, by the values strictly within the range."""
+    """Check for values of an 8-bit picture, by those strictly within the range."""
     answers = torch.zeros(len(pictures), dtype=torch.bool, device=pictures.device)
     if not observation.inputs.bounded:
         return answers
@@ -292,7 +286,7 @@ def _on_grid(pictures: Tensor, observation: Observation) -> Tensor:
 def _witness(
     observation: Observation, model: Imprinted, pictures: Tensor, gradients: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """How far each bin's gradient is from that of its picture, for the label that fits best, and that label.
+    """Return how far each bin's gradient is from its picture's, for the label that fits best, and that label.
 
     The gradient by the number that the block hands on is sum_c (p_c - [c = y]) ds_c with ds the derivative of the
     logits along the block's pattern: one forward derivative serves all labels.
@@ -329,10 +323,10 @@ def _witness(
 def _undisturbed(
     observation: Observation, block: Imprint, places: Tensor, pictures: Tensor, sums: Tensor, gradients: Tensor
 ) -> Tensor:
-    """Which bins no other picture can have been in, before, while or after local steps moved them.
+    """Find bins that no other picture can have been in, before, while or after local steps moved them.
 
-    One step moves nothing that is read. Several move the thresholds of the sparse form by what the update says, and
-    shift what higher bins add to lower ones in the other. Only steps along the gradient add up to a sum of inputs.
+    Several steps move the thresholds of the sparse form by what the update says, and shift what higher bins add to
+    lower ones in the other. Only steps along the gradient add up to a sum of inputs.
     """
     if observation.message.kind == "gradient" or is_one_step(observation):
         return torch.ones_like(places, dtype=torch.bool)
@@ -347,14 +341,14 @@ def _undisturbed(
 
 
 def is_one_step(observation: Observation) -> bool:
-    """Whether a weight update is known to be one step along the gradient of all examples."""
+    """Check that a weight update is known to be one step along the gradient of all examples."""
     training, examples = observation.training, observation.num_examples or 0
     whole = training.batch_size is not None and training.batch_size >= examples
     return training.epochs == 1 and whole and training.optimizer == "sgd"
 
 
 def _factor(observation: Observation) -> float | None:
-    """What the loss's gradient of one example counts in the update; None where that is not known or no such number."""
+    """Return the weight of one example's gradient in the update; None where unknown."""
     task, training, examples = observation.task, observation.training, observation.num_examples
     if not isinstance(task, Classification) or observation.num_classes < 2 or observation.batchnorm == "train":
         return None
