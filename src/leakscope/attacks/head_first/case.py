@@ -22,6 +22,7 @@ from leakscope.equations.gated_inverse import GatedProblem
 from leakscope.equations.noise_test import NoiseTest
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import DroppedMatching, HeldMatching, searched_layers
+from leakscope.matching.unexplained import unexplained
 from leakscope.matching.victim import forward_flops
 from leakscope.network.gates import read_gated
 from leakscope.network.kinks import kinks
@@ -213,7 +214,9 @@ class Case:
         return Candidate(inputs=inputs, method=method, distance=self.distance(inputs), **facts)
 
     def distance(self, inputs: Tensor, targets: Tensor | None = None) -> float:
-        """What inputs leave of the direction of the whole update, by the client's own loss."""
+        """What inputs leave of the update, by the client's own loss; where something is held, of its direction."""
+        if self.held is None and targets is not None:
+            return unexplained(self.observation, inputs, targets)
         # Without labels the output gradient stands for the loss.
         stands = targets is None and self.held is not None and self.held.labels is None
         held = self.held.output_gradients.to(inputs) if stands and self.held is not None else None
