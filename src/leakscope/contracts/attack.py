@@ -41,10 +41,8 @@ class Attack(Described, ABC):
 
     @classmethod
     def published(cls, name: str) -> Mapping[str, Any]:
-        """The settings published under ``name``."""
         if name not in cls.presets:
-            known = ", ".join(cls.presets) or "none"
-            raise UserError(f"{cls.__name__} has no preset {name!r}; it has: {known}")
+            raise UserError(f"{cls.__name__} has no preset {name!r}; it has: {', '.join(cls.presets) or 'none'}")
         return cls.presets[name]
 
     @classmethod
@@ -53,10 +51,7 @@ class Attack(Described, ABC):
         return cls(**{**cls.published(name), **changes})
 
     def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-        """The model a server that may choose it sends out for inputs of this shape; most attacks leave it as it is.
-
-        What it draws at random comes from a setting: the same attack sends the same model to every client.
-        """
+        """Return the model that a server who may choose it sends out, drawn from a setting: one for every client."""
         return model
 
     @property
@@ -72,10 +67,8 @@ class Attack(Described, ABC):
 
     def knows_defense(self, observation: Observation) -> bool:
         """Whether it makes use of what the adversary knows of the defence."""
-        if self.ignore_defense:
-            return False
         by_channel = self.reads_channel and observation.channel is not None
-        return by_channel or (self.runs_defense and observation.defense is not None)
+        return not self.ignore_defense and (by_channel or (self.runs_defense and observation.defense is not None))
 
     def missing(self, observation: Observation) -> list[str]:
         """What this attack needs and the observation lacks; one phrase each."""
@@ -99,8 +92,7 @@ class Attack(Described, ABC):
             )
         if self.ignore_defense:
             observation = observation.without_channel()
-        missing = self.missing(observation)
-        if missing:
+        if missing := self.missing(observation):
             raise MissingKnowledge(
                 f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds. "
                 "Grant it in the Knowledge, or choose an attack that works without."
@@ -111,8 +103,7 @@ class Attack(Described, ABC):
                 "batches of them. Use an attack that reads rounds."
             )
         for number, message in enumerate(observation.messages):
-            broken = [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]
-            if broken:
+            if broken := [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]:
                 raise UserError(
                     f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
                     "Expected finite numbers; was the update captured whole?"
@@ -123,9 +114,8 @@ class Attack(Described, ABC):
             dtype = torch.float32  # half precision is how an update travels, not how one searches
         if device is not None or dtype is not None:
             observation = observation.to(device=device, dtype=dtype)
-        generator = torch.Generator().manual_seed(seed)
         started = time.perf_counter()
-        result = self.run(observation.relaxed(), generator, progress)
+        result = self.run(observation.relaxed(), torch.Generator().manual_seed(seed), progress)
         if observation.inputs.discrete:
             result = dataclasses.replace(result, inputs=observation.inputs.from_unit(result.inputs))
         info = {
@@ -139,9 +129,6 @@ class Attack(Described, ABC):
         channel = observation.channel
         if channel is not None and (channel.inexact or channel.mixed > 1) and not result.defence_undone:
             result = dataclasses.replace(result, flags=tuple(dict.fromkeys((*result.flags, "defence approximated"))))
-        expected = observation.input_shape
-        if tuple(result.inputs.shape[1:]) != expected:
-            raise RuntimeError(
-                f"{type(self).__name__} returned inputs of shape {tuple(result.inputs.shape[1:])}, expected {expected}"
-            )
+        if (shape := tuple(result.inputs.shape[1:])) != (expected := observation.input_shape):
+            raise RuntimeError(f"{type(self).__name__} returned inputs of shape {shape}, expected {expected}")
         return dataclasses.replace(result, info=info)

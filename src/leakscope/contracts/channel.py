@@ -1,11 +1,9 @@
 """What an adversary who knows the defence can compute with: the way from a client's gradient to what is seen of it.
 
-The same object serves attacks, which pass what they simulate through it, and theory, which asks for the least error
-behind it. In their order: clipping, pruning and dropout of entries, noise, rounding; with ``zeros_last`` entries are
-set to zero after the noise. The definitions are those of Liu et al., "Data Reconstruction Attacks and Defenses: A
-Systematic Evaluation". Clipping is of the whole batch's gradient, g / max(1, |g| / C), or of each example's, which a
-guarantee of differential privacy needs. Of what is random in the client's network, or cannot be differentiated, an
-adversary has a stand-in only: such a channel is ``inexact``, and theory says nothing of it."""
+In their order: clipping, pruning and dropout of entries, noise, rounding; with ``zeros_last`` entries are set to zero
+after the noise. The definitions are those of Liu et al., "Data Reconstruction Attacks and Defenses: A Systematic
+Evaluation". Clipping is of the whole batch's gradient, g / max(1, |g| / C), or of each example's, which a guarantee of
+differential privacy needs. Of what is random in the client's network an adversary has a stand-in only (``inexact``)."""
 
 from __future__ import annotations
 
@@ -66,7 +64,6 @@ class Channel(Described):
         return [] if all(0 <= level < math.inf for level in levels) else ["noise: expected finite numbers >= 0"]
 
     def level(self, name: str) -> float:
-        """The standard deviation of the noise on an entry of this tensor."""
         return float(self.noise[name] if isinstance(self.noise, Mapping) else self.noise)
 
     @property
@@ -75,17 +72,11 @@ class Channel(Described):
 
     @property
     def masked(self) -> bool:
-        """Whether entries are set to zero."""
         return self.prune > 0 or self.dropout > 0
 
     @property
-    def shows_zeros(self) -> bool:
-        """Whether an entry that was set to zero can be told from the others."""
-        return self.masked and (self.zeros_last or not self.noisy)
-
-    @property
     def rounds_evenly(self) -> bool:
-        """Whether values are rounded to evenly spaced ones, so that each says within which bounds it was."""
+        """Whether values are rounded to evenly spaced ones."""
         return self.rounding in ("uniform", "stochastic")
 
     @property
@@ -107,21 +98,21 @@ class Channel(Described):
         return x, targets
 
     def survivors(self, observed: Mapping[str, Tensor]) -> Tensors:
-        """Which entries survived, as far as the update shows it: ones and zeros; empty where all did.
+        """Return 1 for entries that survived, as far as the update shows it, else 0; empty where all did.
 
-        A pruned entry is exactly zero and gives itself away, unless noise was added afterwards. Of unreliable tensors
-        no entry counts.
+        A pruned entry is exactly zero, unless noise was added afterwards. Of unreliable tensors no entry counts.
 
         >>> Channel(prune=0.5).survivors({"w": torch.tensor([3.0, 0.0])})["w"].tolist()
         [1.0, 0.0]
         >>> Channel(unreliable=("w",)).survivors({"w": torch.ones(2), "b": torch.ones(1)})
         {'w': tensor([0., 0.])}
         """
-        masks = {name: (value != 0).to(value) for name, value in observed.items()} if self.shows_zeros else {}
+        shown = self.masked and (self.zeros_last or not self.noisy)
+        masks = {name: (value != 0).to(value) for name, value in observed.items()} if shown else {}
         return {**masks, **{name: torch.zeros_like(observed[name]) for name in self.unreliable if name in observed}}
 
     def reliable(self, observed: Mapping[str, Tensor]) -> Tensors:
-        """An update as it is compared with what an adversary simulates: unreliable tensors are zero in both."""
+        """Set unreliable tensors to zero, as in what an adversary simulates."""
         return {name: torch.zeros_like(v) if name in self.unreliable else v for name, v in observed.items()}
 
     def clip_update(self, update: Mapping[str, Tensor]) -> Tensors:
@@ -167,7 +158,6 @@ class Channel(Described):
         return float(self._reach(seen)) / math.sqrt(3 if self.rounding == "uniform" else 6)
 
     def _reach(self, seen: Tensor) -> Tensor:
-        """How far rounding moves a value of this tensor at most."""
         return seen.abs().max() * (0.5 if self.rounding == "uniform" else 1.0) / (2 ** (self.bits - 1) - 1)
 
     # -- what theory uses --
@@ -192,8 +182,7 @@ class Channel(Described):
     def information_level(self, name: str) -> float:
         """The standard deviation of Gaussian noise on the gradient itself that hides as much of this tensor.
 
-        The Fisher information of a location under Laplace noise of standard deviation s is 2 / s^2, twice that of
-        Gaussian noise. Entries that were stretched stand out of the noise by that factor.
+        The Fisher information of a location under Laplace noise of standard deviation s is 2 / s^2, twice Gaussian's.
 
         >>> round(Channel(noise=1.0, noise_law="laplace").information_level("w"), 4)
         0.7071
@@ -263,8 +252,7 @@ class Channel(Described):
     def facts(self) -> dict[str, Any]:
         """What a file needs to make it again, as JSON values."""
         if type(self) is not Channel:
-            raise UserError(
-                f"channel: a {type(self).__name__} cannot be written to a file; drop it from the observation"
-            )
+            name = type(self).__name__
+            raise UserError(f"channel: a {name} cannot be written to a file; drop it from the observation")
         noise = dict(self.noise) if isinstance(self.noise, Mapping) else self.noise
         return {**dataclasses.asdict(dataclasses.replace(self, noise=0.0)), "noise": noise}

@@ -1,7 +1,6 @@
 """What is wrong with arguments, told in one error; and how large things from files and specs may be.
 
-Caps are far above honest use and far below what takes a machine down. A size is compared with its cap before anything
-of that size is made. Whoever honestly needs more sets the environment variable that the error names.
+Caps are far above honest use and far below what takes a machine down. Check a size before anything of it is made.
 """
 
 from __future__ import annotations
@@ -59,12 +58,11 @@ def refuse(where: str, problems: Sequence[str], most: int | None = None) -> None
 
 @dataclass(frozen=True)
 class Cap:
-    """The most there may be of something, unless the environment variable ``name`` allows more."""
+    """The most there may be ``of`` something, unless the environment variable ``name`` allows more."""
 
     name: str
     default: int
     unit: str
-    #: What it is a cap on, in a few words.
     of: str = ""
 
     @property
@@ -86,26 +84,21 @@ class Cap:
             return None
         told = f"{amount:,}" if amount < 10**18 else "far more"
         allow = f"{self.name}={amount} would allow it" if amount < 10**18 else ""
-        return " ".join(
-            part for part in (f"expected at most {self.value:,} {self.unit}, got {told}.", fix, allow) if part
-        )
+        return " ".join(filter(None, (f"expected at most {self.value:,} {self.unit}, got {told}.", fix, allow)))
 
     def check(self, where: str, amount: int, fix: str = "") -> None:
         """ValueError where there is too much of it."""
-        problem = self.problem(amount, fix)
-        if problem is not None:
+        if problem := self.problem(amount, fix):
             raise UserError(f"{where}: {problem}")
 
 
-BYTES = Cap(
-    "LEAKSCOPE_MAX_BYTES", 1 << 30, "bytes", "examples in memory, as the 32-bit floats they become; a file read whole"
-)
+_MEMORY = "examples in memory, as the 32-bit floats they become; a file read whole"
+BYTES = Cap("LEAKSCOPE_MAX_BYTES", 1 << 30, "bytes", _MEMORY)
 PIXELS = Cap("LEAKSCOPE_MAX_PIXELS", 64_000_000, "pixels", "one picture of a folder, before it is resized")
 PARAMETERS = Cap("LEAKSCOPE_MAX_PARAMETERS", 200_000_000, "parameters", "a reference model, before it is built")
 JOBS = Cap("LEAKSCOPE_MAX_JOBS", 100_000, "jobs", "attempts and controls of one audit")
-COUNT = Cap(
-    "LEAKSCOPE_MAX_COUNT", 1_000_000, "of them", "whole numbers in settings: epochs, local steps, rounds, iterations"
-)
+_WHOLE = "whole numbers in settings: epochs, local steps, rounds, iterations"
+COUNT = Cap("LEAKSCOPE_MAX_COUNT", 1_000_000, "of them", _WHOLE)
 PIECES = Cap("LEAKSCOPE_MAX_PIECES", 1_000, "of them", "layers and workers of a reference model")
 SPEC_BYTES = Cap("LEAKSCOPE_MAX_SPEC_BYTES", 1 << 17, "bytes", "the text of a spec")
 SPEC_VALUES = Cap("LEAKSCOPE_MAX_SPEC_VALUES", 5_000, "values", "a spec with its aliases written out")

@@ -1,8 +1,7 @@
 """The contract of a defence: where it acts on what a client sends, and what somebody who knows it can compute with.
 
-Several defences are a :class:`Chain`. At each hook its parts act in the order of the list; the hooks have an order of
-their own: the model, the batch, the gradients of examples, the gradient of the batch, the message. So [gradient-noise,
-gradient-clipping] clips first, for clipping acts on the gradient and noise on the message.
+At each hook the parts of a :class:`Chain` act in the order of the list, but the hooks have an order of their own:
+[gradient-noise, gradient-clipping] clips first, for clipping acts on the gradient and noise on the message.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import pairwise
 from typing import Any
 
@@ -35,21 +35,20 @@ class Defense(Described):
     """
 
     def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Defense:
-        """The same defence with what depends on the model filled in; ValueError where it does not apply to it."""
+        """Fill in what depends on the model; ValueError where the defence does not apply to it."""
         return self
 
     def protect_model(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-        """The model that server and clients share in place of ``model``; one that is protected already as it is.
+        """Return a model that server and clients share in place of ``model``, drawn from a setting: all get the same.
 
-        What it draws at random comes from a setting, so that all get the same. The caller's model is left alone.
+        The caller's model is left alone, and one that is protected already comes back as it is.
         """
         return model
 
     def protect_copy(self, model: nn.Module) -> nn.Module:
-        """The client's own copy of the model as it trains it, with the same parameters under the same names.
+        """Change the client's own copy of the model, in place or not; parameters keep their names.
 
-        It may be changed in place, hooks included. What its forward pass draws comes from torch's global generator,
-        which the protocol seeds from the client's.
+        What its forward pass draws comes from torch's global generator, which the protocol seeds from the client's.
         """
         return model
 
@@ -67,18 +66,14 @@ class Defense(Described):
         return update
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
-        """What an adversary who knows this defence can compute with; None where nobody has worked that out.
+        """Return what an adversary who knows this defence can compute with, of one gradient on so many ``examples``.
 
-        Of one gradient on so many ``examples``. Without a channel only an attack that runs the defence's own
-        code can be said to know it; where none did, an audit does not call it safe.
+        None where nobody has worked that out: then only an attack that runs the defence's own code knows it.
         """
         return Channel() if type(self) is Defense else None
 
     def epsilon_for(self, passes: int | None) -> float | None:
-        """Epsilon of differential privacy after each example entered so many gradients; None where none is promised.
-
-        Without ``passes`` it is what the defence's own settings say.
-        """
+        """Epsilon of differential privacy after so many ``passes`` (else those of the settings); None without one."""
         return None
 
     @property
@@ -106,8 +101,6 @@ HOOKS = (
     *("protect_model", "protect_copy", "protect_batch"),
     *("protect_example_gradients", "protect_gradient", "protect_message"),
 )
-
-
 #: Hooks behind which everything is computed from what already has its noise.
 _AFTERWARDS = {"protect_gradient", "protect_message"}
 
@@ -121,8 +114,8 @@ class Chain(Defense):
     def problems(self) -> list[str]:
         if not all(isinstance(part, Defense) for part in self.parts):
             return [f"parts: expected defences, got {self.parts!r}"]
-        flat = tuple(one for part in self.parts for one in part.parts)
-        object.__setattr__(self, "parts", flat)  # a chain in a chain is one chain
+        # A chain in a chain is one chain.
+        object.__setattr__(self, "parts", tuple(one for part in self.parts for one in part.parts))
         return []
 
     def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Chain:
@@ -133,34 +126,22 @@ class Chain(Defense):
         return Chain(parts=tuple(fitted))
 
     def protect_model(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-        for part in self.parts:
-            model = part.protect_model(model, input_shape)
-        return model
+        return reduce(lambda shared, part: part.protect_model(shared, input_shape), self.parts, model)
 
     def protect_copy(self, model: nn.Module) -> nn.Module:
-        for part in self.parts:
-            model = part.protect_copy(model)
-        return model
+        return reduce(lambda own, part: part.protect_copy(own), self.parts, model)
 
     def protect_batch(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        for part in self.parts:
-            x, y = part.protect_batch(x, y, generator)
-        return x, y
+        return reduce(lambda batch, part: part.protect_batch(*batch, generator), self.parts, (x, y))
 
     def protect_example_gradients(self, gradients: Gradient, generator: torch.Generator) -> Gradient:
-        for part in self.parts:
-            gradients = part.protect_example_gradients(gradients, generator)
-        return gradients
+        return reduce(lambda each, part: part.protect_example_gradients(each, generator), self.parts, gradients)
 
     def protect_gradient(self, gradient: Gradient, generator: torch.Generator) -> Gradient:
-        for part in self.parts:
-            gradient = part.protect_gradient(gradient, generator)
-        return gradient
+        return reduce(lambda mean, part: part.protect_gradient(mean, generator), self.parts, gradient)
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
-        for part in self.parts:
-            update = part.protect_message(update, generator)
-        return update
+        return reduce(lambda sent, part: part.protect_message(sent, generator), self.parts, update)
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
         """That of the parts one after another; None where it is none of the orders that a Channel can express."""
@@ -246,24 +227,18 @@ def _behind(first: Channel, second: Channel) -> Channel | None:
 def _clipped(first: Channel, second: Channel) -> dict[str, Any] | None:
     if second.clip is None:
         return {}
-    if first.clip is not None and first.clip_per == second.clip_per and not _after_clipping(first):
-        return {"clip": min(first.clip, second.clip)}
-    if first.clip is not None or _after_clipping(first):
+    if first.masked or first.noisy or first.rounding != "none" or (first.clip and first.clip_per != second.clip_per):
         return None
-    return {"clip": second.clip, "clip_per": second.clip_per}
-
-
-def _after_clipping(channel: Channel) -> bool:
-    return channel.masked or channel.noisy or channel.rounding != "none"
+    return {"clip": min(first.clip or second.clip, second.clip), "clip_per": second.clip_per}
 
 
 def _zeroed(first: Channel, second: Channel) -> dict[str, Any] | None:
     if not second.masked:
         return {}
-    own = {name: getattr(second, name) for name in ("prune", "prune_scope", "dropout", "dropout_scaled")}
     if first.rounding != "none" or (second.zeros_last and second.noisy):
         return None
     if not first.masked:
+        own = {name: getattr(second, name) for name in ("prune", "prune_scope", "dropout", "dropout_scaled")}
         return {**own, "zeros_last": first.noisy}
     if first.noisy and not first.zeros_last:
         return None
@@ -273,8 +248,7 @@ def _zeroed(first: Channel, second: Channel) -> dict[str, Any] | None:
         return {"prune": max(first.prune, second.prune)}
     if first.dropout and first.dropout_scaled != second.dropout_scaled:
         return None
-    left = (1 - first.dropout) * (1 - second.dropout)
-    return {"dropout": 1 - left, "dropout_scaled": second.dropout_scaled}
+    return {"dropout": 1 - (1 - first.dropout) * (1 - second.dropout), "dropout_scaled": second.dropout_scaled}
 
 
 def _noisy(first: Channel, second: Channel) -> dict[str, Any] | None:
@@ -286,11 +260,10 @@ def _noisy(first: Channel, second: Channel) -> dict[str, Any] | None:
         return {"noise": second.noise, "noise_law": second.noise_law}
     if "laplace" in (first.noise_law, second.noise_law):
         return None  # their sum has neither law
-    if isinstance(first.noise, Mapping) or isinstance(second.noise, Mapping):
-        names = first.noise if isinstance(first.noise, Mapping) else second.noise
-        assert isinstance(names, Mapping)
-        return {"noise": {name: math.hypot(first.level(name), second.level(name)) for name in names}}
-    return {"noise": math.hypot(first.noise, second.noise)}
+    for names in (first.noise, second.noise):
+        if isinstance(names, Mapping):
+            return {"noise": {name: math.hypot(first.level(name), second.level(name)) for name in names}}
+    return {"noise": math.hypot(first.level(""), second.level(""))}
 
 
 def _rounded(first: Channel, second: Channel) -> dict[str, Any] | None:

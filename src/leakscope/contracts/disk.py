@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,11 @@ def read_json(text: str | bytes) -> Any:
         raise UserError(f"nested more than {DEPTH} deep") from None
     level = [value]
     for _ in range(DEPTH):
-        level = [item for one in level if isinstance(one, dict | list) for item in _inside(one)]
+        nested = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
+        level = list(chain.from_iterable(nested))
         if not level:
             return value
     raise UserError(f"nested more than {DEPTH} deep")
-
-
-def _inside(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
-    return value.values() if isinstance(value, dict) else value
 
 
 def private_folder(path: Path) -> Path:
@@ -51,28 +49,19 @@ def private_folder(path: Path) -> Path:
 
 def cache_home() -> Path:
     """Where what can be made again is kept: $LEAKSCOPE_CACHE, else leakscope in the user's cache."""
-    chosen = os.environ.get("LEAKSCOPE_CACHE")
-    if chosen:
+    if chosen := os.environ.get("LEAKSCOPE_CACHE"):
         return Path(chosen)
-    user = os.environ.get("XDG_CACHE_HOME")
-    return (Path(user) if user else Path.home() / ".cache") / "leakscope"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leakscope"
 
 
 def atomic_write(path: Path, content: bytes) -> None:
-    """Write ``content`` so that ``path`` holds either the old or the whole new file, whenever the process dies.
-
-    Only its owner may read it: results about private data are private too.
-    """
+    """Write ``content`` for its owner only; ``path`` holds the old or the whole new file whenever the process dies."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "wb", opener=_owners) as stream:
+        with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as stream:
             stream.write(content)
             stream.flush()
             os.fsync(stream.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _owners(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

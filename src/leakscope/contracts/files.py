@@ -1,8 +1,7 @@
 """An observation on disk: one safetensors file with the tensors, one JSON file beside it with the facts.
 
-Two things are not written. Of the defence its channel is, but no code, and an object is code; auxiliary examples are
-somebody's data and no part of what was captured. Whoever reads the file gives both again:
-``dataclasses.replace(observation, defense=..., auxiliary=(x, y))``.
+The defence, which is code, and auxiliary examples, which were not captured, are not written. Whoever reads the file
+gives both again: ``dataclasses.replace(observation, defense=..., auxiliary=(x, y))``.
 """
 
 from __future__ import annotations
@@ -12,14 +11,14 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import BYTES, FACTS_BYTES, FLOAT, MAX_AXES, brief, expected, is_whole, refuse, whole
+from leakscope.contracts.checks import BYTES, FACTS_BYTES, FLOAT, MAX_AXES, brief, expected, is_whole, refuse
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import space_from_facts
@@ -114,7 +113,8 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
             messages=messages,
             inputs=space_from_facts(facts["inputs"]),
             output_shape=tuple(facts["output_shape"]),
-            task=_task(facts["task"]),
+            # Only names of the table: a file never names code.
+            task=TASKS.find(facts["task"]["name"]).target.build(facts["task"]["options"]),
             knowledge=Knowledge(**facts["knowledge"]),
             channel=None if facts["channel"] is None else Channel(**facts["channel"]),
             labels=tensors.get("labels"),
@@ -128,12 +128,6 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
         raise UserError(f"{path}: a fact in the .json file is not as expected ({brief(error)})") from error
 
 
-def _task(facts: dict[str, Any]) -> Task:
-    # Only names of the table: a file never names code.
-    task: Task = TASKS.find(facts["name"]).target.build(facts["options"])
-    return task
-
-
 def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[str, Tensor]) -> nn.Module:
     skeleton = copy.deepcopy(model)
     precisions = {value.dtype for value in weights.values() if value.is_floating_point()}
@@ -142,9 +136,8 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
     try:
         skeleton.load_state_dict(weights)
     except (RuntimeError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"{path}: the stored weights do not fit the model given: {error}. Pass the model that was observed."
-        ) from error
+        misfit = f"{path}: the stored weights do not fit the model given: {error}"
+        raise UserError(f"{misfit}. Pass the model that was observed.") from error
     return skeleton
 
 
@@ -167,8 +160,7 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
         facts = _of_format_1(facts)
     if facts.get("format") == 2:
         facts = {**facts, "format": FORMAT_VERSION, "made": None}
-    missing = _FACTS - set(facts)
-    if missing:
+    if missing := _FACTS - set(facts):
         raise UserError(f"{beside}: missing {', '.join(sorted(missing))}")
     if facts["format"] != FORMAT_VERSION:
         raise UserError(f"{target}: format {brief(facts['format'])}, this version reads {FORMAT_VERSION}")
@@ -179,27 +171,13 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
 def _fact_problems(facts: Mapping[str, Any]) -> list[str]:
     """What of the facts is of the wrong kind or size, before a model is built from them."""
     shape = facts["inputs"].get("shape") if isinstance(facts["inputs"], dict) else None
-    problems = [
-        *expected("a list of positive sizes", _sizes, **{"inputs.shape": shape, "output_shape": facts["output_shape"]}),
-        *expected("a mapping", lambda value: isinstance(value, dict), knowledge=facts["knowledge"], task=facts["task"]),
-        *expected("a mapping", lambda value: isinstance(value, dict), training=facts["training"]),
-        *expected(
-            "a mapping or null", lambda value: value is None or isinstance(value, dict), channel=facts["channel"]
-        ),
-        *expected("a list of mappings", _mappings, messages=facts["messages"]),
-        *expected("a whole number, or null", lambda n: n is None or is_whole(n), num_examples=facts["num_examples"]),
-        *whole(num_classes=facts["num_classes"]),
-        *expected("'mean' or 'sum'", lambda value: value in ("mean", "sum"), reduction=facts["reduction"]),
-        *expected("'eval' or 'train'", lambda value: value in ("eval", "train"), batchnorm=facts["batchnorm"]),
-        *expected("a name or null", lambda n: n is None or isinstance(n, str), model_name=facts["model_name"]),
-        *(f"made: {line}" for line in problems_of_made(facts["made"])),
-    ]
-    return problems or _size_problems(facts)
-
-
-def _size_problems(facts: Mapping[str, Any]) -> list[str]:
-    shape: list[int] = facts["inputs"]["shape"]
-    numbers = math.prod(shape) + math.prod(facts["output_shape"]) + facts["num_classes"]
+    problems = expected("a list of positive sizes", _sizes, **{"inputs.shape": shape})
+    for name, (what, fits) in _KINDS.items():
+        problems += expected(what, fits, **{name: facts[name]})
+    problems += [f"made: {line}" for line in problems_of_made(facts["made"])]
+    if problems:
+        return problems
+    numbers = math.prod(facts["inputs"]["shape"]) + math.prod(facts["output_shape"]) + facts["num_classes"]
     problem = BYTES.problem(FLOAT * numbers * (facts["num_examples"] or 1), "Is num_examples, or a shape, mistaken?")
     return [] if problem is None else [f"inputs and outputs of all examples: {problem}"]
 
@@ -208,8 +186,17 @@ def _sizes(value: Any) -> bool:
     return isinstance(value, list) and 0 < len(value) <= MAX_AXES and all(map(is_whole, value))
 
 
-def _mappings(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(entry, dict) for entry in value)
+_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "output_shape": ("a list of positive sizes", _sizes),
+    **dict.fromkeys(("knowledge", "task", "training"), ("a mapping", lambda value: isinstance(value, dict))),
+    "channel": ("a mapping or null", lambda value: value is None or isinstance(value, dict)),
+    "messages": ("a list of mappings", lambda rows: isinstance(rows, list) and all(isinstance(r, dict) for r in rows)),
+    "num_examples": ("a whole number, or null", lambda value: value is None or is_whole(value)),
+    "num_classes": ("a whole number of at least 1", is_whole),
+    "reduction": ("'mean' or 'sum'", lambda value: value in ("mean", "sum")),
+    "batchnorm": ("'eval' or 'train'", lambda value: value in ("eval", "train")),
+    "model_name": ("a name or null", lambda value: value is None or isinstance(value, str)),
+}
 
 
 def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:

@@ -1,9 +1,7 @@
 """Where examples live: the space that a search starts in, stays in, and in which results are measured and shown.
 
-A box of floats is the only space today. A further one (tokens of a vocabulary, mixed columns of a table) is one class
-that inherits :class:`InputSpace`, and one line in :data:`SPACES` if observations are saved. No attack, engine or
-measure asks which space it has: a discrete space hands them a relaxed one, and all else is a question that each space
-answers.
+A further space (tokens of a vocabulary, mixed columns of a table) is one class that inherits :class:`InputSpace`, and
+one line in :data:`SPACES` if observations are saved. No attack or measure asks which space it has.
 """
 
 from __future__ import annotations
@@ -26,8 +24,6 @@ Start = Literal["grey", "normal", "uniform"]
 @dataclass(frozen=True)
 class ValueRange:
     """The valid box of inputs in the space the model reads, one bound a channel (or one for all).
-
-    ``to_unit`` maps it to [0, 1], the space in which pictures are shown and PSNR is measured.
 
     >>> ValueRange.normalised(mean=(0.5,), std=(0.25,))
     ValueRange(low=(-2.0,), high=(2.0,))
@@ -55,10 +51,8 @@ class ValueRange:
         """The box of pixels in [0, 1] after subtracting ``mean`` and dividing by ``std``."""
         if len(mean) != len(std) or any(s <= 0 for s in std):
             raise UserError(f"normalisation: expected equally long mean and positive std, got {mean}, {std}")
-        return cls(
-            low=tuple((0.0 - m) / s for m, s in zip(mean, std, strict=True)),
-            high=tuple((1.0 - m) / s for m, s in zip(mean, std, strict=True)),
-        )
+        low, high = (tuple((end - m) / s for m, s in zip(mean, std, strict=True)) for end in (0.0, 1.0))
+        return cls(low, high)
 
     def bounds(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Lower and upper bound, shaped to broadcast over a batch (B, C, ...) such as ``like``."""
@@ -80,11 +74,10 @@ class ValueRange:
 
 @dataclass(frozen=True)
 class InputSpace(ABC):
-    """``shape`` is that of one example as the model reads it.
+    """``shape`` is that of one example as the model reads it; examples are compared in unit space, [0, 1].
 
-    Unit space is where examples are compared: numbers in [0, 1], of ``unit_shape``. A ``discrete`` space has no
-    gradients, so attacks search in its unit space with the model that :meth:`relaxed` gives, and
-    :meth:`from_unit` makes valid inputs of what they find.
+    A ``discrete`` space has no gradients, so attacks search in its unit space with the model that :meth:`relaxed`
+    gives, and :meth:`from_unit` makes valid inputs of what they find.
     """
 
     #: What files call it.
@@ -104,12 +97,10 @@ class InputSpace(ABC):
 
     @property
     def size(self) -> int:
-        """Numbers in one example."""
         return math.prod(self.shape)
 
     @property
     def unit_shape(self) -> tuple[int, ...]:
-        """The shape of one example in unit space."""
         return self.shape
 
     @property
@@ -138,7 +129,6 @@ class InputSpace(ABC):
         return [] if bool(torch.isfinite(x).all()) else ["x: has NaN or infinite values"]
 
     def cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """The inputs as a model of this precision reads them."""
         return x.to(dtype)
 
     def relaxed(self, model: nn.Module) -> nn.Module:
@@ -146,7 +136,6 @@ class InputSpace(ABC):
         raise NotApplicable(f"a {self.kind} has no relaxation to search in: override InputSpace.relaxed")
 
     def relaxed_space(self) -> InputSpace:
-        """The space that a search of a discrete one runs in."""
         return Box(self.unit_shape, ValueRange())
 
     def text(self, unit: Tensor) -> str | None:
@@ -159,14 +148,13 @@ class InputSpace(ABC):
 
     @abstractmethod
     def from_unit(self, x: Tensor) -> Tensor:
-        """The inverse of :meth:`to_unit`."""
+        """Invert :meth:`to_unit`."""
 
     @abstractmethod
     def start(self, kind: Start, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
-        """Where a search for ``count`` examples begins, drawn on the CPU so that every device starts alike.
+        """Draw where a search for ``count`` examples begins, on the CPU so that every device starts alike.
 
-        "grey": the middle of the valid values with a little noise; "normal": N(0, 1); "uniform": [0, 1]. A discrete
-        space gives random valid inputs.
+        "grey": the middle of the valid values with a little noise; "normal": N(0, 1); "uniform": [0, 1].
         """
 
     @abstractmethod
@@ -223,9 +211,7 @@ class Box(InputSpace):
     def start(self, kind: Start, count: int, generator: torch.Generator, like: Tensor) -> Tensor:
         draw = torch.rand if kind == "uniform" else torch.randn
         drawn = draw((count, *self.shape), generator=generator).to(like)
-        if kind != "grey":
-            return drawn
-        return 0.5 + 0.1 * drawn if self.bounded else 0.1 * drawn
+        return drawn if kind != "grey" else 0.5 + 0.1 * drawn if self.bounded else 0.1 * drawn
 
     def project(self, x: Tensor) -> Tensor:
         if self.range is None:
@@ -252,8 +238,7 @@ SPACES: dict[str, type[InputSpace]] = {Box.kind: Box}
 
 
 def space_from_facts(facts: Mapping[str, Any]) -> InputSpace:
-    """The space that a file describes."""
-    kind = facts["kind"]
-    if kind not in SPACES:
-        raise UserError(f"inputs: expected one of {', '.join(SPACES)}, got {kind!r}")
-    return SPACES[kind].from_facts(facts)
+    """Make the space that a file describes."""
+    if facts["kind"] not in SPACES:
+        raise UserError(f"inputs: expected one of {', '.join(SPACES)}, got {facts['kind']!r}")
+    return SPACES[facts["kind"]].from_facts(facts)

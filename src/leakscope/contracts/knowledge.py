@@ -50,12 +50,9 @@ class Knowledge(Described):
 
     @classmethod
     def preset(cls, name: str) -> Knowledge:
-        """The preset called ``name``, one of KNOWLEDGE_PRESETS."""
         if name not in KNOWLEDGE_PRESETS:
-            raise UserError(
-                f"unknown knowledge preset {name!r}: expected one of {', '.join(KNOWLEDGE_PRESETS)}, "
-                "or a mapping of the fields of Knowledge"
-            )
+            wanted = f"one of {', '.join(KNOWLEDGE_PRESETS)}, or a mapping of the fields of Knowledge"
+            raise UserError(f"unknown knowledge preset {name!r}: expected {wanted}")
         return KNOWLEDGE_PRESETS[name]
 
     def grants(self, name: str) -> bool:

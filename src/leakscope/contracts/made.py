@@ -29,11 +29,10 @@ class Made:
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        names = tuple(PurePath(str(source).replace("\\", "/")).name for source in self.sources)
-        object.__setattr__(self, "sources", names)
+        names = (PurePath(str(source).replace("\\", "/")).name for source in self.sources)
+        object.__setattr__(self, "sources", tuple(names))
 
     def facts(self) -> dict[str, Any]:
-        """As JSON holds it."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
@@ -45,14 +44,13 @@ class Made:
         """
         if facts is None:
             return None
-        if problems_of_made(facts):
-            raise UserError(f"made: {'; '.join(problems_of_made(facts))}")
+        if problems := problems_of_made(facts):
+            raise UserError(f"made: {'; '.join(problems)}")
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in facts.items()}
         return cls(**values)
 
 
 def problems_of_made(facts: Any) -> list[str]:
-    """What is wrong with the facts that a file gives of itself."""
     if facts is None:
         return []
     known = [field.name for field in fields(Made)]

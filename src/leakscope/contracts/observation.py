@@ -1,8 +1,4 @@
-"""What a client sends, and all that an adversary sees of it.
-
-An :class:`Observation` is the only thing an attack is given. It has no field for private inputs, and it refuses every
-fact that the :class:`Knowledge` denies, so an attack cannot use what the threat model withholds.
-"""
+"""What a client sends, and all that an adversary sees of it: no private inputs, no fact that the knowledge denies."""
 
 from __future__ import annotations
 
@@ -61,8 +57,7 @@ class LocalTraining:
         rates = {name: n for name in ("learning_rate", "momentum") if (n := getattr(self, name)) is not None}
         problems = whole(**counts) + expected("a finite number", _finite, **rates)
         problems += expected("a name or None", lambda n: n is None or isinstance(n, str), optimizer=self.optimizer)
-        if self.batch_order is not None:
-            steps = self.batch_order
+        if (steps := self.batch_order) is not None:
             inside = all(is_whole(number, 0) and number < examples for step in steps for number in step)
             if not inside or not all(steps):
                 problems.append(f"batch_order: expected batches of sample numbers in 0..{examples - 1}, got others")
@@ -82,10 +77,8 @@ class LocalTraining:
 class Message:
     """One thing sent.
 
-    ``kind`` is "gradient", or "weight_delta" = weights before minus weights after, which for gradient descent is a
-    positive combination of gradients: both kinds point the same way, and no attack has to flip a sign. ``indices`` are
-    the numbers of the samples in the batch, where the protocol reveals them. A ``partial`` message holds some of the
-    tensors only, those that were kept of it.
+    ``kind`` "weight_delta" is weights before minus after: it points as a gradient does, and no attack flips a sign.
+    ``indices`` are the samples of the batch, where the protocol reveals them; a ``partial`` message lacks tensors.
     """
 
     update: Mapping[str, Tensor]
@@ -98,23 +91,21 @@ class Message:
         if self.kind not in ("gradient", "weight_delta"):
             raise UserError(f"Message.kind: expected 'gradient' or 'weight_delta', got {self.kind!r}")
         if not isinstance(self.update, Mapping):
-            raise UserError(
-                f"Message.update: expected a mapping of parameter names to tensors, got "
-                f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
-            )
+            got = f"{type(self.update).__name__}. Build it with dict(zip(names, tensors))."
+            raise UserError(f"Message.update: expected a mapping of parameter names to tensors, got {got}")
         object.__setattr__(self, "update", frozen_tensors(self.update))
         if self.batchnorm_statistics is not None:
             object.__setattr__(self, "batchnorm_statistics", frozen_tensors(self.batchnorm_statistics))
 
     def sorted_by(self, order: Mapping[str, int]) -> Message:
-        """The same message with its tensors in this order; those without a place come last."""
-        names = sorted(self.update, key=lambda name: order.get(name, len(order)))
-        if names == list(self.update):
+        """Sort the tensors by this order; those without a place come last."""
+        update, names = self.update, sorted(self.update, key=lambda name: order.get(name, len(order)))
+        if names == list(update):
             return self
-        update = self.update
-        if isinstance(update, StoredTensors):
-            return dataclasses.replace(self, update=update.in_order(names))
-        return dataclasses.replace(self, update={name: update[name] for name in names})
+        ordered = (
+            update.in_order(names) if isinstance(update, StoredTensors) else {name: update[name] for name in names}
+        )
+        return dataclasses.replace(self, update=ordered)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Message:
         def moved(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -139,10 +130,8 @@ class Observation:
 
     Build one with ``protocol.observe(...)``, or from a captured update with :meth:`from_update`. ``num_classes`` is the
     number of the model's outputs; ``output_shape`` that of its outputs for one example, where they are no row.
-    ``randomness`` is where the client's draws came from, None where nobody knows. ``defense`` is the defence itself,
-    whose code an adversary who knows it can run; ``auxiliary`` are inputs and targets of examples of the same kind,
-    none of them the client's. ``made`` says how a captured one came about; no attack reads it. ``shared`` keeps
-    work that several attacks have in common, where somebody gives them such a store.
+    ``auxiliary`` are inputs and targets of examples of the same kind, none of them the client's. No attack reads
+    ``made``. ``shared`` keeps work that several attacks have in common.
     """
 
     model: nn.Module = field(repr=False)
@@ -172,7 +161,6 @@ class Observation:
         self._settle()
 
     def _settle(self) -> None:
-        """Bring the facts into shape and check them."""
         # In the model's order, whatever file or mapping they came from: some distances weigh tensors by depth.
         order = {name: place for place, (name, _) in enumerate(self.model.named_parameters())}
         object.__setattr__(self, "messages", tuple(message.sorted_by(order) for message in self.messages))
@@ -181,9 +169,7 @@ class Observation:
         refuse("not a valid observation", problems)
 
     def _problems(self) -> list[str]:
-        problems: list[str] = []
-        if not self.messages:
-            problems.append("messages: expected at least one Message, got none")
+        problems = [] if self.messages else ["messages: expected at least one Message, got none"]
         problems += whole(num_classes=self.num_classes)
         if self.randomness not in (None, *get_args(Randomness)):
             problems.append(f"randomness: expected 'system', 'seeded' or None, got {self.randomness!r}")
@@ -201,7 +187,6 @@ class Observation:
         return problems
 
     def _sizes_and_labels(self, examples: int) -> list[str]:
-        """What is wrong with how much there is of it, and with the labels of so many examples."""
         problem = BYTES.problem(FLOAT * examples * (self.inputs.size + math.prod(self.output_shape)))
         if problem is not None:
             return [f"num_examples: inputs and outputs of {examples} examples: {problem}"]
@@ -210,15 +195,13 @@ class Observation:
             problems += [f"labels: {line}" for line in self.task.problems_of(self.labels, examples, self.output_shape)]
         counts = self.label_counts
         if counts is not None and (counts.dim() != 1 or counts.is_floating_point() or bool((counts < 0).any())):
-            problems.append(
-                f"label_counts: expected whole numbers, one a class, got {counts.dtype} {tuple(counts.shape)}"
-            )
+            got = f"{counts.dtype} {tuple(counts.shape)}"
+            problems.append(f"label_counts: expected whole numbers, one a class, got {got}")
         elif counts is not None and int(counts.sum()) != examples:
             problems.append(f"label_counts: expected {examples} in all, got {int(counts.sum())}")
         return problems
 
     def _problems_of_auxiliary(self, pair: Any) -> list[str]:
-        """What is wrong with the examples of somebody else."""
         if not isinstance(pair, tuple) or len(pair) != 2 or not all(isinstance(part, Tensor) for part in pair):
             return [f"expected a pair of tensors (inputs, targets), got {type(pair).__name__}"]
         x, y = pair
@@ -227,7 +210,6 @@ class Observation:
         return self.inputs.problems(x) + self.task.problems_of(y, len(x), self.output_shape)
 
     def _denied_facts(self) -> list[str]:
-        """Facts that are given and that the knowledge does not grant."""
         statistics = any(message.batchnorm_statistics is not None for message in self.messages)
         facts = {
             "labels are given": ("labels", self.labels is not None),
@@ -259,10 +241,9 @@ class Observation:
         **facts: Any,
     ) -> Observation:
         """The observation of an update captured elsewhere; ``facts`` are further fields of Observation."""
-        message = Message(update=update, kind=kind)
         return cls(
             model=model,
-            messages=(message,),
+            messages=(Message(update=update, kind=kind),),
             inputs=Box(tuple(input_shape), value_range),
             num_classes=num_classes,
             num_examples=num_examples,
@@ -282,7 +263,6 @@ class Observation:
 
     @property
     def input_shape(self) -> tuple[int, ...]:
-        """The shape of one example."""
         return self.inputs.shape
 
     @property
@@ -326,7 +306,7 @@ class Observation:
 
     @property
     def message(self) -> Message:
-        """The only message; protocols of several rounds carry more, and attacks on them say so."""
+        """The only message; UserError where there are several."""
         if len(self.messages) != 1:
             raise UserError(f"expected an observation with one message, got {len(self.messages)}")
         return self.messages[0]
@@ -340,22 +320,17 @@ class Observation:
         return next(iter(self.messages[0].update.values())).dtype
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> Observation:
-        """The same observation on another device or in another precision; integers keep their type."""
-
-        def move(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.to(device=device)
-
-        auxiliary = None
+        """Move the observation to another device or precision; integers keep their type."""
+        facts: dict[str, Any] = {
+            name: value.to(device=device)
+            for name in ("labels", "label_counts")
+            if (value := getattr(self, name)) is not None
+        }
         if self.auxiliary is not None:
             x, y = self.auxiliary
-            auxiliary = self.inputs.cast(x, dtype or x.dtype).to(device), y.to(device=device)
-        return self.with_facts(
-            model=copy.deepcopy(self.model).to(device=device, dtype=dtype),
-            messages=tuple(m.to(device, dtype) for m in self.messages),
-            labels=move(self.labels),
-            label_counts=move(self.label_counts),
-            auxiliary=auxiliary,
-        )
+            facts["auxiliary"] = self.inputs.cast(x, dtype or x.dtype).to(device), y.to(device=device)
+        model = copy.deepcopy(self.model).to(device=device, dtype=dtype)
+        return self.with_facts(model=model, messages=tuple(m.to(device, dtype) for m in self.messages), **facts)
 
     def with_update(self, update: Mapping[str, Tensor]) -> Observation:
         """The same observation with another update, for blind controls and for defences of a captured update."""
@@ -376,30 +351,26 @@ class Observation:
 
 
 def _moved(name: str) -> Any:
-    """What the room ``capture`` calls so: it comes after this one, and is reached by the package's front."""
+    # The room ``capture`` comes after this one, and is reached by the package's front.
     warnings.warn(f"Observation.{name} is now leakscope.capture.{name}", DeprecationWarning, stacklevel=3)
     return getattr(leakscope.capture, name)
 
 
 def update_problems(update: Mapping[str, Tensor], parameters: Mapping[str, Tensor], partial: bool) -> list[str]:
     """What of an update does not fit the parameters; a ``partial`` one may lack some."""
-    problems = []
+    problems = [] if update else ["update: expected at least one tensor, got none"]
     # A frozen parameter (requires_grad=False) is not trained, so the client sends nothing for it.
-    expected_names = [] if partial else [name for name, value in parameters.items() if value.requires_grad]
-    missing = [name for name in expected_names if name not in update]
-    if not update:
-        problems.append("update: expected at least one tensor, got none")
-    extra = [name for name in update if name not in parameters]
+    missing = [name for name, p in parameters.items() if p.requires_grad and name not in update and not partial]
     if missing:
         problems.append(f"update lacks {', '.join(missing)}; it must have one tensor for each trainable parameter")
-    if extra:
+    if extra := [name for name in update if name not in parameters]:
         problems.append(f"update has {', '.join(extra)}, which the model has no parameter for")
     for name, value in layout_of(update).items():
-        expected = parameters.get(name)
-        if expected is not None and expected.dtype != value.dtype:
-            problems.append(f"update[{name!r}]: expected {expected.dtype} as in the model, got {value.dtype}")
-        if expected is not None and expected.shape != value.shape:
-            problems.append(f"update[{name!r}]: expected shape {tuple(expected.shape)}, got {tuple(value.shape)}")
+        own = parameters.get(name, value)
+        if own.dtype != value.dtype:
+            problems.append(f"update[{name!r}]: expected {own.dtype} as in the model, got {value.dtype}")
+        if own.shape != value.shape:
+            problems.append(f"update[{name!r}]: expected shape {tuple(own.shape)}, got {tuple(value.shape)}")
     return problems
 
 
@@ -414,7 +385,7 @@ def gathered(messages: Iterable[Message], in_memory: int = IN_MEMORY) -> tuple[M
     for message in messages:
         size = held_bytes(message)
         if held + size > in_memory:
-            spool = Spool() if spool is None else spool
+            spool = spool or Spool()
             message, size = dataclasses.replace(message, update=spool.add(message.update)), 0
         kept.append(message)
         held += size
@@ -423,7 +394,5 @@ def gathered(messages: Iterable[Message], in_memory: int = IN_MEMORY) -> tuple[M
 
 def held_bytes(message: Message) -> int:
     """Bytes of the update that are in memory."""
-    update = message.update
-    if isinstance(update, StoredTensors):
-        return 0
-    return sum(value.numel() * value.element_size() for value in update.values())
+    stored = isinstance(message.update, StoredTensors)
+    return 0 if stored else sum(value.numel() * value.element_size() for value in message.update.values())

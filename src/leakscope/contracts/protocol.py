@@ -1,8 +1,4 @@
-"""The contract of a protocol, a client at work, and the one place where facts are withheld from the adversary.
-
-A client at work is the gradient of its batch with the defence's hooks, and its local steps. Protocols are made of
-these, and an adversary who knows protocol and defence plays clients of its own with the same.
-"""
+"""The contract of a protocol, a client at work, and the one place where facts are withheld from the adversary."""
 
 from __future__ import annotations
 
@@ -13,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self, get_args
 
 import torch
@@ -51,15 +48,12 @@ class ClientSide:
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
-        """The parameters that an update is of."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     def weights(self) -> dict[str, Tensor]:
-        """A copy of their values."""
         return {name: p.detach().clone() for name, p in self.trained.items()}
 
     def at(self, places: Tensor) -> ClientSide:
-        """The same client with some of its examples."""
         rows = places.to(self.x.device)
         return replace(self, x=self.x[rows], y=self.y[rows])
 
@@ -98,17 +92,14 @@ class Protocol(Described, ABC):
         model_name: str | None = None,
         auxiliary: tuple[Tensor, Tensor] | None = None,
     ) -> Observation:
-        """What an adversary with this ``knowledge`` sees after a client trained ``model`` on (x, y).
+        """Return what an adversary with this ``knowledge`` sees after a client trained a copy of ``model`` on (x, y).
 
-        The client works on a copy: the caller's model is bit-identical afterwards. Dropout is off; BatchNorm
-        follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or ``value_range`` the bounds of a
-        box; without them [0, 1] is taken where the data fits, and otherwise the adversary has no bounds. ``task`` is
-        what the client minimises, classification unless told. A list of defences is a chain, one after another.
-        ``auxiliary`` are inputs and targets of examples of the same kind that are not the client's, for an adversary
-        who has some.
-
-        Noise, masks and the order of batches are drawn from ``generator``, to be repeated by whoever has its seed; from
-        the system's randomness without one, as a real client's are. The observation says which.
+        Dropout is off; BatchNorm follows the ``batchnorm`` setting. ``inputs`` is the space of valid inputs, or
+        ``value_range`` the bounds of a box; without them [0, 1] is taken where the data fits, and otherwise the
+        adversary has no bounds. ``task`` is what the client minimises, classification unless told. A list of defences
+        is a chain. ``auxiliary`` are inputs and targets of examples of the same kind that are not the client's.
+        Noise, masks and the order of batches are drawn from ``generator``; without one, from the system's randomness,
+        as a real client's are.
         """
         knowledge = self.default_knowledge if knowledge is None else knowledge
         client, outputs = self.client_side(model, x, y, defense, generator, task, num_classes, inputs)
@@ -147,14 +138,13 @@ class Protocol(Described, ABC):
         num_classes: int | None = None,
         inputs: InputSpace | None = None,
     ) -> tuple[ClientSide, tuple[int, ...]]:
-        """A client of this protocol, its arguments checked, and the shape of an example's outputs."""
+        """Check the arguments; return a client of this protocol and the shape of an example's outputs."""
         self.check(model, x)
         task = Classification() if task is None else task
         outputs = check_batch(model, x, y, num_classes, task, inputs)
         draws = system_generator() if generator is None else generator
-        shape = tuple(x.shape[1:])
-        defense = as_defense(defense).for_model(model, shape, outputs)
-        shared = defense.protect_model(model, shape)
+        defense = as_defense(defense).for_model(model, tuple(x.shape[1:]), outputs)
+        shared = defense.protect_model(model, tuple(x.shape[1:]))
         # Copies: a model may change its input in place, and the caller's data is the truth of the comparison.
         x, y, twin = x.detach().clone(), y.clone(), defense.protect_copy(client_copy(shared, self.batchnorm))
         return ClientSide(twin, x, y, task, defense, draws, shared), outputs
@@ -213,7 +203,7 @@ def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
 
 
 def client_copy(model: nn.Module, batchnorm: BatchNormMode) -> nn.Module:
-    """A private copy in the client's mode: dropout off, BatchNorm as told."""
+    """Copy the model in the client's mode: dropout off, BatchNorm as told."""
     client = copy.deepcopy(model).eval()
     for module in client.modules():
         if isinstance(module, BATCHNORM):
@@ -288,11 +278,8 @@ def batch_gradient(client: ClientSide, reduction: Reduction = "mean") -> Gradien
 
 
 def example_gradients(client: ClientSide, x: Tensor, y: Tensor) -> Gradient:
-    """The gradient of each example by itself, stacked along a first axis: all at once where the model lets us.
-
-    BatchNorm in train mode mixes examples, so each goes through the model alone, as does one of a model that vmap does
-    not know.
-    """
+    """Return the gradient of each example by itself, stacked along a first axis: all at once where vmap can."""
+    # BatchNorm in train mode mixes examples, so each goes through the model alone.
     mixes = any(isinstance(module, BATCHNORM) and module.training for module in client.model.modules())
     if len(x) > 1 and not mixes:
         state = torch.random.get_rng_state()
@@ -320,11 +307,8 @@ def _mapped_gradients(client: ClientSide, x: Tensor, y: Tensor) -> Gradient:
 def _gradient(client: ClientSide, x: Tensor, y: Tensor, reduction: Reduction) -> Gradient:
     trained = client.trained
     loss = client.task.loss(outputs_of(client.model(x.clone())), y, reduction)
-    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {
-        name: torch.zeros_like(p) if g is None else g.detach()
-        for (name, p), g in zip(trained.items(), gradients, strict=True)
-    }
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True, materialize_grads=True)
+    return {name: gradient.detach() for name, gradient in zip(trained, gradients, strict=True)}
 
 
 def visits(examples: int, batch_size: int, epochs: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
@@ -348,11 +332,8 @@ def train_locally(
 ) -> tuple[Gradient, tuple[tuple[int, ...], ...]]:
     """Weights before minus after a step on each of the batches, and the examples of each; the client's model moves."""
     trained, before = client.trained, client.weights()
-    rule: torch.optim.Optimizer
-    if optimizer == "adam":
-        rule = torch.optim.Adam(trained.values(), lr=learning_rate)
-    else:
-        rule = torch.optim.SGD(trained.values(), lr=learning_rate, momentum=momentum)
+    sgd = partial(torch.optim.SGD, momentum=momentum)
+    rule = (torch.optim.Adam if optimizer == "adam" else sgd)(trained.values(), lr=learning_rate)
     order: list[tuple[int, ...]] = []
     for batch in batches:
         gradient = batch_gradient(client.at(batch))
@@ -366,9 +347,7 @@ def train_locally(
 
 
 def system_generator() -> torch.Generator:
-    """Draws that nobody can repeat: the generator's whole state comes from the operating system.
-
-    Noise that can be computed again is no protection. A seed would not do: torch uses 32 bits of it, few enough to try.
+    """Fill the generator's whole state from the operating system: torch uses 32 bits of a seed, few enough to try.
 
     >>> one, two = (torch.rand(3, generator=system_generator()) for _ in range(2))
     >>> bool((one == two).any())

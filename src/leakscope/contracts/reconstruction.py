@@ -69,11 +69,9 @@ class Diagnosis:
 class Reconstruction:
     """An adversary's guess, with its own opinion of it; nothing here was compared with the truth.
 
-    ``certificates`` holds one entry for each example, None where nothing was proved; it is empty where the attack
-    proves nothing at all. ``residual``: what the inputs leave of the equations that were solved, where some were.
-    ``defence_undone``: what a known defence makes random or mixes was read for certain. ``diagnosis`` is the attack's
-    own where it has one; ``leakscope.limits.diagnose`` makes one from the certificates, or from the Jacobian of any
-    result.
+    ``certificates`` has one entry for each example, None where nothing was proved, or is empty. ``residual``: what the
+    inputs leave of the equations that were solved. ``defence_undone``: what a known defence makes random or mixes was
+    read for certain. ``diagnosis`` is the attack's own; ``leakscope.limits.diagnose`` makes one of any result.
     """
 
     inputs: Tensor
@@ -89,12 +87,9 @@ class Reconstruction:
     defence_undone: bool = False
 
     def __post_init__(self) -> None:
-        if self.certificates and len(self.certificates) != len(self.inputs):
-            raise UserError(
-                f"certificates: expected one for each of {len(self.inputs)} examples, got {len(self.certificates)}"
-            )
-        unknown = [flag for flag in self.flags if flag not in FLAGS]
-        if unknown:
+        if (proofs := len(self.certificates)) not in (0, len(self.inputs)):
+            raise UserError(f"certificates: expected one for each of {len(self.inputs)} examples, got {proofs}")
+        if unknown := [flag for flag in self.flags if flag not in FLAGS]:
             raise UserError(f"unknown flags {unknown}: expected some of {', '.join(FLAGS)}")
 
     @property

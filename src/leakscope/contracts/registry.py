@@ -1,9 +1,8 @@
 """Names that users type, and what they stand for: one kind of table for attacks, defences, protocols, models and so on.
 
-Kebab-case, snake_case and class names all find the same entry. A name with a colon, ``package.module:Name``, is code of
-the user's own. If the user types it, in Python or on the command line, it is run. In a spec it is data: it runs only if
-it is defined in a module of the current folder or of the spec's, or if the user allows it. Importing a module runs it,
-so where it lies is looked up before. Code of the standard library is never called for a name.
+A name with a colon, ``package.module:Name``, is code of the user's own. If the user types it, in Python or on the
+command line, it is run. In a spec it is data: it runs only if it is defined in a module of the current folder or of the
+spec's, or if the user allows it. Importing a module runs it, so where it lies is looked up before.
 """
 
 from __future__ import annotations
@@ -46,9 +45,7 @@ def kebab(class_name: str) -> str:
 
 
 def find_name(name: str, known: Iterable[str], aliases: Iterable[tuple[str, str]] = (), own: str = "") -> str:
-    """The entry of ``known`` that ``name`` means; ``aliases`` are further (alias, entry) pairs.
-
-    ``own`` says what else may be typed.
+    """Find the entry of ``known`` that ``name`` means; ``aliases`` are (alias, entry); ``own`` is what else to type.
 
     >>> find_name("Fed_SGD", ["fedsgd", "fedavg"])
     'fedsgd'
@@ -136,11 +133,9 @@ class Registry(Mapping[str, E], Generic[E]):
             raise UserError(f"unknown {self.kind} {name!r}: {error}") from None
 
     def target(self, name: str) -> Any:
-        """The class or function that ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
+        """Return what ``name`` stands for: of the table, or the user's own ``package.module:Name``."""
         if ":" not in str(name):
             return self.find(name).target
-        from leakscope.contracts.registry import import_object
-
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
             raise UserError(
@@ -203,14 +198,12 @@ def import_object(kind: str, name: str) -> Callable[..., Any]:
         if not hasattr(target, part):
             module = sys.modules[module_name]
             names = sorted(n for n in vars(module) if not n.startswith("_") and callable(getattr(module, n)))
-            raise UserError(
-                f"{kind} {name!r}: {module_name} has no {attribute!r}. Callables in it: {', '.join(names) or 'none'}"
-            )
+            have = f"Callables in it: {', '.join(names) or 'none'}"
+            raise UserError(f"{kind} {name!r}: {module_name} has no {attribute!r}. {have}")
         target = getattr(target, part)
     if not callable(target):
         raise UserError(f"{kind} {name!r}: {attribute} is a {type(target).__name__}, expected a function or class")
-    wrong = _why_not_called(target, package if by_data else None)
-    if wrong:
+    if wrong := _why_not_called(target, package if by_data else None):
         raise UserError(f"{kind} {name!r}: {wrong}")
     return target
 
@@ -219,7 +212,6 @@ _HOW_TO_ALLOW = "A spec is data: such code runs only with allow_code, or if the 
 
 
 def _own_folder(package: str, folders: list[Path]) -> str | None:
-    """Which of ``folders`` the module or package lies in; ValueError if it is Python's, or somebody else's too."""
     found = _found(package)
     if package in sys.stdlib_module_names or _in_standard_library(found):
         raise UserError(
@@ -231,20 +223,17 @@ def _own_folder(package: str, folders: list[Path]) -> str | None:
         if own is None or (found is not None and own.origin is None and found.origin is not None):
             continue  # a folder that merely has the name of a package is none
         if found is not None and _place(found) != _place(own):
-            raise UserError(
-                f"there are two modules {package}, {_place(own)} and {_place(found)}. Rename yours, for it must "
-                "not stand in for the other"
-            )
+            two = f"there are two modules {package}, {_place(own)} and {_place(found)}"
+            raise UserError(f"{two}. Rename yours, for it must not stand in for the other")
         return folder
     return None
 
 
 def _found(package: str) -> ModuleSpec | None:
-    """Where Python finds the package now, or found it; None where it does not, and for scripts, which have no place."""
     try:
         return importlib.util.find_spec(package)
     except ValueError:
-        return None
+        return None  # a script, which has no place
 
 
 def _place(spec: ModuleSpec) -> str:
@@ -254,7 +243,6 @@ def _place(spec: ModuleSpec) -> str:
 
 
 def _in_standard_library(spec: ModuleSpec | None) -> bool:
-    """Also what is no public name of it, such as its tests."""
     if spec is None or not (spec.has_location or spec.submodule_search_locations):
         return False
     place, library = Path(_place(spec)), Path(sysconfig.get_path("stdlib")).resolve()
@@ -283,9 +271,8 @@ def _module(kind: str, name: str, module_name: str) -> Any:
         return importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is not None and (module_name + ".").startswith(error.name + "."):
-            raise UserError(
-                f"{kind} {name!r}: no module named {error.name!r}. Install its package, or run in the folder it is in."
-            ) from error
+            fix = "Install its package, or run in the folder it is in."
+            raise UserError(f"{kind} {name!r}: no module named {error.name!r}. {fix}") from error
         raise UserError(f"{kind} {name!r}: importing {module_name} failed: {error}. Install what it needs.") from error
     except Exception as error:
         raise UserError(f"{kind} {name!r}: importing {module_name} raised {type(error).__name__}: {error}") from error

@@ -2,9 +2,8 @@
 
     iterations: int = setting(300, "Steps of the search.", ge=1)
 
-A class with settings is a frozen dataclass that inherits :class:`Described`. Its constructor checks every value against
-this description and tells all that is wrong in one ValueError; the help of the command line, the tables of the docs and
-the reading of specs come from :func:`settings_of`.
+The constructor of a :class:`Described` checks every value against this description and tells all that is wrong in one
+ValueError; the help of the command line, the tables of the docs and the reading of specs come from :func:`settings_of`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import operator
 import sys
 import types
 import typing
@@ -85,10 +85,8 @@ class Setting:
         value = self._typed(value, problem)
         if isinstance(value, int):
             COUNT.check(self.name, value)
-        numbers = list(_numbers(value))
-        if not all(math.isfinite(number) and self._within(number) for number in numbers):
-            raise UserError(problem)
-        if self.choices is not None and isinstance(value, str) and value not in self.choices:
+        stray = self.choices is not None and isinstance(value, str) and value not in self.choices
+        if stray or not all(math.isfinite(number) and self._within(number) for number in _numbers(value)):
             raise UserError(problem)
         return value
 
@@ -108,14 +106,12 @@ class Setting:
         return None  # a type that only the class itself can check
 
     def _within(self, number: float) -> bool:
-        ge, gt, le, lt = (self.bounds[name] for name in ("ge", "gt", "le", "lt"))
-        above = (ge is None or number >= ge) and (gt is None or number > gt)
-        return above and (le is None or number <= le) and (lt is None or number < lt)
+        return all(bound is None or getattr(operator, name)(number, bound) for name, bound in self.bounds.items())
 
     def _bounds_in_words(self) -> str:
         words = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
-        phrases = [f"{words[name]} {bound:g}" for name, bound in self.bounds.items() if bound is not None]
-        return "".join(f" {phrase}" if place == 0 else f" and {phrase}" for place, phrase in enumerate(phrases))
+        phrases = [f" {words[name]} {bound:g}" for name, bound in self.bounds.items() if bound is not None]
+        return " and".join(phrases)
 
 
 class Described:
@@ -125,11 +121,9 @@ class Described:
         problems = []
         for setting_ in settings_of(type(self)):
             try:
-                value = setting_.checked(getattr(self, setting_.name))
+                object.__setattr__(self, setting_.name, setting_.checked(getattr(self, setting_.name)))
             except ValueError as error:
                 problems.append(str(error))
-                continue
-            object.__setattr__(self, setting_.name, value)
         refuse(type(self).__name__, problems or self.problems())
 
     def problems(self) -> list[str]:
@@ -170,9 +164,8 @@ def _settings_of(cls: type) -> tuple[Setting, ...]:
     for entry in dataclasses.fields(cls):
         if entry.init:
             facts = entry.metadata.get(_KEY, _UNTOLD)
-            default = entry.default
-            if default is dataclasses.MISSING and entry.default_factory is not dataclasses.MISSING:
-                default = entry.default_factory()
+            made = entry.default_factory
+            default = entry.default if made is dataclasses.MISSING else made()
             settings.append(Setting(entry.name, _hint(cls, entry), default, **facts))
     return tuple(settings)
 
@@ -205,7 +198,8 @@ def _words(hint: Any, bounds: str, choices: tuple[str, ...] | None) -> str:
     if choices is not None:
         return "one of " + ", ".join(choices)
     if origin is Literal:
-        return _either([repr(value) for value in arguments])
+        *others, last = map(repr, arguments)
+        return f"{', '.join(others)} or {last}" if others else last
     if origin in (types.UnionType, typing.Union):
         return " or ".join(_words(part, bounds, None) for part in arguments)
     if origin is tuple:
@@ -216,10 +210,6 @@ def _words(hint: Any, bounds: str, choices: tuple[str, ...] | None) -> str:
         return "None"
     noun = _NOUNS.get(hint, getattr(hint, "__name__", str(hint)))
     return noun + bounds if hint in (int, float) else noun
-
-
-def _either(words: list[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} or {words[-1]}"
 
 
 def _frozen(value: Any) -> Any:

@@ -1,8 +1,4 @@
-"""Tensors of hundreds of messages, kept on disk and read one at a time.
-
-The file has no name: nobody else can open it, and it is gone with the process, however that ends. It lies where the
-system keeps temporary files (``TMPDIR``).
-"""
+"""Tensors of hundreds of messages, kept in an unnamed temporary file (``TMPDIR``) and read one at a time."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ from leakscope.contracts.errors import UserError
 
 
 class Spool:
-    """A file of tensors without a name, to which more can be added."""
+    """A file of tensors without a name: nobody else can open it, and it is gone with the process."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="leakscope-")  # noqa: SIM115 - it closes when nobody reads it
@@ -29,7 +25,6 @@ class Spool:
         self._end = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> StoredTensors:
-        """The same tensors, on disk."""
         places = {name: self._write(value.detach().cpu().contiguous()) for name, value in tensors.items()}
         devices = {value.device for value in tensors.values()}
         return StoredTensors(self, places, devices.pop() if len(devices) == 1 else None)
@@ -93,24 +88,18 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def layout(self) -> dict[str, Tensor]:
         """Tensors without content, for their shapes and precision; nothing is read."""
-        return {
-            name: torch.empty(place.shape, dtype=self._dtype or place.dtype, device="meta")
-            for name, place in self._places.items()
-        }
+        dtypes = {name: self._dtype or place.dtype for name, place in self._places.items()}
+        return {n: torch.empty(p.shape, dtype=dtypes[n], device="meta") for n, p in self._places.items()}
 
     def in_order(self, names: Sequence[str]) -> StoredTensors:
-        """These of the tensors in this order."""
         return StoredTensors(self._spool, {name: self._places[name] for name in names}, self._device, self._dtype)
 
     def to(self, device: Any = None, dtype: torch.dtype | None = None) -> StoredTensors:
-        """The same tensors, converted as they are read."""
-        return StoredTensors(
-            self._spool, self._places, self._device if device is None else device, dtype or self._dtype
-        )
+        device = self._device if device is None else device
+        return StoredTensors(self._spool, self._places, device, dtype or self._dtype)
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Shapes and precision of tensors; what is on disk is not read for them."""
     return tensors.layout() if isinstance(tensors, StoredTensors) else tensors
 
 

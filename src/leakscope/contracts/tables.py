@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from html import escape
 from typing import Any
@@ -28,7 +28,7 @@ _LATEX = {
 
 @singledispatch
 def in_words(facts: object) -> str:
-    """``facts`` for people to read: rooms that write sentences register theirs, and without them it is the repr."""
+    """Write ``facts`` for people to read: the repr, unless a sentence is registered for the type."""
     return repr(facts)
 
 
@@ -55,12 +55,8 @@ def html_table(title: str, lines: Sequence[Mapping[str, Any]], notes: Sequence[s
 <tbody><tr><td>a&lt;b</td><td>1.2</td></tr></tbody></table>'
     """
     head = "".join(f"<th>{escape(str(key))}</th>" for key in (lines[0] if lines else ()))
-    body = "".join(
-        f"<tr>{''.join(f'<td>{escape(cell(value))}</td>' for value in line.values())}</tr>" for line in lines
-    )
-    below = "".join(f"<div>{escape(note)}</div>" for note in notes if note)
-    caption = f"<caption><b>{escape(title)}</b></caption>"
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{below}"
+    rows = (f"<tr>{''.join(f'<td>{escape(cell(value))}</td>' for value in line.values())}</tr>" for line in lines)
+    return _table(title, f"<thead><tr>{head}</tr></thead>", rows, notes)
 
 
 def html_facts(title: str, facts: Mapping[str, Any], notes: Sequence[str] = ()) -> str:
@@ -70,9 +66,13 @@ def html_facts(title: str, facts: Mapping[str, Any], notes: Sequence[str] = ()) 
     '<table><caption><b>T</b></caption><tbody><tr><th>flags</th><td>x</td></tr></tbody></table><div>see y</div>'
     """
     known = {name: value for name, value in facts.items() if value is not None}
-    rows = "".join(f"<tr><th>{escape(name)}</th><td>{escape(cell(value))}</td></tr>" for name, value in known.items())
+    rows = (f"<tr><th>{escape(name)}</th><td>{escape(cell(value))}</td></tr>" for name, value in known.items())
+    return _table(title, "", rows, notes)
+
+
+def _table(title: str, head: str, rows: Iterable[str], notes: Sequence[str]) -> str:
     below = "".join(f"<div>{escape(note)}</div>" for note in notes if note)
-    return f"<table><caption><b>{escape(title)}</b></caption><tbody>{rows}</tbody></table>{below}"
+    return f"<table><caption><b>{escape(title)}</b></caption>{head}<tbody>{''.join(rows)}</tbody></table>{below}"
 
 
 def latex_table(lines: Sequence[Mapping[str, Any]]) -> str:
@@ -91,10 +91,8 @@ def latex_table(lines: Sequence[Mapping[str, Any]]) -> str:
     keys = list(lines[0]) if lines else []
     columns = "".join("r" if _numbers(line[key] for line in lines) else "l" for key in keys)
     rows = [" & ".join(map(latex_text, map(cell, line.values()))) + r" \\" for line in lines]
-    head = " & ".join(map(latex_text, keys)) + r" \\"
-    return "\n".join(
-        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", head, r"\hline", *rows, r"\hline", r"\end{tabular}"]
-    )
+    head = [rf"\begin{{tabular}}{{{columns}}}", r"\hline", " & ".join(map(latex_text, keys)) + r" \\", r"\hline"]
+    return "\n".join([*head, *rows, r"\hline", r"\end{tabular}"])
 
 
 def latex_text(text: str) -> str:
@@ -115,9 +113,8 @@ def data_frame(lines: Sequence[Mapping[str, Any]], library: str | None = None) -
     if name is None:
         raise ImportError(f"to_frame: needs {' or '.join(wanted)}, which is not installed: pip install {wanted[0]}")
     module = importlib.import_module(name)
-    if name == "polars":  # looks at every line, for the first ones may all lack a value
-        return module.DataFrame(list(lines), infer_schema_length=None)
-    return module.DataFrame(list(lines))
+    # polars is to look at every line, for the first ones may all lack a value
+    return module.DataFrame(list(lines), **({"infer_schema_length": None} if name == "polars" else {}))
 
 
 def _numbers(values: Any) -> bool:

@@ -1,9 +1,4 @@
-"""What a client minimises, how its targets look, and what of them can be searched and compared.
-
-Everything that depends on the loss asks the task: the client's gradient, the search for labels that are not known, the
-comparison of labels with the truth. A user's own loss is a function ``loss(outputs, targets)``, named in a spec as
-``package.module:function``.
-"""
+"""What a client minimises, how its targets look, and what of them can be searched and compared."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -35,8 +31,7 @@ def outputs_of(answer: Any) -> Tensor:
     logits = answer.get("logits") if isinstance(answer, Mapping) else getattr(answer, "logits", None)
     if isinstance(logits, Tensor):
         return logits
-    parts = answer.values() if isinstance(answer, Mapping) else answer if isinstance(answer, list | tuple) else ()
-    for part in parts:
+    for part in answer.values() if isinstance(answer, Mapping) else answer if isinstance(answer, list | tuple) else ():
         if isinstance(part, Tensor):
             return part
     raise UserError(f"model: expected a tensor, or something with a tensor called logits, got {type(answer).__name__}")
@@ -58,7 +53,6 @@ class Task(Described, ABC):
         """The loss of each example (B,)."""
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
-        """The loss of a batch."""
         each = self.each(outputs, targets)
         return each.mean() if reduction == "mean" else each.sum()
 
@@ -71,7 +65,7 @@ class Task(Described, ABC):
         return None
 
     def examples(self, count: int, outputs: Shape) -> Tensor:
-        """Targets of a batch that stands for any: what theory looks at where no real one is given."""
+        """Return targets of a batch that stands for any, for theory."""
         return self.decode(torch.linspace(-1, 1, count * math.prod(outputs)).reshape(count, *outputs))
 
     def from_search(self, free: Tensor) -> Tensor:
@@ -123,8 +117,8 @@ class Classification(Task):
             rows = targets.shape == (examples, *outputs) and bool((targets >= 0).all())
             if rows and bool(((targets.sum(1) - 1).abs() < 1e-4).all()):
                 return []
-            wanted = f"({examples}, {outputs[0]})"
-            return [f"y: expected class numbers, or probabilities {wanted} that add up to 1, got {_told(targets)}"]
+            wanted = f"class numbers, or probabilities ({examples}, {outputs[0]}) that add up to 1"
+            return [f"y: expected {wanted}, got {_told(targets)}"]
         if targets.dtype != torch.int64 or targets.shape != (examples,):
             return [f"y: expected int64 class numbers of shape ({examples},), got {_told(targets)}"]
         return _class_problems(targets, label_count(outputs[0]))
@@ -161,8 +155,9 @@ class MultiLabel(Task):
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         problems = _shape_problems(targets, examples, outputs)
         if not problems and not bool(((targets >= 0) & (targets <= 1)).all()):
-            low, high = float(targets.min()), float(targets.max())
-            problems.append(f"y: expected numbers from 0 to 1, got {low:g} to {high:g}")
+            problems.append(
+                f"y: expected numbers from 0 to 1, got {float(targets.min()):g} to {float(targets.max()):g}"
+            )
         return problems
 
     def from_search(self, free: Tensor) -> Tensor:
@@ -194,11 +189,9 @@ class Regression(Task):
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         gap = outputs.reshape(len(outputs), -1) - targets.reshape(len(outputs), -1).to(outputs)
-        if self.distance == "squared":
-            return gap.square().mean(1)
-        if self.distance == "absolute":
-            return gap.abs().mean(1)
-        return nn.functional.huber_loss(gap, torch.zeros_like(gap), reduction="none").mean(1)
+        huber = partial(nn.functional.huber_loss, target=torch.zeros_like(gap), reduction="none")
+        distances: dict[str, Any] = {"squared": torch.square, "absolute": torch.abs, "huber": huber}
+        return torch.mean(distances[self.distance](gap), 1)
 
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         return _shape_problems(targets, examples, outputs)
@@ -206,10 +199,7 @@ class Regression(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class PerPosition(Task):
-    """Cross-entropy at each position, averaged; outputs are (B, positions, classes), targets class numbers.
-
-    Several axes of positions are flattened: a picture's segmentation has (B, height, width, classes).
-    """
+    """Cross-entropy averaged over positions; outputs are (B, positions..., classes), targets class numbers."""
 
     def each(self, outputs: Tensor, targets: Tensor) -> Tensor:
         wanted = targets.reshape(-1, outputs.shape[-1]) if targets.is_floating_point() else targets.reshape(-1)
@@ -218,12 +208,10 @@ class PerPosition(Task):
 
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         if len(outputs) < 2:
-            return [
-                f"model: expected outputs of shape (examples, positions, classes), got (examples, {_dims(outputs)})"
-            ]
-        wanted = (examples, *outputs[:-1])
-        if targets.dtype != torch.int64 or tuple(targets.shape) != wanted:
-            return [f"y: expected int64 class numbers of shape {wanted}, got {_told(targets)}"]
+            wanted = "(examples, positions, classes)"
+            return [f"model: expected outputs of shape {wanted}, got (examples, {_dims(outputs)})"]
+        if targets.dtype != torch.int64 or tuple(targets.shape) != (examples, *outputs[:-1]):
+            return [f"y: expected int64 class numbers of shape {(examples, *outputs[:-1])}, got {_told(targets)}"]
         return _class_problems(targets, outputs[-1])
 
     def examples(self, count: int, outputs: Shape) -> Tensor:
@@ -238,10 +226,9 @@ class PerPosition(Task):
 
 @dataclass(frozen=True, kw_only=True)
 class CustomLoss(Task):
-    """A user's own ``loss(outputs, targets)``, the mean over the batch. ``name`` identifies it in rows and keys.
+    """A user's own ``loss(outputs, targets)``, the mean over the batch; ``name`` identifies it in rows and keys.
 
-    ``targets``: "values" are numbers of the outputs' shape, which a search may find; "given" are whatever the loss
-    reads, and attacks must be granted them.
+    ``targets`` "values" are numbers of the outputs' shape, which a search may find; attacks must be granted "given".
     """
 
     discrete: ClassVar[bool] = False
@@ -259,12 +246,10 @@ class CustomLoss(Task):
 
     @classmethod
     def load(cls, name: str, **options: Any) -> CustomLoss:
-        """The loss that ``package.module:function`` names."""
         return cls(name=name, function=import_object("task", name), **options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A function of a script cannot be sent to a worker; its name can.
-        if ":" in self.name:
+        if ":" in self.name:  # a function of a script cannot be sent to a worker; its name can
             return _load_custom, (self.name, self.targets)
         return super().__reduce__()  # type: ignore[return-value]
 
@@ -282,9 +267,8 @@ class CustomLoss(Task):
     def problems_of(self, targets: Tensor, examples: int, outputs: Shape) -> list[str]:
         if self.targets == "values":
             return _shape_problems(targets, examples, outputs)
-        if len(targets) != examples:
-            return [f"y: expected one target for each of {examples} examples, got {_told(targets)}"]
-        return []
+        wrong = f"y: expected one target for each of {examples} examples, got {_told(targets)}"
+        return [] if len(targets) == examples else [wrong]
 
 
 TASKS: Registry[Entry] = Registry(
@@ -315,15 +299,13 @@ def _load_custom(name: str, targets: Any) -> CustomLoss:
 
 def _class_problems(targets: Tensor, classes: int) -> list[str]:
     low, high = int(targets.min()), int(targets.max())
-    fits = low >= 0 and high < classes
-    return [] if fits else [f"y: labels must lie in 0..{classes - 1} for this model, got {low}..{high}"]
+    wrong = f"y: labels must lie in 0..{classes - 1} for this model, got {low}..{high}"
+    return [] if low >= 0 and high < classes else [wrong]
 
 
 def _shape_problems(targets: Tensor, examples: int, outputs: Shape) -> list[str]:
     if targets.numel() == examples * math.prod(outputs) and len(targets) == examples:
-        if bool(torch.isfinite(targets.double()).all()):
-            return []
-        return ["y: has NaN or infinite values"]
+        return [] if bool(torch.isfinite(targets.double()).all()) else ["y: has NaN or infinite values"]
     return [f"y: expected numbers of shape ({examples}, {_dims(outputs)}), got {_told(targets)}"]
 
 

@@ -89,10 +89,8 @@ def load_data(name: str, path: str | Path | None = None, **options: Any) -> Exam
     if isinstance(name, str) and ":" in name:
         return _own(name, {**({} if path is None else {"path": path}), **options})
     entry = DATA.find(name)
-    unknown = sorted(set(options) - set(entry.options()))
-    if unknown:
-        known = ", ".join(entry.options())
-        raise UserError(f"data {name!r} has no option {', '.join(unknown)}; it takes {known}")
+    if unknown := sorted(set(options) - set(entry.options())):
+        raise UserError(f"data {name!r} has no option {', '.join(unknown)}; it takes {', '.join(entry.options())}")
     examples: Examples = entry.target(path, **options)
     return examples
 

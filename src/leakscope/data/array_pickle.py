@@ -1,11 +1,8 @@
 """Pickles of dictionaries, lists, text, numbers and NumPy arrays, and of nothing else.
 
-Some published data sets exist only as pickles, and a pickle is a program: loading one can run anything. Here
-
-1. every instruction is checked against a list before the first is carried out;
-2. no class or function is ever imported. The names with which NumPy writes an array lead to stand-ins defined
-   here, which check sizes before they build one, and which no instruction can change; every other name is refused;
-3. a tuple is used once: tuples within tuples, each twice, are small to write and endless to hash.
+A pickle is a program: loading one can run anything. Here every instruction is checked against a list before the first
+is carried out. Nothing is imported: the names with which NumPy writes an array lead to stand-ins, which check sizes and
+which no instruction can change. A tuple is used once: tuples within tuples, each twice, are endless to hash.
 """
 
 from __future__ import annotations
@@ -59,7 +56,7 @@ class _Type:
 
 
 class _ArrayType:
-    """Stands for numpy.ndarray, which is only ever named, never called."""
+    """Stand-in for numpy.ndarray, which is only ever named, never called."""
 
     def __init__(self, *_: Any) -> None:
         raise UserError("numpy.ndarray called directly")
@@ -103,10 +100,6 @@ def _build(content: Any, kind: Any, shape: Any, order: Any) -> np.ndarray[Any, A
     return np.frombuffer(bytes(content), dtype=kind.dtype).reshape(shape, order="F" if order in ("F", b"F") else "C")
 
 
-def _reconstruct(*_: Any) -> _Array:
-    return _Array()
-
-
 def _frombuffer(content: Any, kind: Any, shape: Any, order: Any, *_: Any) -> _Array:
     result = _Array()
     result.array = _build(content, kind, shape, order)
@@ -122,10 +115,8 @@ def _encode(text: Any, encoding: Any = "latin1") -> bytes:
 
 _NAMES: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
     {
-        ("numpy.core.multiarray", "_reconstruct"): _Function(_reconstruct),
-        ("numpy._core.multiarray", "_reconstruct"): _Function(_reconstruct),
-        ("numpy.core.numeric", "_frombuffer"): _Function(_frombuffer),
-        ("numpy._core.numeric", "_frombuffer"): _Function(_frombuffer),
+        **{(f"numpy.{core}.multiarray", "_reconstruct"): _Function(lambda *_: _Array()) for core in ("core", "_core")},
+        **{(f"numpy.{core}.numeric", "_frombuffer"): _Function(_frombuffer) for core in ("core", "_core")},
         ("numpy", "ndarray"): _ArrayType,
         ("numpy", "dtype"): _Type,
         ("_codecs", "encode"): _Function(_encode),
@@ -137,10 +128,9 @@ class ArrayUnpickler(pickle.Unpickler):
     """An unpickler that knows the pieces of NumPy arrays and imports nothing."""
 
     def find_class(self, module: str, name: str) -> Any:
-        target = _NAMES.get((module, name))
-        if target is None:
+        if (module, name) not in _NAMES:
             raise UserError(f"it asks for {module}.{name}, which is refused: only NumPy arrays are read")
-        return target
+        return _NAMES[module, name]
 
     def persistent_load(self, _: Any) -> Any:
         raise UserError("persistent references are refused")
@@ -182,7 +172,6 @@ def _check_opcodes(content: bytes) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Stand-ins at the top level and one below replaced by their arrays."""
     if isinstance(value, _Array):
         if value.array is None:
             raise UserError("an array without content")

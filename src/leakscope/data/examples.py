@@ -24,13 +24,10 @@ from leakscope.contracts.inputs import Box, InputSpace, ValueRange
 class Examples:
     """Inputs (N, *shape) as float32 in model space, targets, and what is known about them.
 
-    Targets are class numbers (N,) as int64, or whatever else the client's task reads: numbers (N, ...) as float32, or
-    class numbers at each position. ``num_classes`` is the number of classes, or of numbers an example has.
-    ``space`` is where the inputs live, where that is not the box of ``value_range``; it then says what is valid.
-
-    ``private`` data is never shown in a report unless asked for; published data sets are not private.
-    ``group`` says to whom an example belongs, for instance the writer of a character. ``range_known`` is false
-    where the value range was read off the examples themselves, so that an adversary must not be told it.
+    Targets are class numbers (N,) or (N, positions) as int64, or numbers (N, ...) as float32; ``num_classes`` is the
+    number of classes, or of numbers an example has. ``space`` is where the inputs live, if not in the box of
+    ``value_range``. ``private`` data is never shown in a report unless asked for. ``group`` says to whom an example
+    belongs, such as a writer. ``range_known`` is false where the range was read off the examples themselves.
 
     >>> examples = Examples(torch.zeros(4, 1, 2, 2), torch.tensor([0, 1, 0, 1]), 2, ValueRange(), "demo")
     >>> len(examples), examples.shape, len(examples.batch(1, 2))
@@ -57,17 +54,15 @@ class Examples:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one example."""
         return tuple(self.x.shape[1:])
 
     @property
     def inputs(self) -> InputSpace:
-        """The space that the inputs live in, in which results are measured."""
         return Box(self.shape, self.value_range) if self.space is None else self.space
 
     @property
     def public_inputs(self) -> InputSpace:
-        """The same as far as an adversary may know it: bounds read off the examples themselves are not told."""
+        """``inputs`` without bounds that were read off the examples themselves, which no adversary may know."""
         return self.inputs if self.range_known else self.inputs.unknown()
 
     def subset(self, indices: Sequence[int] | Tensor) -> Examples:
@@ -77,9 +72,8 @@ class Examples:
             raise UserError(f"subset: expected a list of example numbers, got {indices!r}")
         index = index.to(torch.int64)
         if len(index) == 0 or int(index.min()) < 0 or int(index.max()) >= len(self):
-            raise UserError(
-                f"subset: expected at least one number between 0 and {len(self) - 1}, got {index.tolist()[:10]}"
-            )
+            wanted = f"at least one number between 0 and {len(self) - 1}"
+            raise UserError(f"subset: expected {wanted}, got {index.tolist()[:10]}")
         group = None if self.group is None else self.group[index]
         return dataclasses.replace(self, x=self.x[index], y=self.y[index], group=group)
 
@@ -103,10 +97,7 @@ class Examples:
         return dataclasses.replace(self, x=box.from_unit(self.value_range.to_unit(self.x)), value_range=box)
 
     def fingerprint(self, salt: str = "") -> str:
-        """SHA-256 of the content: inputs, labels, groups, classes and value range; not of the name.
-
-        With a ``salt`` nobody can tell from it, by guessing the content, whether the guess is right.
-        """
+        """SHA-256 of the content, not of the name; with a secret ``salt`` nobody can check a guess of the content."""
         digest = hashlib.sha256(salt.encode())
         facts = (tuple(self.x.shape), self.num_classes, self.value_range.low, self.value_range.high)
         digest.update(repr(facts).encode())
@@ -125,29 +116,26 @@ def from_tensors(
     name: str = "tensors",
     private: bool = True,
 ) -> Examples:
-    """Examples from tensors in memory; private unless said otherwise.
+    """Make examples from tensors in memory; private unless said otherwise.
 
-    Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value, which then
-    serves for measuring only and is not told to an attack. Integer inputs are taken as they are: scale bytes first.
+    Without ``value_range`` it is [0, 1] if the inputs fit, else from their smallest to their largest value, which is
+    not told to an attack. Integer inputs are taken as they are: scale bytes first.
 
     >>> from_tensors(torch.tensor([[0.0, 3.0]]), torch.tensor([1])).value_range
     ValueRange(low=(0.0,), high=(3.0,))
     """
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
-        raise UserError(
-            f"from_tensors: expected two tensors, got {type(x).__name__} and {type(y).__name__}. "
-            "Use torch.as_tensor on arrays and lists."
-        )
+        got = f"{type(x).__name__} and {type(y).__name__}"
+        raise UserError(f"from_tensors: expected two tensors, got {got}. Use torch.as_tensor on arrays and lists.")
     if x.is_complex() or y.is_complex():
         raise UserError(f"from_tensors: expected real inputs and targets, got {x.dtype} and {y.dtype}")
     # Copies, so that later changes of the caller's tensors do not reach the examples.
     x = x.detach().to(device="cpu", dtype=torch.float32, copy=True)
     y = y.detach().to(device="cpu", dtype=torch.float32 if y.is_floating_point() else torch.int64, copy=True)
-    if num_classes is None:
-        num_classes = classes_of(y)
+    classes = classes_of(y) if num_classes is None else num_classes
     box = natural_range(x) if value_range is None else value_range
     known = value_range is not None or box == ValueRange()
-    return Examples(x, y, num_classes, box, name, private=private, range_known=known)
+    return Examples(x, y, classes, box, name, private=private, range_known=known)
 
 
 def classes_of(y: Tensor) -> int:
@@ -180,12 +168,6 @@ def _numbers(value: float | Sequence[float]) -> tuple[float, ...]:
     return tuple(float(v) for v in value) if isinstance(value, Sequence) else (float(value),)
 
 
-def _ends(x: Tensor) -> tuple[float, float]:
-    """The smallest and the largest value; NaN where there is one."""
-    low, high = torch.aminmax(x)
-    return float(low), float(high)
-
-
 def _problems(examples: Examples) -> list[str]:
     x, y, problems = examples.x, examples.y, []
     wanted = "float32" if examples.space is None else "inputs"
@@ -193,19 +175,16 @@ def _problems(examples: Examples) -> list[str]:
         problems.append(f"x: expected {wanted} of shape (N, *shape), N at least 1, got {x.dtype} {tuple(x.shape)}")
     elif examples.space is not None:
         problems += examples.space.problems(x)
-    elif not all(map(math.isfinite, _ends(x))):
+    elif not all(map(math.isfinite, torch.aminmax(x))):
         problems.append("x: expected finite values, got NaN or infinity. Clean the data first")
     if y.dtype not in (torch.int64, torch.float32) or y.shape[:1] != x.shape[:1]:
-        problems.append(
-            f"y: expected {x.shape[:1].numel()} int64 labels, or float32 targets, got {y.dtype} {tuple(y.shape)}"
-        )
+        wanted = f"{x.shape[:1].numel()} int64 labels, or float32 targets"
+        problems.append(f"y: expected {wanted}, got {y.dtype} {tuple(y.shape)}")
     elif y.is_floating_point():
         problems += [] if bool(torch.isfinite(y).all()) else ["y: expected finite values, got NaN or infinity"]
     elif y.numel() and (int(y.min()) < 0 or int(y.max()) >= examples.num_classes):
-        problems.append(
-            f"y: expected labels from 0 to {examples.num_classes - 1}, got {int(y.min())} to {int(y.max())}. "
-            "Check num_classes"
-        )
+        got = f"{int(y.min())} to {int(y.max())}. Check num_classes"
+        problems.append(f"y: expected labels from 0 to {examples.num_classes - 1}, got {got}")
     if examples.num_classes < 1:
         problems.append(f"num_classes: expected at least 1, got {examples.num_classes}")
     names = examples.class_names
@@ -220,12 +199,11 @@ def _problems(examples: Examples) -> list[str]:
         problems.append(f"value_range: it has {channels} channels, the inputs have shape {tuple(x.shape)}")
     elif not problems:
         # Of one range for all channels the ends tell everything, and they need no copy of the examples.
-        unit = examples.value_range.to_unit(torch.tensor(_ends(x)) if channels == 1 else x)
+        unit = examples.value_range.to_unit(torch.stack(torch.aminmax(x)) if channels == 1 else x)
         if float(unit.min()) < -1e-3 or float(unit.max()) > 1 + 1e-3:
-            problems.append(
-                f"value_range: expected every input within {examples.value_range.low} to {examples.value_range.high}, "
-                f"got {float(x.min()):g} to {float(x.max()):g}. Give the range the inputs really have"
-            )
+            wanted = f"{examples.value_range.low} to {examples.value_range.high}"
+            got = f"{float(x.min()):g} to {float(x.max()):g}. Give the range the inputs really have"
+            problems.append(f"value_range: expected every input within {wanted}, got {got}")
     return problems
 
 
@@ -265,14 +243,17 @@ def from_object(
 
 
 def _read(source: Any, limit: int | None) -> tuple[Tensor, Tensor]:
-    """The first examples. A shuffled loader would give others each time, so its dataset is read itself."""
     if isinstance(source, DataLoader) and source.collate_fn is default_collate:
-        source = source.dataset
+        source = source.dataset  # a shuffled loader would give others each time
     pairs: Iterator[tuple[Any, Any]]
     if isinstance(source, DataLoader):
         pairs = itertools.chain.from_iterable(zip(*_pair(batch), strict=True) for batch in source)
     else:
-        pairs = map(_pair, source if isinstance(source, IterableDataset) else _items(source))
+        if not isinstance(source, IterableDataset):
+            if not hasattr(source, "__len__"):
+                raise UserError(f"{type(source).__name__}: expected a dataset with a length, or an IterableDataset")
+            source = map(source.__getitem__, range(len(source)))
+        pairs = map(_pair, source)
     chosen = list(itertools.islice(pairs, limit))
     if not chosen:
         raise UserError("expected at least one example, got an empty dataset")
@@ -281,12 +262,6 @@ def _read(source: Any, limit: int | None) -> tuple[Tensor, Tensor]:
         shapes = sorted({str(tuple(item.shape)) for item in inputs})
         raise UserError(f"expected examples of one shape and type, got {', '.join(shapes[:4])}; resize them first")
     return torch.stack(inputs), torch.stack(targets)
-
-
-def _items(dataset: Any) -> Iterator[Any]:
-    if not hasattr(dataset, "__len__"):
-        raise UserError(f"{type(dataset).__name__}: expected a dataset with a length, or an IterableDataset")
-    return (dataset[number] for number in range(len(dataset)))
 
 
 def _pair(item: Any) -> tuple[Any, Any]:
@@ -300,7 +275,7 @@ def _tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     if isinstance(value, bool | int | float | np.generic):
-        return torch.tensor(value if isinstance(value, bool | int | float) else value.item())
+        return torch.tensor(value.item() if isinstance(value, np.generic) else value)
     if not isinstance(value, np.ndarray):
         hint = "; add transforms.ToTensor()" if hasattr(value, "getdata") else "; use torch.as_tensor"
         raise UserError(f"expected tensors or numpy arrays, got {type(value).__name__}{hint}")
@@ -313,7 +288,6 @@ def _tensor(value: Any) -> Tensor:
 def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]:
     """One client a group, such as a writer, in ascending order; of each at most its first ``limit`` examples.
 
-    >>> from leakscope.contracts.inputs import ValueRange
     >>> group = torch.tensor([7, 3, 7, 7])
     >>> demo = Examples(torch.zeros(4, 2), torch.zeros(4).long(), 1, ValueRange(), "demo", group=group)
     >>> [rows.tolist() for rows in split_by_group(demo, limit=2)]
@@ -321,10 +295,8 @@ def split_by_group(examples: Examples, limit: int | None = None) -> list[Tensor]
     """
     problems = []
     if examples.group is None:
-        problems.append(
-            f"{examples.name}: expected data that says to whom each example belongs, got none; use data with "
-            "groups, or another split: iid or dirichlet"
-        )
+        fix = "use data with groups, or another split: iid or dirichlet"
+        problems.append(f"{examples.name}: expected data that says to whom each example belongs, got none; {fix}")
     if limit is not None and not is_whole(limit):
         problems.append(f"limit: expected a whole number of at least 1, or None, got {limit!r}")
     refuse("split_by_group", problems)
@@ -346,9 +318,8 @@ def split_dirichlet(labels: Tensor, clients: int, alpha: float, generator: torch
     """Label skew: the examples of each class are shared out in proportions drawn from Dirichlet(alpha).
 
     Li, Diao, Chen and He, "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022,
-    distribution-based label imbalance. Small alpha gives a class to few clients; the larger it is, the closer every
-    client comes to an equal share of every class. Deviation: a client left with nothing is given one example of the
-    largest client, where the published code draws anew until all have enough, which for small alpha need not end.
+    distribution-based label imbalance. Small alpha gives a class to few clients. Deviation: a client left with nothing
+    is given one example of the largest client; the published code draws anew, which for small alpha need not end.
     """
     problems = []
     if not isinstance(labels, Tensor) or labels.dim() != 1 or labels.is_floating_point() or len(labels) == 0:
@@ -366,9 +337,8 @@ def split_dirichlet(labels: Tensor, clients: int, alpha: float, generator: torch
         rows = rows[torch.randperm(len(rows), generator=generator)]
         ends = (draws.dirichlet(np.full(clients, float(alpha))).cumsum()[:-1] * len(rows)).round().astype(int)
         # Whom rounding favours is drawn for each class, or a few clients would get every class of one example.
-        for client, part in zip(
-            torch.randperm(clients, generator=generator).tolist(), rows.tensor_split(ends.tolist()), strict=True
-        ):
+        turns = torch.randperm(clients, generator=generator).tolist()
+        for client, part in zip(turns, rows.tensor_split(ends.tolist()), strict=True):
             parts[client].append(part)
     dealt = [torch.cat(part) for part in parts]
     for client in range(clients):

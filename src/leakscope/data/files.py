@@ -7,7 +7,9 @@ import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
+
+import numpy as np
 
 from leakscope.contracts.checks import BYTES, FLOAT, brief, is_whole
 from leakscope.contracts.errors import UserError
@@ -19,23 +21,18 @@ AnyPath = str | os.PathLike[str]
 
 def data_folder(reader: str) -> Path:
     """The folder that LEAKSCOPE_DATA names, or an error saying how to give ``reader`` its files."""
-    value = os.environ.get(ENVIRONMENT)
-    if not value:
+    if not (value := os.environ.get(ENVIRONMENT)):
         raise UserError(
             f"data {reader!r}: no path given and {ENVIRONMENT} is not set. "
             f"Pass path=..., or set {ENVIRONMENT} to the folder that holds the data sets."
         )
-    folder = Path(value)
-    if not folder.is_dir():
+    if not Path(value).is_dir():
         raise UserError(f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=...")
-    return folder
+    return Path(value)
 
 
 def find_file(reader: str, path: AnyPath | None, candidates: Sequence[str]) -> Path:
-    """The first of the ``candidates`` that exists in ``path``, or in LEAKSCOPE_DATA if there is no path.
-
-    Given a folder, both layouts are found: the data set's own folder, and the folder above it.
-    """
+    """Find the first of the ``candidates`` in ``path`` (else LEAKSCOPE_DATA): its folder, or the folder above it."""
     root = data_folder(reader) if path is None else Path(path)
     if not root.exists():
         raise UserError(f"data {reader!r}: {root}: no such file or folder")
@@ -73,10 +70,7 @@ class Source:
         """Up to ``count`` bytes, in pieces: a false length in a header never becomes an allocation."""
         pieces, left = [], count
         try:
-            while left > 0:
-                piece = self.stream.read(min(left, 1 << 20))
-                if not piece:
-                    break
+            while left > 0 and (piece := self.stream.read(min(left, 1 << 20))):
                 pieces.append(piece)
                 left -= len(piece)
         except (EOFError, OSError, zlib.error) as error:
@@ -86,7 +80,6 @@ class Source:
 
 
 def check_room(where: object, numbers: int) -> None:
-    """ValueError where so many numbers are too many to hold as examples."""
     BYTES.check(str(where), FLOAT * numbers, "Pass limit=... to read fewer examples.")
 
 
@@ -112,9 +105,8 @@ def checked_choice(value: str, choices: Sequence[str], what: str) -> str:
     return value
 
 
-def label_problem(file: Path, smallest: int, largest: int, classes: int) -> ValueError:
-    """The error for labels outside the classes of the data set."""
-    return ValueError(
-        f"{file}: expected labels from 0 to {classes - 1}, got {smallest} to {largest}. "
-        "The file is damaged or of another data set."
-    )
+def check_labels(file: Path, labels: np.ndarray[Any, Any], classes: int) -> None:
+    smallest, largest = int(labels.min()), int(labels.max())
+    if smallest < 0 or largest >= classes:
+        wrong = f"expected labels from 0 to {classes - 1}, got {smallest} to {largest}"
+        raise ValueError(f"{file}: {wrong}. The file is damaged or of another data set.")

@@ -36,31 +36,25 @@ def load_folder(
 ) -> Examples:
     """Read PATH/<class>/<picture>; classes and files in alphabetical order, classes taking turns.
 
-    ``resize`` (a side, or height and width) scales the shorter side and crops the centre; without it all pictures must
-    have one size. ``mode`` is "RGB" or "L" (grey). Files without the suffix of a picture are not read.
+    ``resize`` (a side, or height and width) scales the shorter side and crops the centre. ``mode`` "L" is grey.
     """
     if path is None:
         raise UserError("data 'folder': expected path=... to a folder with one subfolder a class, got none")
     checked_choice(mode, MODES, "folder: mode")
-    limit = checked_limit(limit, "folder")
-    size = _size(resize)
-    root = Path(path)
+    limit, size, root = checked_limit(limit, "folder"), _size(resize), Path(path)
     if not root.is_dir():
         raise UserError(f"data 'folder': {root}: no such folder")
     names = sorted(entry.name for entry in root.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-    files = [
-        sorted(f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES) for name in names
-    ]
+    found = ([f for f in (root / name).iterdir() if f.is_file() and f.suffix.lower() in SUFFIXES] for name in names)
+    files = list(map(sorted, found))
     # An empty subfolder is a mistake more often than a class without examples.
     empty = [name for name, members in zip(names, files, strict=True) if not members]
     if not names or empty:
         got = f"no pictures in {', '.join(empty)}" if empty else "no subfolders"
         kinds = ", ".join(sorted(SUFFIXES))
         raise UserError(f"data 'folder': {root}: expected one subfolder a class with pictures ({kinds}), got {got}")
-    turns = chain.from_iterable(
-        zip_longest(*([(file, label) for file in members] for label, members in enumerate(files)))
-    )
-    chosen = [pair for pair in turns if pair is not None][:limit]
+    labelled = ([(file, label) for file in members] for label, members in enumerate(files))
+    chosen = [pair for pair in chain.from_iterable(zip_longest(*labelled)) if pair is not None][:limit]
     if size is not None:
         check_room(root, len(chosen) * math.prod(size) * len(mode))
     pixels: list[Tensor] = []

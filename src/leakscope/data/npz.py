@@ -1,8 +1,7 @@
 """Packs in NumPy's .npz format: x, y, and optionally class_names, writer or record (-> group), split, scale.
 
-Read without ``numpy.load``: the sizes that each header claims are compared with a cap and with the archive's
-own directory before anything is decompressed, and arrays of Python objects (pickles) are refused. With a limit only the
-rows that are asked for are decompressed.
+Read without ``numpy.load``: the sizes that each header claims are compared with a cap and with the archive's own
+directory before anything is decompressed, and arrays of Python objects (pickles) are refused.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ _HEADER_BYTES = 1 << 14
 
 
 class Pack:
-    """An .npz archive from which single arrays are read after their headers were checked.
-
-    The file is opened for each array, so a pack holds nothing open.
-    """
+    """An .npz archive, opened anew for each array that is read after its header was checked."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -46,20 +42,15 @@ class Pack:
             with zipfile.ZipFile(file) as archive:
                 self.names = {n.removesuffix(".npy") for n in archive.namelist() if n.endswith(".npy")}
         except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError, MemoryError, RuntimeError) as error:
-            raise UserError(
-                f"{file}: expected an .npz archive, got something else ({error}). Write it with numpy.savez_compressed."
-            ) from error
+            wrong = f"{file}: expected an .npz archive, got something else ({error})"
+            raise UserError(f"{wrong}. Write it with numpy.savez_compressed.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape that the header of the array ``name`` claims."""
         with self._member(name) as member:
             return member.shape
 
     def array(self, name: str, kinds: str, rows: int | None = None, most: int | None = None) -> np.ndarray[Any, Any]:
-        """The array ``name``, or its first ``rows``; of one of the ``kinds`` (NumPy's letters, as 'uif').
-
-        ``most`` is how many bytes are enough for what it is for; else the cap of all data holds.
-        """
+        """Read the array ``name``, or its first ``rows``; ``kinds`` are NumPy's letters, ``most`` a number of bytes."""
         with self._member(name, kinds) as member:
             shape = member.shape
             if rows is not None and shape and rows < shape[0] and not member.fortran:
@@ -84,9 +75,8 @@ class Pack:
         """The array ``name`` with its checked header, open for reading; all that is wrong with it is one ValueError."""
         if not isinstance(name, str) or name not in self.names:
             names = ", ".join(sorted(self.names)[:20]) or "none"
-            raise UserError(
-                f"{self.file}: no array {brief(name)}; it has {names}. Name the right one with x_key or y_key."
-            )
+            fix = "Name the right one with x_key or y_key."
+            raise UserError(f"{self.file}: no array {brief(name)}; it has {names}. {fix}")
         try:
             with zipfile.ZipFile(self.file) as archive, archive.open(f"{name}.npy") as stream:
                 shape, fortran, dtype = self._header(_Bounded(stream, _HEADER_BYTES))
@@ -140,8 +130,6 @@ class _Bounded:
 
 @dataclass(frozen=True)
 class _Member:
-    """An array of an archive: what its header says, and the stream of its content."""
-
     stream: IO[bytes]
     shape: tuple[int, ...]
     fortran: bool
@@ -176,12 +164,11 @@ def load_npz(
     name: str = "npz",
     file_name: str | None = None,
 ) -> Examples:
-    """Read a pack.
+    """Read a pack. Bytes become [0, 1]; integers become integer x ``scale``, with the range of all values in the pack.
 
-    Bytes become [0, 1]. Integers with ``scale`` become integer x scale, with the range of all values in the
-    pack. ``layout="auto"`` takes (N, H, W, C) and (N, C, H, W) with up to four channels and (N, H, W) for
-    images, and (N, L) for signals if there is a ``scale``, for tables if there is none. ``split`` needs an
-    array ``split`` (0 train, 1 test). ``y_key=None`` gives every example its own class.
+    ``layout="auto"`` takes (N, H, W, C) and (N, C, H, W) with up to four channels and (N, H, W) for images, and (N, L)
+    for signals if there is a ``scale``, for tables if there is none. ``split`` needs an array ``split`` (0 train,
+    1 test). ``y_key=None`` gives every example its own class.
     """
     if path is None and file_name is None:
         raise UserError("data 'npz': expected path=... to a .npz file, got none")
@@ -223,7 +210,6 @@ def load_npz(
 
 
 def _targets(pack: Pack, key: str, count: int) -> Tensor:
-    """Class numbers, or other targets: one row of numbers an example."""
     values = pack.array(key, "uif")
     if values.ndim < 1 or values.shape[0] != count:
         raise UserError(f"{pack.file}: array {key!r}: expected {count} targets, got shape {values.shape}")
@@ -255,7 +241,6 @@ def _to_float(pack: Pack, key: str, rows: int) -> tuple[Tensor, ValueRange]:
 
 
 def _arrange(file: Path, x: Tensor, layout: str, *, scaled: bool) -> Tensor:
-    """To (N, C, H, W), (N, C, L) or (N, D)."""
     if layout == "auto":
         if x.dim() == 4:
             layout = "hwc" if x.shape[3] <= 4 else "chw" if x.shape[1] <= 4 else "unknown"

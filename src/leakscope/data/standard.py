@@ -1,9 +1,8 @@
 """Public data sets: tiles inside the package, MNIST and EMNIST (idx format), CIFAR-10 and CIFAR-100.
 
-The tiles are 32x32 cuts of nine openly licensed photos; see CREDITS.md beside them. An idx file, plain or gzipped, is:
-two zero bytes, a type byte (8 = bytes), the number of axes, one big-endian 32-bit size an axis, the data. CIFAR's
-binary rows are one label byte (CIFAR-100: coarse, then fine) and 3072 pixel bytes, channel by channel; its Python
-version is a pickle, which :mod:`leakscope.data.array_pickle` reads without running anything.
+An idx file, plain or gzipped, is: two zero bytes, a type byte (8 = bytes), the number of axes, one big-endian 32-bit
+size an axis, the data. CIFAR's binary rows are one label byte (CIFAR-100: coarse, then fine) and 3072 pixel bytes,
+channel by channel; its Python version is a pickle.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from string import ascii_lowercase, ascii_uppercase, digits
 from typing import Any
 
 import numpy as np
@@ -28,12 +28,12 @@ from leakscope.data.examples import Examples
 from leakscope.data.files import (
     AnyPath,
     Source,
+    check_labels,
     check_room,
     checked_choice,
     checked_limit,
     data_folder,
     find_file,
-    label_problem,
 )
 from leakscope.data.npz import load_npz
 
@@ -57,17 +57,15 @@ def load_tiles(path: AnyPath | None = None, *, limit: int | None = None) -> Exam
     return dataclasses.replace(tiles, credits=CREDITS)
 
 
-# Variant -> number of classes. Letters are numbered from 1 in the files, the others from 0.
-EMNIST_CLASSES = {"balanced": 47, "byclass": 62, "bymerge": 47, "digits": 10, "letters": 26, "mnist": 10}
-_DIGITS = "0123456789"
-_UPPER = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_EMNIST_NAMES = {
-    "balanced": _DIGITS + _UPPER + "abdefghnqrt",
-    "byclass": _DIGITS + _UPPER + _UPPER.lower(),
-    "bymerge": _DIGITS + _UPPER + "abdefghnqrt",
-    "digits": _DIGITS,
-    "letters": _UPPER,
-    "mnist": _DIGITS,
+_MERGED = digits + ascii_uppercase + "abdefghnqrt"
+#: The names of the classes of each variant. Letters are numbered from 1 in the files, the others from 0.
+EMNIST_NAMES = {
+    "balanced": _MERGED,
+    "byclass": digits + ascii_uppercase + ascii_lowercase,
+    "bymerge": _MERGED,
+    "digits": digits,
+    "letters": ascii_uppercase,
+    "mnist": digits,
 }
 
 
@@ -111,7 +109,7 @@ def load_mnist(path: AnyPath | None = None, *, split: str = "train", limit: int 
     prefix = "train" if split == "train" else "t10k"
     images, labels = _pair("mnist", path, prefix, ("MNIST/raw", "mnist/raw", "MNIST", "mnist"))
     credits = "MNIST: Yann LeCun, Corinna Cortes, Christopher Burges."
-    return _examples("mnist", images, labels, limit, _DIGITS, credits)
+    return _examples("mnist", images, labels, limit, digits, credits)
 
 
 def load_emnist(
@@ -124,10 +122,10 @@ def load_emnist(
 ) -> Examples:
     """EMNIST, whose files hold images mirrored along the diagonal; ``transposed=False`` if yours do not."""
     checked_choice(split, ("train", "test"), "emnist: split")
-    checked_choice(variant, tuple(EMNIST_CLASSES), "emnist: variant")
+    checked_choice(variant, tuple(EMNIST_NAMES), "emnist: variant")
     images, labels = _pair("emnist", path, f"emnist-{variant}-{split}", ("EMNIST/raw", "emnist/raw", "EMNIST", "gzip"))
     credits = "EMNIST: Cohen, Afshar, Tapson, van Schaik, 2017; from NIST Special Database 19."
-    first, names = int(variant == "letters"), _EMNIST_NAMES[variant]
+    first, names = int(variant == "letters"), EMNIST_NAMES[variant]
     return _examples("emnist", images, labels, limit, names, credits, first_label=first, transposed=transposed)
 
 
@@ -135,8 +133,7 @@ def _pair(reader: str, path: AnyPath | None, prefix: str, folders: Sequence[str]
     names = [f"{prefix}-images{dot}idx3-ubyte{end}" for dot in "-." for end in ("", ".gz")]
     images = find_file(reader, path, [f"{folder}/{name}" for folder in folders for name in names])
     stem = images.name.replace("images", "labels").replace("idx3", "idx1").removesuffix(".gz")
-    for name in (stem, stem + ".gz"):
-        labels = images.with_name(name)
+    for labels in (images.with_name(stem), images.with_name(stem + ".gz")):
         if labels.is_file() and labels != images:
             return images, labels
     raise UserError(f"{images}: expected its labels in {stem} or {stem}.gz beside it, found neither")
@@ -157,8 +154,7 @@ def _examples(
     y = read_idx(labels, 1, limit).astype(np.int64) - first_label
     if len(x) != len(y):
         raise UserError(f"{images}: {len(x)} images, but {len(y)} labels in {labels}")
-    if int(y.min()) < 0 or int(y.max()) >= classes:
-        raise label_problem(labels, int(y.min()), int(y.max()), classes)
+    check_labels(labels, y, classes)
     if transposed:
         x = x.transpose(0, 2, 1)
     pixels = torch.from_numpy(x.astype(np.float32)).contiguous().unsqueeze(1).div_(255.0)
@@ -171,8 +167,6 @@ _CREDITS = "CIFAR: Alex Krizhevsky, Learning Multiple Layers of Features from Ti
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is different between the two data sets."""
-
     name: str
     folders: tuple[str, ...]
     binary: dict[str, tuple[str, ...]]
@@ -230,15 +224,12 @@ def _load(
     labels: list[np.ndarray[Any, Any]] = []
     left = limit
     for file in files:
-        if file.suffix == ".bin":
-            x, y = _binary_rows(file, kind.label_bytes, column, left)
-        else:
-            x, y = _python_rows(file, key)
+        binary = file.suffix == ".bin"
+        x, y = _binary_rows(file, kind.label_bytes, column, left) if binary else _python_rows(file, key)
         if left is not None:
             x, y = x[:left], y[:left]
             left -= len(x)
-        if int(y.min()) < 0 or int(y.max()) >= classes:
-            raise label_problem(file, int(y.min()), int(y.max()), classes)
+        check_labels(file, y, classes)
         check_room(file, sum(map(len, pixels), len(x)) * PIXELS)
         pixels.append(x)
         labels.append(y)
@@ -258,8 +249,7 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
         raise UserError(f"data {kind.name!r}: {root}: no such file or folder")
     for folder in (root, *(root / name for name in kind.folders)):
         for names in (kind.binary[split], kind.python[split]):
-            files = [folder / name for name in names if (folder / name).is_file()]
-            if files:
+            if files := [folder / name for name in names if (folder / name).is_file()]:
                 return files
     raise UserError(
         f"data {kind.name!r}: {root}: expected {kind.binary[split][0]} or {kind.python[split][0]} in it, "
@@ -301,16 +291,15 @@ def _python_rows(file: Path, key: str) -> tuple[np.ndarray[Any, Any], np.ndarray
 
 
 def _dictionary(file: Path) -> dict[str, Any]:
-    """The dictionary in ``file``, with text keys also where Python 2 wrote them as bytes."""
     content = read_array_pickle(file)
     if not isinstance(content, dict):
         raise UserError(f"{file}: expected a dictionary as in CIFAR's Python version, got {type(content).__name__}")
+    # Python 2 wrote text keys as bytes.
     named = {key.decode("latin-1") if isinstance(key, bytes) else key: value for key, value in content.items()}
     return {key: value for key, value in named.items() if isinstance(key, str)}
 
 
 def _class_names(kind: _Kind, file: Path, key: str, classes: int) -> tuple[str, ...] | None:
-    """Names from the text or pickled file beside the data, if one has the right number of them."""
     text = file.with_name(kind.names_file.format(key.removesuffix("_labels")))
     if text.is_file():
         names = read_whole(text).decode("utf-8", errors="replace").split()
