@@ -1,4 +1,4 @@
-"""Recover labels and label counts from an update: pure functions, one rule a file."""
+"""Recover labels and label counts from an update."""
 
 from leakscope.labels.counts import (
     certain_counts_from_bias,

@@ -24,7 +24,7 @@ from leakscope.network.recorder import probe
 
 
 def certain_counts_from_bias(bias_gradient: Tensor, num_examples: int) -> Tensor:
-    """At least so many examples each class has, whatever the model predicts: n_k = K (pbar_k - db_k) > -K db_k.
+    """Bound how many examples each class has at least, whatever the model predicts: n_k = K (pbar_k - db_k) > -K db_k.
 
     >>> certain_counts_from_bias(torch.tensor([0.25, -0.55, 0.4, -0.1]), 4).tolist()
     [0, 3, 0, 1]
@@ -36,10 +36,9 @@ def certain_counts_from_bias(bias_gradient: Tensor, num_examples: int) -> Tensor
 
 
 def label_counts_from_bias(bias_gradient: Tensor, num_examples: int, mean_probabilities: Tensor) -> Tensor:
-    """How many examples each class has, from the bias gradient of the *mean* loss; non-negative, sums to K.
+    """Count the examples of each class from the bias gradient of the *mean* loss; non-negative, sums to K.
 
-    No class gets fewer than :func:`certain_counts_from_bias` proves, unless these exceed K, which only an
-    update that somebody altered shows.
+    No class gets fewer than :func:`certain_counts_from_bias` proves, unless these exceed K in an altered update.
 
     >>> label_counts_from_bias(torch.tensor([0.25, -0.5, 0.25, 0.0]), 4, torch.full((4,), 0.25)).tolist()
     [0, 3, 0, 1]
@@ -51,7 +50,7 @@ def label_counts_from_bias(bias_gradient: Tensor, num_examples: int, mean_probab
 def label_counts_from_weight(
     weight_gradient: Tensor, num_examples: int, mean_probabilities: Tensor, mean_feature_sum: float
 ) -> Tensor:
-    """The same for a head without a bias; ``mean_feature_sum`` must be well away from zero.
+    """Count for a head without a bias; ``mean_feature_sum`` must be well away from zero.
 
     >>> rows = torch.tensor([[0.5, 0.5], [-0.75, -0.25]])
     >>> label_counts_from_weight(rows, 4, torch.tensor([0.5, 0.5]), mean_feature_sum=2.0).tolist()
@@ -67,12 +66,11 @@ def label_counts_from_weight(
 
 
 def scale_from_absent_classes(bias_update: Tensor, mean_probabilities: Tensor) -> float | None:
-    """What to divide a bias update of unknown length by, so that it is a mean gradient; None if it does not show.
+    """Return what to divide a bias update of unknown length by to get a mean gradient; None if it does not show.
 
-    A class without examples has db_k = pbar_k exactly, so the ratio db_k / pbar_k of absent classes is the length, be
-    it learning rate times steps or anything else. Entries of present classes are negative or smaller, so the median
-    over positive entries is right where most of these are absent, as with many classes and few examples; then the
-    ratios lie close together: two thirds of at least three within a tenth of the median.
+    A class without examples has db_k = pbar_k exactly, so the ratio db_k / pbar_k of absent classes is the length.
+    Entries of present classes are negative or smaller, so the median over positive entries is right where most classes
+    are absent; then the ratios lie close together: two thirds of at least three within a tenth of the median.
 
     >>> scale_from_absent_classes(torch.tensor([0.5, 0.5, -1.5, 0.5]), torch.full((4,), 0.25))
     2.0
@@ -86,10 +84,10 @@ def scale_from_absent_classes(bias_update: Tensor, mean_probabilities: Tensor) -
 
 
 def round_to_total(estimates: Tensor, total: int) -> Tensor:
-    """Non-negative integers near ``estimates`` that sum to ``total``.
+    """Round to non-negative integers near ``estimates`` that sum to ``total``.
 
-    Floor and clip at zero. Missing ones go to the largest remainders; surplus ones leave the positive counts
-    with the smallest remainders first and, once each of these gave one, the largest counts.
+    Missing ones go to the largest remainders; surplus ones leave the positive counts with the smallest remainders first
+    and, once each of these gave one, the largest counts.
 
     >>> round_to_total(torch.tensor([1.6, 0.7, -0.4, 2.1]), 4).tolist()
     [1, 1, 0, 2]
@@ -117,7 +115,7 @@ def round_to_total(estimates: Tensor, total: int) -> Tensor:
 
 
 def _levelled(counts: Tensor, total: int) -> Tensor:
-    """Counts of this ``total``, the largest losing one at a time; at once, for noise can make them millions.
+    """Take one at a time off the largest counts down to ``total``; by bisection, for noise can make them millions.
 
     >>> _levelled(torch.tensor([5, 1, 7]), 8).tolist(), _levelled(torch.tensor([10**9, 3]), 1).tolist()
     ([3, 1, 4], [0, 1])
@@ -136,7 +134,7 @@ def _levelled(counts: Tensor, total: int) -> Tensor:
 
 
 def counts_to_labels(counts: Tensor) -> Tensor:
-    """The sorted labels that have these counts.
+    """List the sorted labels that have these counts.
 
     >>> counts_to_labels(torch.tensor([0, 2, 0, 1])).tolist()
     [1, 1, 3]
@@ -165,7 +163,7 @@ DUMMIES = 256
 
 @dataclass(frozen=True, eq=False)
 class DummyStatistics:
-    """Estimated mean softmax (C,), and mean and spread of the sum of the head's inputs."""
+    """Hold the estimated mean softmax (C,), and mean and spread of the sum of the head's inputs."""
 
     probabilities: Tensor
     feature_sum: float
@@ -173,7 +171,7 @@ class DummyStatistics:
 
 
 def dummy_inputs(inputs: InputSpace, generator: torch.Generator, count: int = DUMMIES) -> Tensor:
-    """Standard normal inputs, moved into the valid ones where these are known.
+    """Draw standard normal inputs, moved into the valid ones where these are known.
 
     >>> from leakscope.contracts.inputs import Box, ValueRange
     >>> x = dummy_inputs(Box((1, 2, 2), ValueRange()), torch.Generator().manual_seed(0))
@@ -184,10 +182,9 @@ def dummy_inputs(inputs: InputSpace, generator: torch.Generator, count: int = DU
 
 
 def cautious_mean(probabilities: Tensor) -> Tensor:
-    """The mean of softmax rows, drawn towards 1/C by as much as the rows disagree (mean total variation).
+    """Average softmax rows, drawn towards 1/C by as much as they disagree (mean total variation).
 
-    A network that says the same of every dummy, as an untrained one does, will say it of the private batch
-    too; one that is sure of something else each time says nothing about private data.
+    A network that says the same of every dummy, as an untrained one does, will say it of the private batch too.
 
     >>> cautious_mean(torch.tensor([[0.5, 0.25, 0.25], [0.5, 0.25, 0.25]])).tolist()
     [0.5, 0.25, 0.25]
@@ -200,7 +197,7 @@ def cautious_mean(probabilities: Tensor) -> Tensor:
 
 
 def dummy_statistics(model: nn.Module, head: Head, dummies: Tensor) -> DummyStatistics:
-    """The model's statistics on ``dummies`` in evaluation mode; the model itself is left alone.
+    """Measure the model on ``dummies`` in evaluation mode; the model itself is left alone.
 
     >>> net = nn.Sequential(nn.Linear(2, 2, bias=False))
     >>> _ = nn.init.zeros_(net[0].weight)

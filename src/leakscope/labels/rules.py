@@ -33,7 +33,6 @@ from leakscope.contracts.errors import UserError
 
 
 def weight_rows(weight_gradient: Tensor) -> Tensor:
-    """The head's weight gradient in double precision, one row a class, or a clear error."""
     if weight_gradient.dim() != 2 or weight_gradient.numel() == 0:
         raise UserError(
             "weight_gradient: expected a matrix of shape (classes, features), got shape "
@@ -43,7 +42,6 @@ def weight_rows(weight_gradient: Tensor) -> Tensor:
 
 
 def bias_entries(bias_gradient: Tensor) -> Tensor:
-    """The head's bias gradient in double precision, one entry a class, or a clear error."""
     if bias_gradient.dim() != 1 or bias_gradient.numel() == 0:
         raise UserError(
             f"bias_gradient: expected shape (classes,), got {tuple(bias_gradient.shape)}. "
@@ -65,7 +63,7 @@ def _finite(value: Tensor, name: str) -> Tensor:
 
 
 def bias_label(bias_gradient: Tensor) -> int:
-    """The label of a single example; exact for any network whose logits come from a layer with a bias.
+    """Read the label of a single example; exact for any network whose logits come from a layer with a bias.
 
     >>> import torch
     >>> bias_label(torch.tensor([0.2, -0.5, 0.3]))
@@ -75,7 +73,7 @@ def bias_label(bias_gradient: Tensor) -> int:
 
 
 def bias_present(bias_gradient: Tensor) -> Tensor:
-    """Classes that are certainly present, ascending; all of them where sum_n p_nk < n_k for every present class k.
+    """List classes that are certainly present; all of them where sum_n p_nk < n_k for every present class k.
 
     >>> import torch
     >>> bias_present(torch.tensor([0.2, -0.3, 0.3, -0.2])).tolist()
@@ -85,7 +83,7 @@ def bias_present(bias_gradient: Tensor) -> Tensor:
 
 
 def idlg_label(weight_gradient: Tensor) -> int:
-    """The label of a single example from the head's weight gradient, for features of positive sum.
+    """Read the label of a single example from the head's weight gradient, for features of positive sum.
 
     >>> import torch
     >>> probabilities, features = torch.tensor([0.2, 0.5, 0.3]), torch.tensor([1.0, 2.0])
@@ -96,7 +94,7 @@ def idlg_label(weight_gradient: Tensor) -> int:
 
 
 def gradinversion_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
-    """The labels of a batch in which no label repeats, ascending; needs non-negative features.
+    """List the labels of a batch in which no label repeats, ascending; needs non-negative features.
 
     >>> import torch
     >>> gradinversion_labels(torch.tensor([[0.1, 0.2], [-0.4, 0.1], [0.3, 0.0], [-0.1, -0.2]]), 2).tolist()
@@ -112,7 +110,7 @@ def gradinversion_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
 
 
 def llg_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
-    """The labels of a batch, repeated ones included, ascending; needs features of positive sum.
+    """List the labels of a batch, repeated ones included, ascending; needs features of positive sum.
 
     >>> llg_labels(torch.tensor([[0.1], [-0.5], [0.2], [-0.1]]), 4).tolist()
     [1, 1, 1, 3]
@@ -123,7 +121,7 @@ def llg_labels(weight_gradient: Tensor, num_examples: int) -> Tensor:
 
 
 def llg_bias_labels(bias_gradient: Tensor, num_examples: int) -> Tensor:
-    """The same from the bias gradient, which holds for features of any sign.
+    """List the same from the bias gradient, which holds for features of any sign.
 
     >>> llg_bias_labels(torch.tensor([0.3, -0.5, 0.3, -0.1]), 4).tolist()
     [1, 1, 1, 3]

@@ -1,4 +1,4 @@
-"""Published tables as data, and the settings that reproduce them; one paper a file, the table of them is explicit.
+"""Reproduce published tables; one paper a file.
 
 >>> [(row.published, round(row.measured, 3), row.verdict) for row in reproduce("gradients/counting").rows][2]
 (4.002, 4.002, 'matches')
@@ -7,41 +7,24 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Registry
 from leakscope.papers import cafe, gradients, hybrid, idlg, sme, systematic
-from leakscope.papers.base import (
-    Curves,
-    Findings,
-    PaperTable,
-    PictureGrid,
-    Progress,
-    Reproduction,
-    Row,
-    verdict,
-)
+from leakscope.papers.base import Curves, Findings, PaperTable, PictureGrid, Progress, Reproduction, Row, verdict
 
 PAPERS: Registry[PaperTable] = Registry(
     "table",
-    (
-        idlg.TABLE,
-        *gradients.TABLES,
-        hybrid.TABLE,
-        *cafe.TABLES,
-        *sme.TABLES,
-        *systematic.TABLES,
-    ),
+    (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, *sme.TABLES, *systematic.TABLES),
 )
 
 
 def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None, *, seed: int = 0) -> Reproduction:
     """Measure again what the table called ``name`` reports, at a scale of "smoke", "small" or "paper".
 
-    A row's verdict is "matches", "above" or "below" where the 95 % interval of ours lies wholly within the tolerance of
-    the published number or wholly on one side of it, otherwise "too few to tell"; it is "measured" where there is no
-    published number to compare with. A row whose data is not there is "not run" and says why; ValueError where no row
-    could be run. The same seed gives the same rows.
+    A row's verdict follows ``Reproduction.rule``; it is "measured" where there is no published number. A row whose data
+    is not there is "not run" and says why; ValueError where no row could be run. The same seed gives the same rows.
     """
     table = PAPERS.find(name)
     if scale not in table.scales:
@@ -53,14 +36,13 @@ def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None,
     findings = outcome if isinstance(outcome, Findings) else Findings(outcome)
     rows = tuple(findings.rows)
     if all(row.verdict == "not run" for row in rows):
-        settings: dict[str, list[str]] = {}
+        settings: dict[str, list[str]] = defaultdict(list)
         for row in rows:
-            settings.setdefault(row.note, []).append(row.setting)
+            settings[row.note].append(row.setting)
         reasons = [
             f"{first}{f' and {len(others)} more' if others else ''}: {note}"
             for note, (first, *others) in settings.items()
         ]
         raise UserError("\n  - ".join([f"{name}: no row could be run:", *reasons]))
-    seconds = time.perf_counter() - started
-    identity = (table.name, table.title, table.source, scale, seed)
+    identity, seconds = (table.name, table.title, table.source, scale, seed), time.perf_counter() - started
     return Reproduction(*identity, rows, seconds, findings.pictures, findings.curves)

@@ -1,9 +1,10 @@
-"""What a reproduced table is made of, and when a measured number counts as the published one."""
+"""Make rows of a reproduced table, and say when a measured number counts as the published one."""
 
 from __future__ import annotations
 
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import stdev
@@ -32,8 +33,6 @@ SHORT = 50
 #: How far from a published number, in parts of it, ours may be and still count as the same.
 TOLERANCE = 0.1
 LEVEL = 0.95
-
-
 #: The rule of a row's verdict, as tables tell it.
 RULE = (
     f"A row matches, or is above or below, only where the {LEVEL:.0%} interval of ours lies wholly within the "
@@ -43,17 +42,17 @@ RULE = (
 
 
 def machine() -> dict[str, str]:
-    """What the numbers may depend on; no name of a host or a user."""
+    """Say what the numbers may depend on; no name of a host or a user."""
     return {"processors": str(os.cpu_count() or 1), "threads of torch": str(torch.get_num_threads())}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One published number beside ours; ``measured`` is None where it was not run or not finite.
+    """Put one published number beside ours; ``measured`` is None where it was not run or not finite.
 
     ``published`` is None, and the verdict "measured", where the published number is not at hand or the paper has none.
-    ``interval`` is the 95 % interval of the measured mean over ``count`` examples, None where they have none;
-    ``tolerance`` how far from the published number counts as the same.
+    ``interval``: 95 % of the mean over ``count`` examples. ``tolerance``: how far from ``published`` counts as the
+    same.
     """
 
     setting: str
@@ -69,10 +68,7 @@ class Row:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class PictureGrid:
-    """Originals and what was recovered of them, both (B, channels, height, width) in [0, 1]; one caption a picture.
-
-    ``private`` ones are shown only where somebody asks for them.
-    """
+    """Show originals beside recovered ones, (B, channels, height, width) in [0, 1]; ``private`` on request only."""
 
     title: str
     originals: Tensor = field(repr=False)
@@ -90,7 +86,7 @@ class PictureGrid:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Curves:
-    """Lines over the same steps, by name; a step is one entry."""
+    """Draw lines over the same steps, by name; a step is one entry."""
 
     title: str
     x_label: str
@@ -100,8 +96,6 @@ class Curves:
 
 @dataclass(frozen=True, eq=False)
 class Findings:
-    """What the run of a table brings: rows, and what else a page about it shows."""
-
     rows: list[Row]
     pictures: tuple[PictureGrid, ...] = ()
     curves: tuple[Curves, ...] = ()
@@ -109,10 +103,7 @@ class Findings:
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A table as reproduced at one scale; the rows are the same for the same seed.
-
-    ``versions`` and ``machine`` say with what it was made, and name nobody.
-    """
+    """Hold a table as reproduced at one scale; the rows are the same for the same seed."""
 
     name: str
     title: str
@@ -129,22 +120,20 @@ class Reproduction:
 
     @property
     def command(self) -> str:
-        """What to run for the same rows."""
         if self.seed:
             return f"leakscope.papers.reproduce({self.name!r}, {self.scale!r}, seed={self.seed})"
         return f"leakscope reproduce {self.name} --scale {self.scale}"
 
     @property
     def caption(self) -> str:
-        """What the table rests on, for below it."""
         made_with = ", ".join(f"{name} {value}" for name, value in (*self.versions.items(), *self.machine.items()))
         return f"{self.rule} To run it again: {self.command} ({made_with})."
 
     def as_dict(self) -> dict[str, Any]:
-        """The whole as JSON can hold it: no pixels, and of each curve some points, null where not finite."""
-        names = ("name", "title", "paper", "scale", "seed", "command")
+        """Return what JSON can hold: no pixels, and of each curve some points, null where not finite."""
+        names = ("name", "title", "paper", "scale", "seed", "command", "rule")
         facts = {name: getattr(self, name) for name in names}
-        facts |= {"rule": self.rule, "versions": dict(self.versions), "machine": dict(self.machine)}
+        facts |= {"versions": dict(self.versions), "machine": dict(self.machine)}
         rows = [asdict(row) | {"interval": row.interval and list(row.interval)} for row in self.rows]
         pictures = [{"title": p.title, "captions": list(p.captions), "private": p.private} for p in self.pictures]
         curves = [
@@ -156,7 +145,7 @@ class Reproduction:
 
 
 def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None]]:
-    """At most ``limit`` pairs (step, value) of a curve, evenly spread with the last; None where not finite.
+    """Return at most ``limit`` pairs (step, value) of a curve, evenly spread with the last; None where not finite.
 
     >>> short([3.0, 2.0, math.inf, 1.0], limit=2)
     [[1, 2.0], [3, 1.0]]
@@ -168,7 +157,7 @@ def short(values: Sequence[float], limit: int = SHORT) -> list[list[float | None
 
 @dataclass(frozen=True, kw_only=True)
 class PaperTable(Entry):
-    """A published table that can be reproduced. ``scales`` says in words what each scale runs.
+    """Describe a published table. ``scales`` says in words what each scale runs.
 
     ``target(scale, seed, progress)`` returns the rows, or findings where there are pictures or curves too.
     """
@@ -181,7 +170,6 @@ class PaperTable(Entry):
 
 
 def examples_or_reason(name: str, **options: Any) -> Examples | str:
-    """The examples, or why there are none."""
     try:
         return load_data(name, **options)
     except ValueError as error:
@@ -189,7 +177,7 @@ def examples_or_reason(name: str, **options: Any) -> Examples | str:
 
 
 def attacked(observation: Observation, attack: Attack, x: Tensor, y: Tensor, seed: int, **options: Any) -> Assessment:
-    """One attack of a table beside the truth; controls are rows of their own. A refusal is raised."""
+    """Run one attack without controls, which are rows of their own. A refusal is raised."""
     found = assess(observation, attack, (x, y), controls=(), seed=seed, explain=False, **options)
     if found.refusal is not None:
         raise found.refusal
@@ -197,7 +185,7 @@ def attacked(observation: Observation, attack: Attack, x: Tensor, y: Tensor, see
 
 
 def recovered(found: Assessment) -> Tensor:
-    """What came back, in the attack's order and as the model reads it."""
+    """Return what came back, in the attack's order and as the model reads it."""
     assert found.reconstruction is not None
     return found.reconstruction.inputs
 
@@ -212,7 +200,7 @@ def measured_row(
     tolerance: float | None = None,
     kind: Kind = "sample",
 ) -> Row:
-    """The row of ``values``: their mean, its interval, and the verdict against the published number where it exists.
+    """Average ``values`` and judge their interval against the published number where it exists.
 
     ``tolerance`` is what the paper's own spread or digits leave open, by default the share :data:`TOLERANCE` of its
     number. Values are a sample; "shares" are each 0 or 100 %, and one that is "exact" was computed, not sampled.
@@ -222,12 +210,13 @@ def measured_row(
     if published is None:
         return Row(setting, measure, None, mean, spread, len(values), "measured", note)
     allowed = TOLERANCE * abs(published) if tolerance is None else tolerance
-    judgement = verdict(published, spread, allowed)
-    return Row(setting, measure, published, mean, spread, len(values), judgement, note, allowed)
+    return Row(
+        setting, measure, published, mean, spread, len(values), verdict(published, spread, allowed), note, allowed
+    )
 
 
 def verdict(published: float, interval: Interval | None, tolerance: float) -> Verdict:
-    """The interval decides, by lying within ``tolerance`` of the published number or beyond it; else nothing does.
+    """Decide only where the interval lies wholly within ``tolerance`` of the published number or beyond it.
 
     >>> verdict(90.0, (88.0, 93.0), 9.0), verdict(90.0, (29.2, 100.0), 9.0), verdict(90.0, (20.0, 70.0), 9.0)
     ('matches', 'too few to tell', 'below')
@@ -241,7 +230,7 @@ def verdict(published: float, interval: Interval | None, tolerance: float) -> Ve
 
 
 def mean_interval(values: Sequence[float]) -> Interval | None:
-    """Student's interval of a mean, which is honest for few values; None for one, which has no spread.
+    """Return Student's interval of a mean; None for one value, which has no spread.
 
     >>> mean_interval([20.0]) is None, [round(end, 1) for end in mean_interval([20.0, 22.0])]
     (True, [8.3, 33.7])
@@ -254,9 +243,7 @@ def mean_interval(values: Sequence[float]) -> Interval | None:
 
 
 def share_interval(values: Sequence[float]) -> Interval:
-    """Clopper and Pearson's interval, in percent, of a share of which each value is 0 or 100.
-
-    It keeps its width where all examples agree: three hits of three say little.
+    """Return Clopper and Pearson's interval, in percent, of values of 0 or 100; it has a width even where all agree.
 
     >>> [round(end, 1) for end in share_interval([100.0, 100.0, 100.0])]
     [29.2, 100.0]
@@ -266,13 +253,12 @@ def share_interval(values: Sequence[float]) -> Interval:
 
 
 def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
-    """The row of a published number that could not be measured here."""
     return Row(setting, measure, published, None, None, 0, "not run", f"not run: {reason}")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A row before it is measured; the values of a ``share`` are each 0 or 100 %."""
+    """Hold a row before it is measured; the values of a ``share`` are each 0 or 100 %."""
 
     setting: str
     measure: str
@@ -284,7 +270,7 @@ class Line:
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Rows that the same trials fill: ``lines`` by the name under which a trial gives its value, or why there are none.
+    """Group rows that the same trials fill, by the name of a trial's value; a text for ``trials`` says why none ran.
 
     ``main`` is the name whose mean so far is shown while it runs, the first unless told.
     """
@@ -295,7 +281,7 @@ class Group:
 
 
 def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None) -> list[Row]:
-    """The rows of each group; ``progress`` is told of every trial out of ``total``."""
+    """Measure the rows of each group; ``progress`` is told of every trial out of ``total``."""
     rows: list[Row] = []
     done = 0
     for group in groups:
@@ -303,17 +289,16 @@ def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None
         if isinstance(trials, str):
             rows += [not_run(line.setting, line.measure, line.published, trials) for line in lines.values()]
             continue
-        values: dict[str, list[float]] = {}
+        values: dict[str, list[float]] = defaultdict(list)
         for trial in trials:
             for name, value in trial.items():
-                values.setdefault(name, []).append(value)
+                values[name].append(value)
             done += 1
             if progress is not None:
                 shown = values[group.main or next(iter(lines))]
                 progress(done, total, sum(shown) / len(shown))
         for name, numbers in values.items():
             line = lines[name]
-            kind: Kind = "shares" if line.share else "sample"
-            place = (line.setting, line.measure, line.published)
-            rows.append(measured_row(*place, numbers, line.note, tolerance=line.tolerance, kind=kind))
+            facts = (line.setting, line.measure, line.published, numbers, line.note)
+            rows.append(measured_row(*facts, tolerance=line.tolerance, kind="shares" if line.share else "sample"))
     return rows

@@ -1,18 +1,14 @@
 """Tables 10 and 11 and figure 8 of "CAFE: Catastrophic Data Leakage in Vertical Federated Learning" (NeurIPS 2021).
 
-Jin, Chen, Hsu, Yu, Chen. Four workers hold a quarter of each picture; the server announces the batches of K out of N
-samples and sees every gradient.
+Four workers hold a quarter of each picture; the server announces the batches of K out of N samples and sees every
+gradient. ``cafe/table10``: PSNR by batch size and epoch of the attack, published for 800 samples of Linnaeus 5, which
+cannot be had: CIFAR-10 and its published settings take its place. An epoch is N/K steps of the single loop. Beside it
+stand the direct method and, on a few samples, plain gradient matching. ``cafe/faces``: figure 8, without numbers.
 
-``cafe/table10``: PSNR by batch size and epoch of the attack, published for 800 samples of Linnaeus 5. That data cannot
-be had, so CIFAR-10 and its published settings take its place. An epoch is N/K steps of the single loop. Beside it
-stands the direct method, which has no epochs, and, on a few samples, plain gradient matching on the same rounds.
-
-``cafe/faces``: figure 8, faces of Yale. The paper shows pictures, no numbers.
-
-``cafe/table11``: what defences cost, the training loss at iteration 8000 with none, fake gradients, and DP-SGD whose
-noise keeps to its epsilon over all rounds together. The paper tells neither its data, learning rate and sigma of
-the fake gradients, nor how its noise was chosen: here CIFAR-10, a rate at which undefended training works, and the
-default sigma.
+``cafe/table11``: the training loss at iteration 8000 without a defence, with fake gradients, and with DP-SGD whose
+noise keeps to its epsilon over all rounds together. The paper tells neither its data, learning rate and sigma of the
+fake gradients, nor how its noise was chosen: here CIFAR-10, a rate at which undefended training works, and the default
+sigma.
 
 PSNR is that of the assembled picture in [0, 1], clipped; the paper means over the slices of the workers instead. The
 model stands still under attack, where the paper lets it learn at a rate of 1e-6. Weights are Glorot's, biases zero, as
@@ -26,11 +22,10 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from leakscope.attacks.cafe import CAFE
 from leakscope.audit.keys import derived_seed
@@ -61,27 +56,23 @@ PAPER = "Jin, Chen, Hsu, Yu, Chen, CAFE: Catastrophic Data Leakage in Vertical F
 PSNR = "PSNR (dB)"
 SAMPLES = 800
 #: Batch size of 800 samples, and the published PSNR by epoch of the attack.
-TABLE_10: Mapping[int, Mapping[int, float]] = MappingProxyType(
-    {
-        10: {100: 12.30, 350: 24.86},
-        20: {100: 14.76, 350: 25.86},
-        40: {100: 15.33, 350: 22.62},
-        80: {100: 11.84, 350: 21.05},
-        100: {100: 11.79, 350: 18.90},
-    }
-)
+TABLE_10: Mapping[int, Mapping[int, float]] = {
+    10: {100: 12.30, 350: 24.86},
+    20: {100: 14.76, 350: 25.86},
+    40: {100: 15.33, 350: 22.62},
+    80: {100: 11.84, 350: 21.05},
+    100: {100: 11.79, 350: 18.90},
+}
 #: Numbers of the version submitted to ICLR, on CIFAR-10.
-CONTEXT: Mapping[str, float] = MappingProxyType(
-    {
-        "ICLR version, ratio 0.1, K=40, CAFE": 43.31,
-        "ICLR version, ratio 0.1, K=40, cosine": 30.96,
-        "ICLR version, ratio 0.1, K=40, loss of Geiping et al.": 12.76,
-        "ICLR version, ratio 0.2, K=8, CAFE": 41.80,
-        "ICLR version, ratio 0.2, K=40, CAFE": 59.51,
-        "ICLR version, ratio 0.2, K=80, CAFE": 57.20,
-        "ICLR version, ratio 0.2, K=160, CAFE": 54.74,
-    }
-)
+CONTEXT: Mapping[str, float] = {
+    "ICLR version, ratio 0.1, K=40, CAFE": 43.31,
+    "ICLR version, ratio 0.1, K=40, cosine": 30.96,
+    "ICLR version, ratio 0.1, K=40, loss of Geiping et al.": 12.76,
+    "ICLR version, ratio 0.2, K=8, CAFE": 41.80,
+    "ICLR version, ratio 0.2, K=40, CAFE": 59.51,
+    "ICLR version, ratio 0.2, K=80, CAFE": 57.20,
+    "ICLR version, ratio 0.2, K=160, CAFE": 54.74,
+}
 RIVALS = ("dlg", "cosine", "sapag", "batchnorm", "group-consistency")
 #: Pictures of a grid.
 SHOWN = 8
@@ -89,11 +80,10 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Scene:
-    """What is observed: K of N samples a round, and the network.
+    """Describe what is observed: K of N samples a round, and the network. ``batchnorm``: its statistics are known too.
 
-    ``batchnorm``: the network has such layers, and the server is told their statistics on each batch. ``whole``: every
-    round is kept whole, for the single loop sees no others, and fewer than there are samples leave step I open.
-    Otherwise only as many as the direct method needs, for a round of the full network has 12 MB.
+    ``whole``: every round is kept whole, which the single loop needs; else as many as the direct method needs (12 MB
+    each).
     """
 
     samples: int
@@ -125,8 +115,6 @@ class Scene:
 
 @dataclass(frozen=True)
 class Trial:
-    """An attack on a scene, with the published number that stands beside it."""
-
     setting: str
     published: float | None
     note: str
@@ -136,7 +124,7 @@ class Trial:
 
 
 def covering(samples: int, batch: int) -> int:
-    """Random rounds until every sample was in one, but for one chance in 400.
+    """Count random rounds until every sample was in one, but for one chance in 400.
 
     >>> covering(800, 40), covering(40, 2)
     (254, 194)
@@ -145,7 +133,6 @@ def covering(samples: int, batch: int) -> int:
 
 
 def glorot(net: nn.Module, generator: torch.Generator) -> nn.Module:
-    """Weights from Glorot's uniform distribution, biases zero; BatchNorm is left as it is."""
     for module in net.modules():
         if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Linear):
             nn.init.xavier_uniform_(module.weight, generator=generator)
@@ -156,7 +143,7 @@ def glorot(net: nn.Module, generator: torch.Generator) -> nn.Module:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """Table 10 at one scale. ``batches``: published K and ours at about the same share of the samples.
+    """Describe table 10 at one scale. ``batches``: published K and ours at about the same share of the samples.
 
     ``loops``: those with the single loop, for ``epochs`` in place of the published 100 and 350. ``direct``: steps of
     the direct method. ``rivals``: samples, batch and steps of plain gradient matching.
@@ -170,21 +157,16 @@ class Reconstruction:
     rivals: tuple[int, int, int]
 
 
-RECONSTRUCTIONS = MappingProxyType(
-    {
-        "smoke": Reconstruction(Scene(16, 2, (32, 64), 128), {100: 2}, (100,), (1, 2), 40, (6, 3, 2)),
-        "small": Reconstruction(
-            Scene(40, 5, (32, 64), 128), {40: 2, 80: 4, 100: 5}, (100,), (100, 350), 120, (20, 5, 200)
-        ),
-        "paper": Reconstruction(
-            Scene(SAMPLES, 40), {k: k for k in TABLE_10}, tuple(TABLE_10), (100, 350), 120, (40, 8, 2000)
-        ),
-    }
-)
+RECONSTRUCTIONS: Mapping[str, Reconstruction] = {
+    "smoke": Reconstruction(Scene(16, 2, (32, 64), 128), {100: 2}, (100,), (1, 2), 40, (6, 3, 2)),
+    "small": Reconstruction(Scene(40, 5, (32, 64), 128), {40: 2, 80: 4, 100: 5}, (100,), (100, 350), 120, (20, 5, 200)),
+    "paper": Reconstruction(
+        Scene(SAMPLES, 40), {k: k for k in TABLE_10}, tuple(TABLE_10), (100, 350), 120, (40, 8, 2000)
+    ),
+}
 
 
 def trials_10(size: Reconstruction) -> Iterator[Trial]:
-    """Every batch size by the single loop and the direct method, then plain gradient matching."""
     for published, batch in size.batches.items():
         looped = published in size.loops
         scene = dataclasses.replace(size.scene, batch=batch, whole=looped)
@@ -212,18 +194,21 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
 
 
 def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Findings:
-    """One row a trial, the control, and numbers of an earlier version of the paper as context."""
-    trials, examples = tuple(trials_10(RECONSTRUCTIONS[scale])), examples_or_reason("cifar10", split="test")
-    findings = _attacked(trials, examples, seed, progress)
-    reason = "context only: another algorithm under the same name"
+    examples, reason = (
+        examples_or_reason("cifar10", split="test"),
+        "context only: another algorithm under the same name",
+    )
+    findings = _attacked(tuple(trials_10(RECONSTRUCTIONS[scale])), examples, seed, progress)
     context = [not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
 #: Figure 8 by scale: the scene, and steps of the published single loop, of which 0 leaves it out.
-FACES = MappingProxyType(
-    {"smoke": (Scene(12, 3, (32, 64), 128), 4), "small": (Scene(40, 10), 0), "paper": (Scene(160, 40), 20_000)}
-)
+FACES: Mapping[str, tuple[Scene, int]] = {
+    "smoke": (Scene(12, 3, (32, 64), 128), 4),
+    "small": (Scene(40, 10), 0),
+    "paper": (Scene(160, 40), 20_000),
+}
 
 
 def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findings:
@@ -241,7 +226,6 @@ def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findin
 def _attacked(
     trials: Sequence[Trial], examples: Examples | str, seed: int, progress: Progress | None, private: bool = False
 ) -> Findings:
-    """A row a trial, and one of what the other pictures alone tell; without data every row says so."""
     control = "no information, mean of the other pictures"
     if isinstance(examples, str):
         rows = [not_run(trial.setting, PSNR, trial.published, examples) for trial in trials]
@@ -269,31 +253,28 @@ def _attacked(
         if progress is not None:
             progress(number, len(trials), sum(values) / len(values))
     some = examples.subset(order[: trials[0].scene.samples])
-    values = _without(some.value_range.to_unit(some.x))
+    x = some.value_range.to_unit(some.x)
+    values = psnr(x, (x.sum(0, keepdim=True) - x) / (len(x) - 1)).tolist()
     rows.append(measured_row(control, PSNR, None, values, "what any attack must beat"))
     return Findings(rows, pictures=tuple(grids))
 
 
-def _without(x: Tensor) -> list[float]:
-    """PSNR of the mean of all others as the guess of each."""
-    return psnr(x, (x.sum(0, keepdim=True) - x) / (len(x) - 1)).tolist()
-
-
 def draws(seed: int, what: str) -> torch.Generator:
-    """Draws of its own for each purpose, none of them an attack's."""
     return torch.Generator().manual_seed(derived_seed(seed, 0, what))
 
 
 LOSS = "training loss"
 EPSILONS = (10, 5, 1, 0.1)
-TABLE_11: Mapping[str, float] = MappingProxyType(
-    {"no defence": 0.46, "fake gradients": 1.15, **{f"DP-SGD, epsilon {e:g}": 2.69 for e in EPSILONS}}
-)
+TABLE_11: Mapping[str, float] = {
+    "no defence": 0.46,
+    "fake gradients": 1.15,
+    **{f"DP-SGD, epsilon {e:g}": 2.69 for e in EPSILONS},
+}
 
 
 @dataclass(frozen=True)
 class Training:
-    """Table 11 at one scale; the mean loss of the ``last`` rounds counts."""
+    """Describe table 11 at one scale; the mean loss of the ``last`` rounds counts."""
 
     scene: Scene
     rounds: int
@@ -304,17 +285,14 @@ class Training:
         return min(self.rounds, max(5, self.rounds // 20))
 
 
-TRAININGS = MappingProxyType(
-    {
-        "smoke": Training(Scene(8, 4, (8, 16), 32), rounds=25, lr=0.1),
-        "small": Training(Scene(40, 8, (8, 16), 32), rounds=600, lr=0.02),
-        "paper": Training(Scene(SAMPLES, 40), rounds=8000, lr=0.01),
-    }
-)
+TRAININGS: Mapping[str, Training] = {
+    "smoke": Training(Scene(8, 4, (8, 16), 32), rounds=25, lr=0.1),
+    "small": Training(Scene(40, 8, (8, 16), 32), rounds=600, lr=0.02),
+    "paper": Training(Scene(SAMPLES, 40), rounds=8000, lr=0.01),
+}
 
 
 def defenses(size: Training) -> dict[str, Defense]:
-    """The defences by the name of their row."""
     share = size.scene.batch / size.scene.samples
     private: dict[str, Defense] = {
         f"DP-SGD, epsilon {e:g}": DPSGD(clip=3.0, epsilon=e, steps=size.rounds, sampling_rate=share) for e in EPSILONS
@@ -323,7 +301,6 @@ def defenses(size: Training) -> dict[str, Defense]:
 
 
 def run_table_11(scale: str, seed: int, progress: Progress | None = None) -> Findings:
-    """One row a defence, and all losses as curves."""
     size = TRAININGS[scale]
     examples = examples_or_reason("cifar10", split="train", limit=size.scene.samples)
     if isinstance(examples, str):

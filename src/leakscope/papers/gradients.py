@@ -1,12 +1,10 @@
 """The tables of "What Can We Learn from Gradients?" (Qian, Hansen, 2021): counts, filters, hidden units.
 
 ``gradients/counting``: proposition 2 for 1024 inputs and 10 classes, to three decimals; exact, without data or attack.
-
 ``gradients/filters``: one CIFAR-100 image behind one 5x5 convolution with stride 2 and a linear layer; the L1 distance,
-summed over the image, by the number of filters. By proposition 3 twelve are enough for one image.
-
-``gradients/units``: four MNIST images of 32x32 (padded by two pixels) behind one hidden layer; PSNR by its number of
-units. The paper ran four units although its own bound gives 4.002, and shows curves, no numbers.
+summed over the image, by the number of filters. By proposition 3 twelve are enough for one image. ``gradients/units``:
+four MNIST images of 32x32 (padded by two pixels) behind one hidden layer; PSNR by its number of units. The paper ran
+four units although its own bound gives 4.002, and shows curves, no numbers.
 
 Both are run with the paper's attack and with Gauss-Newton. Pictures are brought into the valid range before they are
 compared. Labels are not known: the paper's attack searches them, Gauss-Newton reads them off the update.
@@ -17,10 +15,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -49,17 +46,15 @@ from leakscope.papers.base import (
 PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
 #: Batch size and the bound to three decimals.
-BOUNDS = MappingProxyType({1: 0.99, 2: 1.992, 4: 4.002, 8: 8.045, 16: 16.226})
+BOUNDS: Mapping[int, float] = {1: 0.99, 2: 1.992, 4: 4.002, 8: 8.045, 16: 16.226}
 #: Filters and the published L1 distance.
-DISTANCES = MappingProxyType({1: 728.0, 5: 649.0, 8: 404.0, 11: 135.0, 12: 0.57})
+DISTANCES: Mapping[int, float] = {1: 728.0, 5: 649.0, 8: 404.0, 11: 135.0, 12: 0.57}
 BATCH = 4
 METHODS = ("What can we learn", "Gauss-Newton")
 
 
 @dataclass(frozen=True)
 class Scale:
-    """How many images or batches, of what side, which sizes of the net, and how long the paper's attack searches."""
-
     trials: int
     side: int
     iterations: int
@@ -71,32 +66,27 @@ class Scale:
         return f"{self.trials} {many} of {self.side}x{self.side}, up to {self.iterations} iterations"
 
 
-SCALES = MappingProxyType(
-    {
-        "smoke": Scale(1, 16, 40, filters=(1, 12), units=(3, 5)),
-        "small": Scale(1, 32, 2000),
-        "paper": Scale(10, 32, 20000),
-    }
-)
+SCALES: Mapping[str, Scale] = {
+    "smoke": Scale(1, 16, 40, filters=(1, 12), units=(3, 5)),
+    "small": Scale(1, 32, 2000),
+    "paper": Scale(10, 32, 20000),
+}
 
 
 def run_counting(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """All bounds; a bound matches if it rounds to the one given."""
     rows = []
     for batch, published in BOUNDS.items():
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
         setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
         note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
-        rows.append(
-            measured_row(setting, "least hidden units", published, [bound], note, tolerance=0.0005, kind="exact")
-        )
+        facts = (setting, "least hidden units", published, [bound], note)
+        rows.append(measured_row(*facts, tolerance=0.0005, kind="exact"))
         if progress is not None:
             progress(len(rows), len(BOUNDS), bound)
     return rows
 
 
 def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """One row a number of filters and method."""
     size, measure = SCALES[scale], "L1 distance of an image"
     settings: list[tuple[Line, dict[str, Any]]] = []
     for filters in size.filters:
@@ -110,12 +100,10 @@ def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list
         assert found.truth is not None
         return float((recovered(found).clamp(0, 1) - found.truth.x).abs().sum())
 
-    table = _Table("cifar100", "one-layer-cnn", 1, distance, settings)
-    return _measured(table, size, seed, progress)
+    return _measured(_Table("cifar100", "one-layer-cnn", 1, distance, settings), size, seed, progress)
 
 
 def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """One row a number of hidden units and method; the paper has curves only."""
     size = SCALES[scale]
     bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
     settings: list[tuple[Line, dict[str, Any]]] = []
@@ -128,13 +116,12 @@ def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[R
         # A cap, lest one exact image stand for a whole batch.
         return fmean(min(value, 100.0) for value in found.psnr or ())
 
-    table = _Table("mnist", "mlp", BATCH, quality, settings)
-    return _measured(table, size, seed, progress)
+    return _measured(_Table("mnist", "mlp", BATCH, quality, settings), size, seed, progress)
 
 
 @dataclass(frozen=True)
 class _Table:
-    """What both measured tables have in common; a setting is a row without its method, and options of the model."""
+    """Describe a measured table; a setting is a row without its method, and options of the model."""
 
     data: str
     model: str
@@ -165,14 +152,13 @@ def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) 
 
 
 def _resized(part: Examples, side: int) -> Tensor:
-    """Images of this side: padded where they are smaller, averaged where they are larger."""
     x = part.value_range.to_unit(part.x).double()
     margin = (32 - x.shape[-1]) // 2
     return nn.functional.avg_pool2d(nn.functional.pad(x, (margin,) * 4), 32 // side)
 
 
 def _batches(examples: Examples, trials: int, batch: int, seed: int) -> list[list[int]]:
-    """Batches of different labels, without an image twice."""
+    """Draw batches of different labels, without an image twice."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     batches: list[list[int]] = []
     for _ in range(trials):

@@ -15,7 +15,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -43,9 +42,7 @@ from leakscope.papers.base import (
 )
 
 MEASURE = "MSE, lower is better for the attacker"
-#: Pixels minus 0.5.
 BOX = ValueRange(low=(-0.5,), high=(0.5,))
-#: The label is known.
 KNOWLEDGE = dataclasses.replace(Knowledge.honest_server, labels="yes")
 #: Half of the last printed digit.
 ROUNDING = 5e-5
@@ -54,15 +51,12 @@ CLASSES = (0, 1)
 TRAINING = FederatedTraining(rounds=1, clients_per_round=1, protocol=FedAvg(epochs=5, batch_size=50, lr=0.05))
 SMOKE_TRAINING = FederatedTraining(rounds=1, clients_per_round=1, protocol=FedAvg(epochs=1, batch_size=50, lr=0.05))
 SMOKE_IMAGES = 1000
-"""Images read for the training at the smallest scale, of which those of the two classes are used."""
 SMOKE_STEPS = 3
 METHODS = ("R-GAP", "Hybrid", "Hybrid, defaults")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A network with the published errors by method; None where the number is not at hand."""
-
     title: str
     model: str
     published: Mapping[str, float | None]
@@ -75,7 +69,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Scale:
-    """Images a network, and whether Hybrid runs with its published settings too, which takes minutes an image."""
+    """Count images a network; ``published``: Hybrid runs with its published settings too, minutes an image."""
 
     images: int
     published: bool
@@ -85,7 +79,7 @@ class Scale:
         return f"{self.images} image{'s' if self.images > 1 else ''} a network, {settings}"
 
 
-SCALES = MappingProxyType({"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)})
+SCALES: Mapping[str, Scale] = {"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)}
 _EITHER = "which of two networks is CNN4 V2 is not certain"
 _BELONGS = "which network the number belongs to is not certain"
 CELLS = (
@@ -104,7 +98,6 @@ CELLS = (
 
 
 def attacks(scale: str) -> dict[str, Attack]:
-    """The attacks by the name of their row."""
     cut: dict[str, Any] = {"iterations": SMOKE_STEPS} if scale == "smoke" else {}
     table: dict[str, Attack] = {
         "R-GAP": RGAP(ranks=False),
@@ -115,7 +108,6 @@ def attacks(scale: str) -> dict[str, Attack]:
 
 
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """One row a network and method; without the data every row says so."""
     table, count = attacks(scale), SCALES[scale].images
     examples = examples_or_reason("cifar10", split="test")
 
@@ -143,7 +135,7 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
 
 
 def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> float:
-    """The mean squared error of one image in [0, 1], not clipped."""
+    """Return the mean squared error of one image in [0, 1], not clipped."""
     x = BOX.from_unit(example.x)
     observation = FedSGD().observe(
         model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes
@@ -153,7 +145,6 @@ def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> flo
 
 
 def pretrained(name: str, scale: str, seed: int) -> nn.Module:
-    """The network after training on two classes of the training split."""
     examples = load_data("cifar10", split="train", limit=SMOKE_IMAGES if scale == "smoke" else None)
     some = examples.subset([index for index, label in enumerate(examples.y.tolist()) if label in CLASSES])
     training = SMOKE_TRAINING if scale == "smoke" else TRAINING
@@ -165,20 +156,14 @@ def _network(name: str, seed: int) -> nn.Module:
 
 
 def _order(examples: Examples, cell: Cell, seed: int) -> list[int]:
-    """The images in the order of trials; a pre-trained network is attacked on the classes that it knows."""
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).tolist()
     return [index for index in order if not cell.pretrained or int(examples.y[index]) in CLASSES]
 
 
 def _note(cell: Cell, scale: str) -> str:
     training = "our own training on two classes" if cell.pretrained else ""
-    words = (
-        f"{SCALES[scale].images} images, the paper has 2",
-        training,
-        cell.note,
-        "search cut short" if scale == "smoke" else "",
-    )
-    return "; ".join(filter(None, words))
+    cut = "search cut short" if scale == "smoke" else ""
+    return "; ".join(filter(None, (f"{SCALES[scale].images} images, the paper has 2", training, cell.note, cut)))
 
 
 TABLE = PaperTable(

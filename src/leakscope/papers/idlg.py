@@ -11,9 +11,8 @@ drawn without repetition from the test split.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 
@@ -36,8 +35,6 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How many images, and how many L-BFGS iterations of DLG on each."""
-
     images: int
     iterations: int
 
@@ -45,11 +42,10 @@ class Scale:
         return f"{self.images} images a data set, {self.iterations} iterations of DLG"
 
 
-SCALES = MappingProxyType({"smoke": Scale(3, 30), "small": Scale(20, 300), "paper": Scale(1000, 6000)})
+SCALES: Mapping[str, Scale] = {"smoke": Scale(3, 30), "small": Scale(20, 300), "paper": Scale(1000, 6000)}
 
 
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """One row a data set and method; a data set that is not there gives rows that say so."""
     size = SCALES[scale]
     readable = {
         title: "no data" if name is None else examples_or_reason(name, split="test") for title, name, _ in PUBLISHED
@@ -75,7 +71,7 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
 
 
 def trial(example: Examples, iterations: int, seed: int) -> dict[str, float]:
-    """100 for each method that finds the label of one image from one gradient of freshly drawn weights, else 0."""
+    """Return 100 for each method that finds the label of one image from the gradient of fresh weights, else 0."""
     model = build_model("dlg-lenet", input_shape=example.shape, num_classes=example.num_classes, seed=seed)
     observation = FedSGD().observe(
         model, example.x, example.y, value_range=example.value_range, num_classes=example.num_classes

@@ -1,12 +1,10 @@
 """Tables 1, 2, 3, 6 and 7 of "Surrogate Model Extension (SME)" (Zhu, Yao, Blaschko, ICML 2023).
 
 A client holds N images (FEMNIST: the first N of one writer; CIFAR-100: N drawn at random), trains the paper's network
-from PyTorch's initial weights for E epochs of plain SGD with batches of B, and sends the difference of weights; labels
-are known. IG (beta fixed at 0) and SME run with the published settings (``SME.preset``), "..., defaults" and DLFA with
-this package's.
-PSNR is the mean over a client's images after assignment, in [0, 1] space; intervals are over clients.
-
-The paper's networks started from JAX's initial weights. Cells whose published number is not at hand are measured alone.
+from PyTorch's initial weights (the paper: JAX's) for E epochs of plain SGD with batches of B, and sends the difference
+of weights; labels are known. IG (beta fixed at 0) and SME run with the published settings (``SME.preset``), "...,
+defaults" and DLFA with this package's. PSNR is the mean over a client's images after assignment, in [0, 1] space;
+intervals are over clients. Cells whose published number is not at hand are measured alone.
 """
 
 from __future__ import annotations
@@ -51,13 +49,11 @@ from leakscope.papers.base import (
 )
 
 PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
-BOXES: Mapping[str, ValueRange] = MappingProxyType(
-    {
-        "femnist": ValueRange.normalised((0.96424,), (0.15768,)),
-        "cifar100": ValueRange.normalised((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
-    }
-)
-MODELS = MappingProxyType({"femnist": "femnist-cnn", "cifar100": "cifar-cnn"})
+BOXES: Mapping[str, ValueRange] = {
+    "femnist": ValueRange.normalised((0.96424,), (0.15768,)),
+    "cifar100": ValueRange.normalised((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
+}
+MODELS: Mapping[str, str] = {"femnist": "femnist-cnn", "cifar100": "cifar-cnn"}
 #: Every label is known, the order of visits is not.
 KNOWLEDGE = dataclasses.replace(Knowledge.honest_server, labels="yes")
 WRITER_IMAGES = 50
@@ -67,8 +63,6 @@ SMOKE_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One client's training."""
-
     data: str = "femnist"
     epochs: int = 10
     examples: int = 10
@@ -90,15 +84,12 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Client:
-    """The private side of one trial: images as the network reads them, labels, and the range of values."""
-
     x: Tensor
     y: Tensor
     box: ValueRange
     number: int
 
     def generator(self) -> torch.Generator:
-        """The client's own draws, which must not coincide with an attack's."""
         return torch.Generator().manual_seed(derived_seed(self.number, 0, "client"))
 
     def attacked(self, observation: Observation, attack: Attack) -> Assessment:
@@ -106,7 +97,6 @@ class Client:
 
 
 def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iterator[Client]:
-    """Different clients for different numbers; the same ones for the same seed."""
     generator = torch.Generator().manual_seed(seed)
     if examples.group is not None:
         whole = [rows for rows in split_by_group(examples, limit=WRITER_IMAGES) if len(rows) >= setting.examples]
@@ -127,18 +117,17 @@ def observe(setting: Setting, client: Client, model: nn.Module) -> Observation:
 
 
 def diagnosis(setting: Setting, client: Client, model: nn.Module) -> dict[str, Any]:
-    """How near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
+    """Measure how near one gradient on the segment comes to the update; see ``leakscope.limits.surrogate``."""
     private: dict[str, Any] = {"x": client.x, "y": client.y, "draws": client.generator}
     facts: dict[str, Any] = {"protocol": setting.protocol, "defense": None, "task": Classification()}
     trajectory = describe_update(Subject(observation=observe(setting, client, model), **facts, **private))
     if trajectory.get("max_cosine") is None:
-        reason = trajectory.get("reason", "the gradient vanishes along the segment")
-        raise UserError(f"{setting}: no diagnosis: {reason}")
+        why = trajectory.get("reason", "the gradient vanishes along the segment")
+        raise UserError(f"{setting}: no diagnosis: {why}")
     return trajectory
 
 
 def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, Attack]:
-    """The attacks by the name of their row."""
     cut: dict[str, Any] = {"iterations": SMOKE_STEPS, "compile": "never"} if scale == "smoke" else {}
     published = "paper-vit" if setting.model == "s3-vit" else "paper"
     baseline: dict[str, Any] = {"beta": 0.0, "beta_lr": 0.0}
@@ -154,14 +143,16 @@ def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, A
 
 @dataclass(frozen=True)
 class Cell:
-    """A setting with what the paper reports for it, by measure; None where its number is not at hand."""
+    """Put beside a setting what the paper reports for it, by measure; None where its number is not at hand.
+
+    ``clients`` at the scales smoke, small and paper; 0 leaves the cell out. ``spread``: what the paper prints after its
+    +-.
+    """
 
     setting: Setting
     published: Mapping[str, float | None]
-    #: Clients at the scales smoke, small and paper; 0 leaves the cell out.
     clients: tuple[int, int, int] = (1, 3, 100)
     title: str = ""
-    #: What the paper prints after its +-: ours matches within it.
     spread: float | None = None
 
     def count(self, scale: str) -> int:
@@ -185,8 +176,8 @@ TABLE_2 = (
     Cell(Setting(data="cifar100", examples=50), {"IG": None, "DLFA": 20.3, "SME": None, "SME, defaults": None}, _PAPER),
     Cell(Setting(data="cifar100", epochs=20, examples=50), {"IG": 14.8, "SME": 21.7, "SME, defaults": 21.7}, _PAPER),
 )
+#: The first row of table 2 also gives the objective the search ended with.
 _SIMILARITY = {"IG": 0.044, "SME": 0.019}
-"""The first row of table 2 also gives the objective the search ended with."""
 _ALONE: Mapping[str, None] = {"IG": None, "SME": None, "SME, defaults": None}
 TABLE_7 = (
     Cell(Setting(model="s3-mlp"), _ALONE, title="MLP, "),
@@ -195,9 +186,9 @@ TABLE_7 = (
     Cell(Setting(model="s3-vit"), _ALONE, title="ViT, "),
 )
 #: Rounds in which a client is attacked, with the published largest cosine.
-TABLE_6 = MappingProxyType({1: None, 5: None, 10: None, 20: 0.602})
+TABLE_6: Mapping[int, float | None] = {1: None, 5: None, 10: None, 20: 0.602}
 #: Hours of 100 attacks on a V100, E=20, N=50.
-TABLE_3 = MappingProxyType({"femnist": 0.29, "cifar100": 1.6})
+TABLE_3: Mapping[str, float] = {"femnist": 0.29, "cifar100": 1.6}
 
 
 def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
@@ -211,7 +202,7 @@ def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list
 def run_reconstruction(
     cells: tuple[Cell, ...], scale: str, seed: int, progress: Progress | None, similarity: bool = False
 ) -> list[Row]:
-    """PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
+    """Return PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
 
     def measure(cell: Cell, client: Client) -> dict[str, float]:
         observation = observe(cell.setting, client, cell.setting.network(client.number))
@@ -231,7 +222,7 @@ def run_reconstruction(
 
 
 def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """Cost of 100 attacks, from one attack cut to a few steps, and the memory that one needs."""
+    """Time 100 attacks, from one attack cut to a few steps, and measure the memory that one needs."""
     steps = {"smoke": 2, "small": 10, "paper": 50}[scale]
     rows: list[Row] = []
     settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3][: 1 if scale == "smoke" else None]
@@ -262,7 +253,7 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
 
 
 def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """A model trained by many writers with 50 images each; then N images of some of them are attacked."""
+    """Train a model by many writers with 50 images each; then attack N images of some of them."""
     setting = Setting()
     local = Setting(examples=10 if scale == "smoke" else WRITER_IMAGES)
     rounds = [1, 2] if scale == "smoke" else list(TABLE_6)

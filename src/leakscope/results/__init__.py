@@ -1,4 +1,4 @@
-"""What an audit leaves behind: typed rows in a store, the policy, and the verdict on them. Pages are made from it.
+"""Hold what an audit leaves behind: typed rows in a store, the policy, and the verdict on them.
 
 Names are loaded on first use, so that a policy can be looked at without loading the libraries that measure.
 """

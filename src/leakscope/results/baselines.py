@@ -1,4 +1,4 @@
-"""What comes out where nothing was to be learnt: the measures of blind controls, with which attempts are compared."""
+"""Measure what comes out where nothing was to be learnt: blind controls, with which attempts are compared."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ _WITHOUT_LABELS = "noise"
 
 
 class Baselines:
-    """Every measure of each attack's controls on each example; they serve all defences.
+    """Hold every measure of each attack's controls on each example, for all defences.
 
-    A control's seeds are averaged; of several controls the best for the adversary counts, those without any attack
-    included.
+    A control's seeds are averaged; of several controls, with or without attack, the best for the adversary counts.
     """
 
     def __init__(self, controls: Iterable[Row]) -> None:
@@ -36,19 +35,18 @@ class Baselines:
 
     @property
     def identification(self) -> float:
-        """Share of examples identified from no information, by luck or by the prior alone."""
+        """Return the share of examples identified from no information, by luck or by the prior alone."""
         return self._share("identified")
 
     @property
     def label_accuracy(self) -> float:
-        """Share of labels named from no information: the chance level."""
+        """Return the share of labels named from no information: the chance level."""
         return self._share("label_correct", only=_WITHOUT_LABELS)
 
     def value(self, attack: str, index: int, measure: Measure, *, held_out: bool = True) -> float:
-        """The best of the same attack's controls and of the guesses without an attack; NaN where there is none.
+        """Return the best of the same attack's controls and, if ``held_out``, of guesses without one; NaN if none.
 
-        Where there is neither, the lowest of other attacks' controls: none of them may make less of a leak by being
-        run too. Without ``held_out`` only controls in which an attack was run.
+        Where there is neither, the lowest of other attacks' controls: more attacks must not make less of a leak.
         """
         own, guesses = self._own(attack, index), self._guesses(index) if held_out else []
         if own or guesses:
@@ -56,7 +54,7 @@ class Baselines:
         return best(_means(self._others(index), measure), "lower" if measure.better == "higher" else "higher")
 
     def why_missing(self, attack: str, index: int, measure: Measure) -> list[str]:
-        """Why there is no such value, once for each control."""
+        """Say why there is no such value, once for each control."""
         controls = [*(self._own(attack, index) or self._others(index)), *self._guesses(index)]
         return [reasons.get(measure.key, measure.otherwise) for seeds in controls for _, reasons in seeds]
 
@@ -70,7 +68,6 @@ class Baselines:
         return list(self._held_out.get(index, {}).values())
 
     def _share(self, key: str, only: str | None = None) -> float:
-        """The highest of the controls' means over attacks, seeds and examples."""
         values: dict[str, list[float]] = defaultdict(list)
         for names in self._blind.values():
             for name, seeds in names.items():
@@ -80,5 +77,4 @@ class Baselines:
 
 
 def _means(controls: list[list[Control]], measure: Measure) -> list[float]:
-    """Average each control over its seeds."""
     return [mean(example.value(measure.key) for example, _ in seeds) for seeds in controls]

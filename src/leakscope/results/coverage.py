@@ -4,8 +4,8 @@ An attempt covers its client if it gave a measured result without a flag that ex
 defence where there is one, and if its attack passed the positive control. Flags, failed searches and weak attacks count
 only for clients that no attempt covers. More attacks therefore never take a pass away, and fewer attacks never buy one.
 
-An update from which nothing was recovered is safe, or the attack was weak. Three things tell which: what the same
-attack makes of the update without the defence, of the easiest case of the same model, and what theory says is in it.
+Whether an attack that recovered nothing was weak shows in what it makes of the update without the defence, of the
+easiest case of the same model, and in what theory says is in the update.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN_VARIANCE = 1 / 12
 
 
 def allowed_psnr(floor: FindingRow) -> float:
-    """The highest PSNR that theory allows; NaN where it says nothing.
+    """Return the highest PSNR that theory allows; NaN where it says nothing.
 
     Directions that leave no trace in the update cost what is unknown of a grey value, the others nothing.
     """
@@ -43,7 +43,7 @@ def allowed_psnr(floor: FindingRow) -> float:
 
 @dataclass(frozen=True, eq=False)
 class AttackStrength:
-    """What positive controls and theory say of the attacks on one protocol.
+    """Say what positive controls and theory tell of the attacks on one protocol.
 
     ``has_floor``: theory can say something of this protocol; ``floor`` is what it allows of the undefended update.
     ``broken``: controls that failed; their attacks prove nothing.
@@ -78,11 +78,11 @@ class AttackStrength:
 
     @property
     def bar(self) -> float:
-        """From here on a positive control has succeeded (dB)."""
+        """Return the PSNR from which on a positive control has succeeded (dB)."""
         return min(self.policy.max_psnr, BEYOND_DOUBT)
 
     def doubt(self, attacks: set[str]) -> Reason | None:
-        """Why a failure of these attacks would mean nothing; None where it means something."""
+        """Say why a failure of these attacks would mean nothing; None where it means something."""
         broken = [row for row in self.broken if row.job.attack in attacks]
         attacks = attacks - {row.job.attack for row in broken}
         if broken and not attacks:
@@ -110,7 +110,7 @@ class AttackStrength:
 
 
 def gap_doubt(allowed: float, reached: float, policy: Policy) -> Reason | None:
-    """Where theory allows a leak that no attack came near to."""
+    """Doubt where theory allows a leak that no attack came near to."""
     if not (allowed >= policy.max_psnr and allowed - reached > WIDE_GAP):
         return None
     return because("gap", "more-steps", "stronger-defence", measure="psnr", value=reached, limit=allowed)
@@ -132,10 +132,10 @@ Client = tuple[int, int]
 
 
 class Coverage:
-    """The attempts on one scenario by client, which is a seed and a batch.
+    """Hold the attempts on one scenario by client, which is a seed and a batch.
 
-    ``required`` names attacks that must have been run on every client; None where the plan does not say, and then those
-    that were run. ``measures`` are the keys of the measures that the policy limits.
+    ``required`` names attacks that must run on every client, those that ran where it is None. ``measures``: the keys of
+    the measures that the policy limits.
     """
 
     def __init__(
@@ -163,24 +163,21 @@ class Coverage:
 
     @property
     def open_rows(self) -> list[Row]:
-        """The results on clients that no attempt covers."""
+        """Return the results on clients that no attempt covers."""
         return [row for row in self._all() if row.status == "done" and _client(row) in self.uncovered]
 
     @property
     def not_run(self) -> list[str]:
-        """The required attacks without any row on a client."""
+        """Return the required attacks without any row on a client."""
         ran = {(_client(row), row.job.attack_name) for row in self._all()}
         return sorted({name for client, name in self._lacking if (client, name) not in ran})
 
     def matters(self, row: Row) -> bool:
-        """Whether a job without a result stands in the way of a pass."""
+        """Check whether a job without a result stands in the way of a pass."""
         return _client(row) in self.uncovered or (_client(row), row.job.attack_name) in self._lacking
 
     def unexplained(self) -> Reason | None:
-        """The doubt about updates that no attack explains; None where the noise accounts for what is left.
-
-        Where residuals were computed for no attack, as for rounds, there is no such doubt.
-        """
+        """Doubt updates that no attack explains, where residuals were computed and exceed the noise."""
         left: list[tuple[float, float]] = []
         for tries in self._clients.values():
             pairs = [pair for row in tries if self._knows(row) for pair in _residuals(row)]
@@ -209,12 +206,12 @@ class Coverage:
 
 
 def raised(row: Row) -> list[str]:
-    """The flags of a result; guessed labels do not count where they did not matter."""
+    """Return the flags of a result; guessed labels do not count where they did not matter."""
     return [flag for flag in row.flags if flag != UNCERTAIN_LABELS or not settled(row)]
 
 
 def explained(unexplained: float, by_truth: float) -> bool:
-    """Whether noise and rounding account for the residual of a result; both are shares of the update's norm.
+    """Check that noise and rounding account for the residual of a result; both are shares of the update's norm.
 
     No inputs at all leave 1, so that a result that leaves more is no worse than none.
 
@@ -225,13 +222,11 @@ def explained(unexplained: float, by_truth: float) -> bool:
 
 
 def _residuals(row: Row) -> list[tuple[float, float]]:
-    """What the result and what the true examples leave of the update, where both were computed."""
     pair = (math.nan, math.nan) if row.result is None else (row.result.unexplained, row.result.unexplained_by_truth)
     return [] if any(map(math.isnan, pair)) else [pair]
 
 
 def _had_its_turn(row: Row) -> bool:
-    """Whether the attack gave a result, or was refused because it does not apply to the model."""
     return row.status == "done" or (row.status == "refused" and not row.starved)
 
 

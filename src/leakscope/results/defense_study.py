@@ -1,12 +1,11 @@
-"""The defence study: what each defence leaves to the strongest attack, and what it costs.
+"""Study what each defence leaves to the strongest attack, and what it costs.
 
-Leakage of a setting is the mean over examples of the best PSNR that any attack reached: the adversary may choose the
-attack for each example, and never does worse than by a guess that needs no update. Cost is what the model fails to
-learn when every update is protected. A setting is on the front where no other leaks less at no higher cost, nor costs
-less at no more leakage; one from which more examples are identified beats nothing, however few decibels it leaks.
+Leakage of a setting is the mean over examples of the best PSNR of any attack, or of a guess that needs no update. Cost
+is what the model fails to learn when every update is protected. A setting is on the front where no other leaks less at
+no higher cost, nor costs less at no more leakage; one from which more examples are identified beats nothing.
 
 What has not been tested is shown, but beats nothing and is never recommended: a defence that no attack knew, attacks
-that miss what lies open, and a training in which nothing is learnt even without a defence.
+that fail undefended, and a training in which nothing is learnt even without a defence.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ LIMITS = (30.0, 25.0, 20.0, 15.0, 12.0)
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """The trainings of one setting, a number for each seed."""
+    """Hold the trainings of one setting, a number for each seed."""
 
     seeds: tuple[int, ...]
     accuracies: tuple[float, ...]
@@ -54,18 +53,18 @@ class Training:
 
     @property
     def utilities(self) -> tuple[float, ...]:
-        """What is lost where a defence costs something: the accuracy, or less the test loss where there is none."""
+        """Return accuracies, or negative test losses where there are none."""
         return self.accuracies if self.is_accuracy else tuple(-loss for loss in self.test_losses)
 
     @property
     def learns(self) -> bool:
-        """Whether it learnt more than a constant guess knows; taken to where nobody can tell."""
+        """Check whether it learnt more than a constant guess knows; assumed where nobody can tell."""
         return not self.is_accuracy or math.isnan(self.chance) or mean(self.accuracies) > self.chance + LEARNT
 
 
 @dataclass(frozen=True, kw_only=True)
 class StudyRow(InScenario):
-    """One protocol with one defence: what leaks, what it costs, and whether something else is better at both."""
+    """Say what one protocol with one defence leaks and costs, and whether something else is better at both."""
 
     protocol: str
     defense: str
@@ -105,15 +104,15 @@ class StudyRow(InScenario):
 
     @property
     def comparable(self) -> bool:
-        """Whether it may stand on the front: attacked in earnest by somebody who knew it, and trained."""
+        """Check that it may stand on the front: attacked by somebody who knew it, and trained."""
         return self.known and self.telling and math.isfinite(self.leakage) and math.isfinite(self.utility)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The cheapest defence whose every example stays below any of ``limits`` dB; None where there is none.
+    """Name the cheapest defence whose every example stays below any of ``limits`` dB; None where there is none.
 
-    Without limits it is the cheapest that lets no example be identified.
+    Without limits it is the cheapest that lets no example be identified. ``alike``: others that cost as much.
     """
 
     protocol: str
@@ -125,7 +124,7 @@ class Choice:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """All settings, in the order of the verdict; empty rows where nothing was trained."""
+    """Hold all settings in the order of the verdict. ``accuracy``: utility is that, else the negative test loss."""
 
     rows: tuple[StudyRow, ...]
     choices: tuple[Choice, ...]
@@ -136,7 +135,7 @@ class Study:
 
 
 def study_store(store: Any, verdict: Verdict) -> Study | None:
-    """The study of a store's audit; None where nothing was trained."""
+    """Study a store's audit; None where nothing was trained."""
     spec = store.meta("spec") or {}
     section = spec.get(UTILITY) if isinstance(spec, Mapping) else None
     tolerance = number(section.get("tolerance")) if isinstance(section, Mapping) else NAN
@@ -146,7 +145,7 @@ def study_store(store: Any, verdict: Verdict) -> Study | None:
 def make_study(
     verdict: Verdict, rows: Iterable[Row], findings: Iterable[FindingRow], tolerance: float = 0.02
 ) -> Study | None:
-    """What each setting leaks and costs; None where no training was asked for. ``tolerance`` is one of utility."""
+    """Study what each setting leaks and costs; None where no training was asked for. ``tolerance``: of utility."""
     rows, findings = list(rows), list(findings)
     trainings = _trainings(findings)
     if not trainings:
@@ -168,7 +167,6 @@ def make_study(
 
 
 def _trainings(findings: Iterable[FindingRow]) -> dict[Scenario, Training | None]:
-    """The trainings of each setting; None where they were asked for and none is done."""
     by_setting: dict[Scenario, list[FindingRow]] = defaultdict(list)
     for finding in findings:
         if finding.kind == UTILITY:
@@ -200,7 +198,6 @@ def _training(done: Sequence[FindingRow]) -> Training | None:
 
 
 def _guesses(rows: Iterable[Row], protocol: str) -> dict[int, float]:
-    """For each example the best PSNR of any control, in which the update told nothing; the same for every defence."""
     own = [row for row in rows if row.job.protocol == protocol]
     baselines = Baselines(row for row in own if not row.counts)
     attacks = dict.fromkeys(row.job.attack for row in own if row.counts)
@@ -257,7 +254,6 @@ def _row(
 
 
 def _least_errors(attempts: Sequence[Row]) -> list[float]:
-    """For each example the least RMSE of any attempt."""
     least: dict[int, float] = {}
     for row in attempts:
         for example in row.examples:
@@ -268,7 +264,6 @@ def _least_errors(attempts: Sequence[Row]) -> list[float]:
 
 
 def _lost(training: Training, undefended: Training) -> tuple[float, ...]:
-    """Utility lost, seed by seed: the same seed has the same batches in the same order."""
     bare = dict(zip(undefended.seeds, undefended.utilities, strict=True))
     own = zip(training.seeds, training.utilities, strict=True)
     return tuple(bare[seed] - value for seed, value in own if seed in bare)
@@ -303,7 +298,7 @@ def _doubts(setting: SettingVerdict, known: bool, training: Training | None, lea
 
 
 def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
-    """The rows, each with its place: on the front of its protocol, or beaten by the cheapest that leaks less."""
+    """Place each row on the front of its protocol, or name the one that beats it and leaks least."""
     ranked = []
     for row in rows:
         rivals = [other for other in rows if other.protocol == row.protocol and other.comparable]
@@ -330,7 +325,7 @@ def _beats(one: StudyRow, other: StudyRow, tolerance: float) -> bool:
 
 
 def dominates(one: tuple[float, float], other: tuple[float, float], leakage: float = 0.0, utility: float = 0.0) -> bool:
-    """Whether ``one`` (leakage, utility) is better than ``other``, both told apart from these tolerances on.
+    """Check whether ``one`` (leakage, utility) is better than ``other`` by more than these tolerances.
 
     >>> dominates((10.0, 0.9), (20.0, 0.9)), dominates((10.0, 0.9), (10.5, 0.9), leakage=1.0)
     (True, False)
@@ -342,10 +337,7 @@ def dominates(one: tuple[float, float], other: tuple[float, float], leakage: flo
 
 
 def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
-    """For each protocol the cheapest setting for each limit, and for nobody to be identified.
-
-    Limits with the same answer share a choice, and those that a guess without the update exceeds are left out.
-    """
+    """Choose the cheapest setting for each limit above every guess, and for nobody to be identified."""
     choices = []
     for protocol in dict.fromkeys(row.protocol for row in rows):
         own = [row for row in rows if row.protocol == protocol and row.comparable]
@@ -367,14 +359,13 @@ def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
 
 
 def _alike(best: StudyRow | None, rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
-    """Others that cost as much, within the tolerance."""
     return tuple(
         row for row in rows if best is not None and row is not best and best.utility - row.utility <= tolerance
     )
 
 
 def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:
-    """The one with the highest utility; of those within the tolerance of it, the one that leaks least.
+    """Choose the highest utility; of those within the tolerance of it, the one that leaks least.
 
     >>> def row(defense, leakage, utility):
     ...     return StudyRow(protocol="P()", defense=defense, outcome="", leakage=leakage, utility=utility)

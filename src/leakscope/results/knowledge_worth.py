@@ -1,4 +1,4 @@
-"""What knowing the defence is worth to an adversary: the same attack with that knowledge and without it."""
+"""Measure what knowing the defence is worth to an adversary: the same attack with that knowledge and without it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ IGNORES = "ignore_defense"
 
 @dataclass(frozen=True, kw_only=True)
 class Worth(InScenario):
-    """What knowing a defence was worth to one attack, in dB: the same attack with the knowledge and without it."""
+    """Hold what knowing a defence was worth to one attack, in dB."""
 
     protocol: str
     defense: str
@@ -33,7 +33,7 @@ class Worth(InScenario):
 
 
 def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
-    """For each defence and attack that was run with its knowledge of the defence and without: the difference in dB.
+    """Compare, for each defence and attack, runs with knowledge of the defence and without: the difference in dB.
 
     >>> job = {"protocol": "P()", "defense": "D()", "attack_name": "a", "seed": 0, "batch": 0}
     >>> def row(key, ignores, psnr):

@@ -1,4 +1,4 @@
-"""What attacks learn of the labels: a leak of its own, and what stands in the way of recovering the inputs."""
+"""Judge what attacks learn of the labels: a leak of its own, and an obstacle to recovering the inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNCERTAIN_LABELS = "labels uncertain"
 
 @dataclass(frozen=True)
 class Share:
-    """A share of the examples of a scenario, such as those whose labels are named.
+    """Hold a share of the examples of a scenario, such as those whose labels are named.
 
     ``certain`` is the share if every example that was not attacked yet is none of them. ``chance`` is the share without
     information; NaN where the limit of the policy does not ask for it.
@@ -31,9 +31,8 @@ class Share:
 
 
 def label_share(done: list[Row], chance: float, examples: int = 0) -> Share:
-    """The share of labels that one attack with one seed names, the best of them; NaN where the adversary knows them.
-
-    With ``examples`` of at least so many examples, some of them not attacked yet.
+    """Return the share of labels that the best attack and seed names, of at least ``examples``; NaN where they are
+    known.
     """
     named: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in done:
@@ -47,7 +46,7 @@ def label_share(done: list[Row], chance: float, examples: int = 0) -> Share:
 
 
 def label_remarks(share: Share, policy: Policy) -> list[Reason]:
-    """Labels that leak although the policy does not limit them."""
+    """Remark labels that leak although the policy does not limit them."""
     if policy.max_label_accuracy is not None or math.isnan(share.value) or share.value <= share.chance:
         return []
     return [because("labels-unlimited", measure="label_accuracy", value=share.value, baseline=share.chance)]
@@ -62,20 +61,19 @@ def label_doubts(share: Share, policy: Policy, done: list[Row]) -> list[Reason]:
 
 
 def unresolved_labels(rows: list[Row]) -> list[Reason]:
-    """The doubt about labels that were guessed wrong, if any were."""
     unresolved = [row for row in rows if UNCERTAIN_LABELS in row.flags and not settled(row)]
     remedies = FLAG_REMEDIES[UNCERTAIN_LABELS]
     return [because("labels-wrong", *remedies, count=len(unresolved), total=len(rows))] if unresolved else []
 
 
 def settled(row: Row) -> bool:
-    """Whether uncertain labels did not matter: they were right, or the attack was also run with the right ones."""
+    """Check that uncertain labels did not matter: they were right, or the attack was also run with the right ones."""
     right = [example.value("label_correct") for example in row.examples]
     return bool(row.result and row.result.given_labels) or (bool(right) and all(value == 1 for value in right))
 
 
 def _only_labels_hide(policy: Policy, done: list[Row]) -> list[Reason]:
-    """Examples that cross the limit as soon as the attack is told the labels, which it may also guess."""
+    """Doubt examples that cross the limit as soon as the attack is told the labels, which it may also guess."""
     told: dict[int, float] = {}
     for row in done:
         for example in row.result.given_labels if row.result else ():

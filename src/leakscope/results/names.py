@@ -1,4 +1,4 @@
-"""Short names of scenarios, protocols, defences and attacks, the same on console and page."""
+"""Name scenarios, protocols, defences and attacks shortly, the same on console and page."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A protocol, defence or attack: the name of its class, and its options."""
-
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, text: str, facts: Any) -> Part:
-        """What a row says of the part with the repr ``text``; of rows before 0.13, which say nothing, its repr.
+        """Read what a row says of the part with the repr ``text``; rows before 0.13 have its repr only.
 
         >>> Part.read("FedAvg(epochs=5, order=(1, 2))", None)
         Part(name='FedAvg', options={'epochs': 5, 'order': (1, 2)})
@@ -46,7 +44,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 class _Code(str):
-    """Text that stands for itself and is not quoted: the value of an option that is a part with options of its own."""
+    """Print unquoted: the value of an option that is a part with options of its own."""
 
     __slots__ = ()
 
@@ -55,7 +53,7 @@ class _Code(str):
 
 
 def _shown(value: Any) -> Any:
-    """The value of an option; the parts of a chain, which a spec names by mappings, as they would be called.
+    """Show the value of an option; the parts of a chain, which a spec names by mappings, as they would be called.
 
     >>> _shown([{"gradient-noise": {"sigma": 0.1}}, {"top-k": {"fraction": 0.5}}])
     (gradient-noise(sigma=0.1), top-k(fraction=0.5))
@@ -73,7 +71,7 @@ def _options(value: Any) -> Iterable[tuple[str, Any]]:
 
 
 def parts_of(rows: Iterable[Row]) -> dict[str, Part]:
-    """Every protocol, defence and attack of ``rows`` by its repr."""
+    """Return every protocol, defence and attack of ``rows`` by its repr."""
     places = ((getattr(row.job, name), row.job.parts.get(name)) for row in rows for name in _PARTS)
     facts = {text: told for text, told in places if told or text != "none"}
     return {text: Part.read(text, told) for text, told in facts.items()}
@@ -84,8 +82,6 @@ _PARTS = ("protocol", "defense", "attack")
 
 @dataclass(frozen=True)
 class Setting:
-    """One scenario, as console and page name it."""
-
     name: str
     verdict: SettingVerdict
     protocol_short: str
@@ -113,13 +109,12 @@ class Setting:
 
     @property
     def defense_parts(self) -> tuple[str, str]:
-        """The name of the defence, and its options."""
+        """Split the defence into its name and its options."""
         name, _, options = self.defense_short.partition("(")
         return name, options.removesuffix(")")
 
 
 def name_settings(verdict: Verdict) -> list[Setting]:
-    """Every scenario in the order of the verdict."""
     protocols = short_names((s.protocol for s in verdict.settings), verdict.parts)
     defenses = short_names((s.defense for s in verdict.settings), verdict.parts)
     return [
@@ -129,7 +124,7 @@ def name_settings(verdict: Verdict) -> list[Setting]:
 
 
 def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, list[str]]:
-    """For each repr those options that tell it from others of the same name; of a single one its first numbers."""
+    """Return for each repr the options that tell it from others of the same name; of a single one its first numbers."""
     found = {text: (parts or {}).get(text) or Part.read(text, None) for text in dict.fromkeys(reprs)}
     options = {
         text: {f"{name}={value!r}": value for name, value in part.options.items()} for text, part in found.items()
@@ -146,7 +141,7 @@ def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = Non
 
 
 def short_names(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, str]:
-    """For each repr its name with only those options that tell it from others of the same name.
+    """Name each repr with only those options that tell it from others of the same name.
 
     >>> short_names(["Noise(sigma=1, kind='a')", "Noise(sigma=2, kind='a')", "Prune(fraction=0.9)", "none"])
     {"Noise(sigma=1, kind='a')": 'Noise(sigma=1)', "Noise(sigma=2, kind='a')": 'Noise(sigma=2)', \

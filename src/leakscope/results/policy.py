@@ -1,4 +1,4 @@
-"""From where on a reconstruction counts as a leak."""
+"""Set from where on a reconstruction counts as a leak."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Limit:
-    """A limit of the policy on one measure of the table."""
+    """Limit one measure of the table."""
 
     measure: Measure
     value: float
 
     def reached(self, value: float) -> bool:
-        """Whether a value of one example is as good for the adversary; NaN is not."""
+        """Check whether a value of one example is as good for the adversary; NaN is not."""
         return value >= self.value if self.measure.better == "higher" else value <= self.value
 
 
 @dataclass(frozen=True, kw_only=True)
 class Policy(Described):
-    """Limits of the verdict; ``None`` switches one off. They are those that the table of measures names.
+    """Set the limits of the verdict; ``None`` switches one off. They are those that the table of measures names.
 
     >>> [(limit.measure.name, limit.value) for limit in Policy(max_ssim=0.5).limits]
     [('psnr', 20.0), ('ssim', 0.5)]
@@ -44,7 +44,7 @@ class Policy(Described):
 
     @property
     def limits(self) -> tuple[Limit, ...]:
-        """The limits that are set, in the order of the table of measures."""
+        """Return the limits that are set, in the order of the table of measures."""
         from leakscope.metrics import MEASURES  # needs torch, which a command line that only reads a policy does not
 
         named = [(measure, getattr(self, measure.limit)) for measure in MEASURES.values() if measure.limit is not None]

@@ -1,4 +1,4 @@
-"""Why a verdict is what it is, and what can be done about it, as facts: sentences are written in ``report``."""
+"""Say why a verdict is what it is, and what can be done about it, as facts; ``report`` writes the sentences."""
 
 from __future__ import annotations
 
@@ -20,15 +20,13 @@ LEAKS: Mapping[str, ReasonKind] = {
 
 
 class Scenario(NamedTuple):
-    """A protocol with a defence, each by its repr; the defence is "none" where there is none."""
+    """Pair a protocol with a defence, each by its repr; the defence is "none" where there is none."""
 
     protocol: str
     defense: str
 
 
 class InScenario:
-    """What belongs to one scenario, and names its protocol and its defence."""
-
     protocol: str
     defense: str
 
@@ -39,7 +37,7 @@ class InScenario:
 
 @dataclass(frozen=True)
 class Remedy:
-    """What can be done about a reason: the kind of action, what it is done with, and what else would do."""
+    """Say what can be done about a reason: the kind of action, its arguments, and the next best remedy."""
 
     kind: str
     arguments: Mapping[str, Any] = field(default_factory=dict, hash=False)
@@ -47,7 +45,7 @@ class Remedy:
 
     @property
     def alternatives(self) -> list[Remedy]:
-        """This one and the others, the best first, each by itself."""
+        """Return this one and the others, the best first, each by itself."""
         own = dataclasses.replace(self, otherwise=None)
         return [own] if self.otherwise is None else [own, *self.otherwise.alternatives]
 
@@ -57,12 +55,11 @@ class Remedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Reason:
-    """One reason of a verdict; what does not apply is None.
+    """Give one reason of a verdict; what does not apply is None.
 
-    ``code`` says what is the case. ``value`` is the number that was measured and ``measure`` of what, ``limit`` what it
-    is held against, ``baseline`` what it is without information. ``count`` of ``total`` jobs, attempts, updates or
-    examples are concerned. ``names`` are the flag, or the attacks, that it is about. ``knowing``: it is about the
-    attacks that know the defence only.
+    ``value`` of ``measure`` is held against ``limit``; ``baseline`` is without information. ``count`` of ``total``
+    jobs, attempts, updates or examples are concerned. ``names``: the flag, or the attacks, that it is about.
+    ``knowing``: only of attacks that know the defence.
 
     >>> Reason(code="job-failed", count=2).kind, Reason(code="labels", value=0.9, limit=0.5).kind
     ('doubt', 'labels')
@@ -88,7 +85,6 @@ class Reason:
         return LEAKS.get(self.code, "doubt")
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values, and what they are in words."""
         facts = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}
         remedies = [] if self.remedy is None else self.remedy.alternatives
         return {
@@ -105,7 +101,7 @@ class Reason:
 
 
 def because(code: str, *remedies: str | Remedy, **facts: Any) -> Reason:
-    """A reason with its remedies, the best first, those without arguments by their kind; NaN is None.
+    """Make a reason with its remedies, the best first, those without arguments by their kind; NaN is None.
 
     >>> reason = because("gap", "more-steps", "stronger-defence", value=12.0, limit=math.nan)
     >>> reason.limit is None, [remedy.kind for remedy in reason.remedy.alternatives]

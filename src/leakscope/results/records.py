@@ -1,7 +1,6 @@
-"""What a store holds, as typed records; the only place where its JSON is read.
+"""Read what a store holds as typed records; the only place where its JSON is read.
 
-Reading forgives: a value that is missing or of the wrong kind becomes NaN, None or nothing, so that a damaged row costs
-itself and not the page. Writing does not: what is written is what the fields hold, with null for NaN and infinity.
+Reading forgives: a missing or malformed value becomes NaN, None or nothing, so that damage costs one row only.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ NAN = float("nan")
 
 
 def plain(value: Any) -> Any:
-    """``value`` as JSON values; NaN and infinity, which JSON lacks, are null.
+    """Return ``value`` as JSON values; NaN and infinity, which JSON lacks, are null.
 
     >>> plain({"psnr": float("nan"), "curve": (1, 2.5)})
     {'psnr': None, 'curve': [1, 2.5]}
@@ -48,7 +47,7 @@ def plain(value: Any) -> Any:
 
 
 def number(value: Any) -> float:
-    """``value`` as a float; NaN for anything that is no finite number.
+    """Return ``value`` as a float; NaN for anything that is no finite number.
 
     >>> number(3), number(None), number("x"), number(True), number(math.inf)
     (3.0, nan, nan, nan, nan)
@@ -62,17 +61,15 @@ def number(value: Any) -> float:
 
 
 def mapping(value: Any) -> dict[str, Any]:
-    """``value`` if it is a mapping, else an empty one."""
     return value if isinstance(value, dict) else {}
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    """The items of a list as texts; none of anything else."""
     return tuple(map(str, _items(value)))
 
 
 def mean(values: Iterable[float]) -> float:
-    """Mean of what is not NaN; NaN of nothing.
+    """Return the mean of what is not NaN; NaN of nothing.
 
     >>> mean([1.0, NAN, 3.0]), mean([])
     (2.0, nan)
@@ -82,12 +79,12 @@ def mean(values: Iterable[float]) -> float:
 
 
 def highest(values: Iterable[float]) -> float:
-    """The highest of what is not NaN; NaN of nothing."""
+    """Return the highest of what is not NaN; NaN of nothing."""
     return max((value for value in values if not math.isnan(value)), default=NAN)
 
 
 def best(values: Iterable[float], better: Literal["higher", "lower"]) -> float:
-    """The best for the adversary of what is not NaN; NaN of nothing.
+    """Return the best for the adversary of what is not NaN; NaN of nothing.
 
     >>> best([3.0, NAN, 1.0], "lower")
     1.0
@@ -98,7 +95,7 @@ def best(values: Iterable[float], better: Literal["higher", "lower"]) -> float:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun.
+    """Write a count with its noun.
 
     >>> counted(1, "job"), counted(3000, "job")
     ('1 job', '3,000 jobs')
@@ -107,7 +104,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def first_line(text: str | None) -> str:
-    """The first line of an error, which says what happened; the rest is its traceback.
+    """Return the first line of an error, which says what happened; the rest is its traceback.
 
     >>> first_line("ValueError: no\\nTraceback"), first_line(None)
     ('ValueError: no', '')
@@ -126,7 +123,7 @@ _PACKAGES = re.compile(r"/(?:[^'\"\n]*/)?(?:site-packages|dist-packages|python3\
 
 
 def without_folders(text: str) -> str:
-    """``text`` with absolute paths cut to their part within a package, or to their last name: folders name people.
+    """Cut absolute paths to their part within a package, or to their last name: folders name people.
 
     >>> without_folders("File '/home/ann/venv/lib/python3.11/site-packages/torch/nn/x.py', line 3")
     "File 'torch/nn/x.py', line 3"
@@ -141,10 +138,7 @@ def without_folders(text: str) -> str:
 
 
 def storable_error(text: str | None) -> str | None:
-    """An error as it is kept: of a length that people read, and without folders, whose names are the user's.
-
-    A lone surrogate, of a file name in a message say, cannot be stored; the failure itself must be.
-    """
+    """Shorten an error and cut folders; replace lone surrogates, which cannot be stored."""
     if text is None:
         return None
     if len(text) > MAX_ERROR:
@@ -165,9 +159,9 @@ class _Record:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRecord(InScenario, _Record):
-    """What a job was: a cell of the grid.
+    """Describe a job: a cell of the grid. ``protocol``, ``defense`` and ``attack`` are reprs; ``parts`` has their
+    options.
 
-    ``protocol``, ``defense`` and ``attack`` are reprs; ``parts`` says the same as name, class and options.
     ``control`` is the control's name and ``control_kind`` what it is for, both None for an attempt that counts.
     """
 
@@ -186,7 +180,7 @@ class JobRecord(InScenario, _Record):
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleRecord(_Record):
-    """One private example and what an attempt made of it; ``values`` by the keys of the measures, NaN where missing."""
+    """Hold what an attempt made of one private example; ``values`` by the keys of the measures."""
 
     index: int
     values: Mapping[str, float]
@@ -197,7 +191,6 @@ class ExampleRecord(_Record):
 
     @property
     def certified(self) -> bool:
-        """Whether a certificate of this example holds."""
         return self.certificate is not None and self.certificate.holds
 
     def value(self, key: str) -> float:
@@ -211,7 +204,7 @@ class ExampleRecord(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class DiagnosisRecord(_Record):
-    """Why a result is what it is, as far as attack and Jacobian tell."""
+    """Say why a result is what it is, as far as attack and Jacobian tell."""
 
     outcome: str
     reason: str
@@ -219,13 +212,12 @@ class DiagnosisRecord(_Record):
 
 @dataclass(frozen=True, kw_only=True)
 class AttemptRecord(_Record):
-    """The result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
+    """Hold the result of one attempt or control. ``adaptive``: the attack knew the defence and made use of it.
 
     ``unexplained`` is what the result leaves of the update, ``unexplained_by_truth`` what the true examples leave:
-    noise, rounding, and what the attack does not know of the defence. NaN where either cannot be computed.
-    ``chose_model``: the client was sent a model of the attack's own making.
-    ``given_labels`` is what the same attack makes of the same update when it is told the labels; only there where it
-    had guessed them wrong.
+    noise, rounding, and what the attack does not know of the defence; NaN where it cannot be computed. ``chose_model``:
+    the attack made the client's model. ``given_labels``: the same attack told the labels, where it had guessed them
+    wrong.
     """
 
     examples: tuple[ExampleRecord, ...] = ()
@@ -243,12 +235,11 @@ class AttemptRecord(_Record):
 
     @property
     def best_psnr(self) -> float:
-        """The highest PSNR of an example; NaN where none was measured."""
         return highest(example.value("psnr") for example in self.examples)
 
     @property
     def whole_psnr(self) -> float:
-        """PSNR of a whole update: errors are averaged before decibels are taken, as a theoretical floor's are."""
+        """Average errors of the update before taking decibels, as a theoretical floor does."""
         errors = [example.value("mse") for example in self.examples]
         if not errors or any(math.isnan(error) for error in errors):
             return NAN
@@ -257,8 +248,6 @@ class AttemptRecord(_Record):
 
 @dataclass(frozen=True)
 class Row:
-    """One finished attempt or control."""
-
     key: str
     position: int
     status: Status
@@ -280,22 +269,21 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """Why there is no result; empty where there is one."""
         return first_line(self.error)
 
     @property
     def refusal(self) -> str:
-        """Why the job was refused, without the name of the error; what happened where it failed."""
+        """Return why the job was refused, without the name of the error; what happened where it failed."""
         return self.reason.partition(": ")[2] or self.reason if self.status == "refused" else self.reason
 
     @property
     def starved(self) -> bool:
-        """Whether the attack was refused because the threat model withholds what it requires."""
+        """Check whether the threat model withholds what the attack requires."""
         return self.status == "refused" and self.reason.startswith("MissingKnowledge")
 
     @property
     def counts(self) -> bool:
-        """Whether it is an attempt, and no control."""
+        """Check that it is an attempt, and no control."""
         return self.job.control is None
 
     @classmethod
@@ -306,10 +294,9 @@ class Row:
 
 @dataclass(frozen=True)
 class FindingRow(InScenario):
-    """What is true of a setting, or of one client of it, whatever attack is run.
+    """Hold what is true of a setting, or of the client ``batch`` and ``seed``, whatever attack is run.
 
-    ``content`` is what its kind says it is, plain JSON values, or only a ``reason`` why there is nothing.
-    ``batch`` and ``seed`` are those of the client it was taken of.
+    ``content`` is plain JSON values by its kind, or only a ``reason`` why there is nothing.
     """
 
     key: str
@@ -326,12 +313,10 @@ class FindingRow(InScenario):
     finished: str | None = None
 
     def value(self, name: str) -> float:
-        """A number of the content; NaN where it has none of this name."""
         return number(self.content.get(name))
 
     @property
     def reason(self) -> str:
-        """Why there is nothing; empty where there is something."""
         return first_line(self.error) or str(self.content.get("reason") or "")
 
     @classmethod
@@ -347,7 +332,7 @@ class FindingRow(InScenario):
 
 
 def finding_words(kind: str) -> str:
-    """What a finding is among jobs.
+    """Say what a finding is among jobs.
 
     >>> finding_words("floor"), finding_words(UTILITY)
     ('theory (floor)', 'training')
@@ -356,7 +341,6 @@ def finding_words(kind: str) -> str:
 
 
 def job_facts(job: JobRecord) -> dict[str, Any]:
-    """A job as the store and the events of progress tell it."""
     facts: dict[str, Any] = plain(dataclasses.asdict(job))
     return facts
 

@@ -1,4 +1,4 @@
-"""The verdict on one scenario, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
+"""Judge one scenario, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
 
 from __future__ import annotations
 
@@ -31,8 +31,6 @@ _IDENTIFIED_ABOVE_CHANCE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class SettingVerdict(InScenario):
-    """One scenario: a protocol with a defence."""
-
     protocol: str
     defense: str
     outcome: Outcome
@@ -59,17 +57,18 @@ class SettingVerdict(InScenario):
 
     @property
     def doubts(self) -> list[Reason]:
-        """The reasons that are no leaks; a scenario that leaks may have them too, where jobs failed or are missing."""
+        """Return the reasons that are no leaks; a scenario that leaks may have them too, where jobs failed or are
+        missing.
+        """
         return [reason for reason in self.reasons if reason.kind == "doubt"]
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What was planned for a setting: attempts, the examples they are on, and findings; 0 where nobody says.
+    """Say what was planned for a setting; 0 where nobody says.
 
-    ``budget``: the time budget that ended before all of it was begun, in words. ``spared``: attempts that it was not
-    spent on, for their examples had been recovered exactly before. ``required``: the names of the attacks without which
-    nothing passes; None where the plan does not say.
+    ``budget``: the time budget that ended first, in words. ``spared``: attempts on examples that had been recovered
+    exactly before. ``required``: the attacks without which nothing passes; None where the plan does not say.
     """
 
     attempts: int
@@ -82,7 +81,7 @@ class Expected:
 
 
 class Judge:
-    """The rows of one scenario, and what speaks against it and against our being sure."""
+    """Weigh the rows of one scenario: what leaks, and what makes us unsure."""
 
     def __init__(
         self,
@@ -160,7 +159,6 @@ class Judge:
         )
 
     def _leaks_of(self, example: StrongestExample) -> list[Reason]:
-        """Why an example leaks, a reason for each limit that it reaches; nothing where it does not."""
         leaks = []
         for limit in self.policy.limits:
             measure, facts = limit.measure, {"example": example.index, "attack": example.attack_name}
@@ -194,13 +192,11 @@ class Judge:
         return self.shares[limit.measure.name]
 
     def _other_limits(self) -> list[Limit]:
-        """Limits on measures of single examples, beside PSNR with its lift."""
         return [
             limit for limit in self.policy.limits if limit.measure.per == "example" and limit.measure.name != "psnr"
         ]
 
     def _doubts_of_measures(self) -> list[Reason]:
-        """Numbers that are missing although something hangs on them, or that say different things."""
         doubts = []
         for example in self.strongest:
             doubts += self._doubts_of_lift(example)
@@ -233,7 +229,6 @@ class Judge:
         return self.strength.doubt({row.job.attack for row in self.done}) if self.done else None
 
     def _doubts_of_coverage(self) -> list[Reason]:
-        """Say what is wrong with the results on clients that no attempt covers."""
         rows = self.coverage.open_rows
         if not rows:
             return []
@@ -245,7 +240,6 @@ class Judge:
         return [*doubts, *self._doubts_of_numbers(rows)]
 
     def _doubts_of_numbers(self, rows: list[Row]) -> list[Reason]:
-        """Name the measures that are not numbers although the policy limits them."""
         examples = [example for row in rows for example in row.examples]
         unmeasured = sum(math.isnan(example.value("psnr")) for example in examples)
         doubts = [because("psnr-unmeasured", "lower-learning-rate", measure="psnr", count=unmeasured)] * bool(
@@ -258,7 +252,6 @@ class Judge:
         return doubts
 
     def _doubts_of_what_is_left(self) -> list[Reason]:
-        """Name what no attack explained, what theory allows beyond the attacks, and standard attacks not run."""
         if not self.done:
             return []
         weak = self._weakness() is not None
@@ -271,7 +264,7 @@ class Judge:
         return doubts
 
     def _doubts_of_knowledge(self, rows: list[Row]) -> list[Reason]:
-        """A defence that no attack knew was not tested, nor by one that finds nothing without it either."""
+        """Doubt a defence that no attack knew, or only attacks that find nothing without it either."""
         if not self.defended:
             return []
         knowing = {row.job.attack for row in rows if row.result and row.result.adaptive}
@@ -283,7 +276,7 @@ class Judge:
         return [because("defence-unknown", "know-defence")]
 
     def _doubts_of_powers(self) -> list[Reason]:
-        """A server that may choose the model was not tested by attacks that take it as it is."""
+        """Doubt a server that may choose the model, if every attack took it as it is."""
         granted = any(
             row.job.knowledge.get(power) for row in self.done for power in ("choose_weights", "choose_structure")
         )
@@ -292,7 +285,7 @@ class Judge:
         return [because("model-not-chosen", "choose-model", "honest-server")]
 
     def _doubts_of_jobs(self) -> list[Reason]:
-        """Say what became of the jobs; those without a result count only where they stand in the way of a pass."""
+        """Count jobs without a result only where they stand in the way of a pass."""
         broken = [row for row in self.rows if self.coverage.matters(row)]
         failed, lacking = sum(row.status == "failed" for row in broken), sum(row.starved for row in broken)
         waiting = self.missing and self.expected.budget is not None and not self.rows
@@ -305,7 +298,6 @@ class Judge:
         return [*(doubt for doubt, told in doubts.items() if told), *self._doubts_of_what_is_missing()]
 
     def _doubts_of_what_is_missing(self) -> list[Reason]:
-        """Jobs that were planned and not begun, and why."""
         expected, remedy = self.expected, "again" if self.expected.budget is None else "more-time"
         counts = {
             "attempts-missing": (self.missing, expected.attempts),
@@ -322,7 +314,6 @@ class Judge:
 
 
 def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
-    """The doubt about searches that stopped short of what their updates determine."""
     searches: dict[tuple[int, int], set[str]] = defaultdict(set)
     for row in rows:
         if row.result is not None and row.result.diagnosis is not None:

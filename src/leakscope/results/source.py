@@ -1,4 +1,4 @@
-"""Where in somebody's files an audit was asked for: what a finding points to. No folder of a machine is told."""
+"""Name where in somebody's files an audit was asked for; no folder of a machine is told."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """A line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
+    """Point to a line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
 
     file: str
     line: int = 1
@@ -25,7 +25,6 @@ class Place:
 
     @classmethod
     def read(cls, raw: Any) -> Place | None:
-        """What a store holds of it; None of anything else."""
         facts = mapping(raw)
         file, line = facts.get("file"), facts.get("line")
         if not isinstance(file, str) or not file:
@@ -35,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The file of an audit: the spec, or else that of the model; the lines of its protocols and defences by repr."""
+    """Point to the spec, or else the model; ``model`` is where that is made, if elsewhere. Tables are by repr."""
 
     whole: Place
     protocols: Mapping[str, Place] = field(default_factory=dict)
@@ -44,7 +43,7 @@ class Source:
     model: Place | None = None
 
     def of_setting(self, protocol: str, defense: str) -> Place:
-        """The line that asks for a setting: its defence's, its protocol's, or that of the whole."""
+        """Return the line that asks for a setting: its defence's, its protocol's, or that of the whole."""
         return self.defenses.get(defense) or self.protocols.get(protocol) or self.whole
 
     def as_dict(self) -> dict[str, Any]:
@@ -52,7 +51,6 @@ class Source:
 
     @classmethod
     def read(cls, raw: Any) -> Source | None:
-        """What a store holds of it; None where it holds none."""
         facts = mapping(raw)
         whole = Place.read(facts.get("whole"))
         if whole is None:
@@ -65,10 +63,7 @@ class Source:
 
 
 def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = None) -> Place:
-    """A line of the file ``path``, told without the folders that lead to it.
-
-    Relative to ``root``, or else to the repository that it lies in, or else to the current folder; of a file that lies
-    in none of these only the name is told.
+    """Return a line of ``path`` relative to ``root``, else its repository, else the current folder, else by name only.
 
     >>> place_of("/x/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3)
     Place(file='torch/nn/modules/linear.py', line=3, installed=True)

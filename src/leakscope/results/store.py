@@ -1,8 +1,7 @@
-"""Rows of an audit in SQLite, tensors and curves in files beside it; whenever it dies, nothing is torn.
+"""Keep an audit's rows in SQLite, and tensors and curves in files beside it, readable by the owner only.
 
 A job's files are written before its row is committed, each atomically, so a row never lacks its evidence. A row carries
-a checksum and the hashes of its files: what was damaged or deleted since is named, counts as failed, and is done again
-when the audit is resumed. Everything here is for its owner only.
+a checksum and the hashes of its files; a damaged row counts as failed and is done again when the audit is resumed.
 """
 
 from __future__ import annotations
@@ -82,7 +81,7 @@ class Store:
 
     @classmethod
     def create(cls, directory: str | os.PathLike[str], meta: Mapping[str, Any]) -> Store:
-        """A new store in ``directory``, which must not hold one yet; it appears whole or not at all."""
+        """Create a store in ``directory``, which must not hold one yet; it appears whole or not at all."""
         folder = Path(directory)
         target = folder / DATABASE
         try:
@@ -110,7 +109,7 @@ class Store:
 
     @classmethod
     def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Store:
-        """The store in ``directory``; StoreError (a ValueError) if there is none, or a stranger's file."""
+        """Open the store in ``directory``; StoreError if there is none, or a stranger's file."""
         folder = Path(directory)
         target = folder / DATABASE
         if not target.is_file():
@@ -143,7 +142,6 @@ class Store:
     # -- reading --
 
     def meta(self, key: str) -> Any:
-        """The value of ``key``, or None if the store has none."""
         found = self._ask("SELECT value FROM meta WHERE key = ?", key)
         try:
             return read_json(found[0][0]) if found else None
@@ -151,7 +149,7 @@ class Store:
             raise StoreError(f"{self.directory / DATABASE}: {key!r} in meta is damaged: {error}") from error
 
     def rows(self) -> list[Row]:
-        """Every finished job in the order of the plan; one that was damaged since has failed."""
+        """Return every finished job in the order of the plan; one that was damaged since has failed."""
         rows = []
         for position, *values, checksum in self._ask(_JOBS + _IN_ORDER):
             key, status, job, result, error, seconds, finished, _ = values
@@ -163,7 +161,7 @@ class Store:
         return rows
 
     def findings(self) -> list[FindingRow]:
-        """Every finding in the order of the plan; one that was damaged since has failed."""
+        """Return every finding in the order of the plan; one that was damaged since has failed."""
         rows = []
         for position, *values, checksum in self._ask(_FINDINGS + _IN_ORDER):
             key, kind, status, subject, content, error, seconds, finished = values
@@ -175,12 +173,12 @@ class Store:
         return rows
 
     def finished(self) -> dict[str, str]:
-        """Key and status of each job and finding that has a row; "damaged" where it, or a file of it, is."""
+        """Return key and status of each job and finding that has a row; "damaged" where it, or a file of it, is."""
         rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
         return {row.key: row.status for row in rows} | dict.fromkeys(self.damage(), "damaged")
 
     def damage(self) -> dict[str, str]:
-        """What was damaged or deleted since it was written: the key of each job, and what of it."""
+        """Return what was damaged or deleted since it was written, by the key of the job."""
         rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
         found = {row.key: "its row is damaged" for row in rows if row.error == DAMAGED}
         for key, files in self._ask("SELECT key, files FROM jobs" + _IN_ORDER):
@@ -199,12 +197,12 @@ class Store:
         return found
 
     def artifact(self, key: str) -> dict[str, Tensor] | None:
-        """Originals and reconstructions of a job, or None where none were written; ValueError if they are damaged."""
+        """Read originals and reconstructions of a job, None where none were written; ValueError if they are damaged."""
         path = self._path(key, TENSORS)
         return read_tensors(path) if path.is_file() else None
 
     def history(self, key: str) -> dict[str, Any]:
-        """The curves of a job, empty where there are none; ValueError if they are damaged."""
+        """Read the curves of a job, empty where there are none; ValueError if they are damaged."""
         path = self._path(key, CURVES)
         content = read_json(read_whole(path)) if path.is_file() else {}
         history = content.get("history") if isinstance(content, dict) else None
@@ -216,10 +214,7 @@ class Store:
         self._ask("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, _dump(value))
 
     def update(self, meta: Mapping[str, Any], positions: Mapping[str, int]) -> None:
-        """Change several values, and the positions of rows, for a plan that has grown: all of it or nothing.
-
-        A finding that is no longer planned goes.
-        """
+        """Change values and positions for a grown plan, and drop findings no longer planned: all or nothing."""
         with self._connection:
             self._ask("BEGIN IMMEDIATE")
             for key, value in meta.items():
@@ -250,7 +245,6 @@ class Store:
         self._insert("jobs", row.position, values)
 
     def record_finding(self, row: FindingRow) -> None:
-        """Keep a finding; it replaces an earlier failure."""
         values = (row.key, row.kind, row.status, _dump(row.subject()), _dump(row.content), *_fate(row))
         self._insert("findings", row.position, values)
 
@@ -274,7 +268,7 @@ class Store:
 
 
 def differences(stored: Any, wanted: Any, where: str = "") -> list[str]:
-    """What differs between two JSON values, a line each.
+    """List what differs between two JSON values.
 
     >>> differences({"seeds": [0], "batch": 1}, {"seeds": [0, 1], "batch": 1})
     ['seeds: the store has [0], now [0, 1]']
@@ -286,10 +280,7 @@ def differences(stored: Any, wanted: Any, where: str = "") -> list[str]:
 
 
 def check_same_audit(store: Store, identity: Mapping[str, Any], may_be_new: Sequence[str] = ()) -> None:
-    """StoreMismatch that names what differs, unless ``store`` belongs to the audit of this ``identity``.
-
-    What ``may_be_new`` names may also be missing in the store.
-    """
+    """Raise StoreMismatch unless ``store`` has this ``identity``; it may lack what ``may_be_new`` names."""
     stored, wanted = store.meta("identity"), json.loads(_dump(identity))
     new = {key: wanted[key] for key in may_be_new if key in wanted and key not in mapping(stored)}
     lines = differences({**stored, **new} if isinstance(stored, dict) else stored, wanted)
@@ -301,12 +292,12 @@ def check_same_audit(store: Store, identity: Mapping[str, Any], may_be_new: Sequ
 
 
 def seal(values: Sequence[Any]) -> str:
-    """The checksum of a row: of all it holds but its position, which may change as an audit grows."""
+    """Return the checksum of a row: of all but its position, which may change as an audit grows."""
     return hashlib.sha256(repr(tuple(values)).encode("utf-8", "replace")).hexdigest()
 
 
 def stored_salt(directory: str | os.PathLike[str]) -> str | None:
-    """The salt of the fingerprints of the store in ``directory``; None if there is no store yet."""
+    """Return the salt of the fingerprints of the store in ``directory``; None if there is no store yet."""
     if not (Path(directory) / DATABASE).exists():
         return None
     with Store.open(directory) as store:
@@ -319,12 +310,10 @@ def _fate(row: Row | FindingRow) -> _Fate:
 
 
 def _dump(value: Any) -> str:
-    """JSON of whatever a job, a finding or a user's part left; an infinite condition number must not cost the audit."""
     return json.dumps(plain(value), allow_nan=False)
 
 
 def _parsed(text: Any) -> Any:
-    """What a JSON text says; None for none, and _BROKEN where it cannot be read."""
     try:
         return None if text is None else read_json(text)
     except (ValueError, TypeError):
@@ -332,7 +321,7 @@ def _parsed(text: Any) -> Any:
 
 
 def _check(path: Path) -> None:
-    """StoreError unless ``path`` is a store of this format. It is only read, so a stranger's is untouched."""
+    """Raise StoreError unless ``path`` is a store of this format; a stranger's file stays untouched."""
     stranger = f"{path}: not an audit of leakscope; choose another folder or move this file away"
     with open(path, "rb") as stream:
         if stream.read(16) != b"SQLite format 3\x00":
@@ -383,7 +372,6 @@ def _own_schema() -> set[tuple[str, str, str]]:
 
 
 def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Connection:
-    """A connection to write with, to read with, or to look at a file that may be a stranger's."""
     if mode == "write":
         connection = sqlite3.connect(path, isolation_level=None, timeout=30)
         connection.execute("PRAGMA journal_mode=WAL")
@@ -407,13 +395,11 @@ def _connect(path: Path, mode: Literal["write", "read", "look"]) -> sqlite3.Conn
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what a killed process left half-written; the lock makes sure that nobody else is writing."""
     for leftover in [*folder.glob(f".{DATABASE}.*.tmp*"), *(folder / ARTIFACTS).glob(".*.tmp")]:
         leftover.unlink(missing_ok=True)
 
 
 def _take_lock(folder: Path) -> FileLock:
-    """A lock that the system drops when the process dies in whatever way."""
     lock = FileLock(folder / ".audit.lock", timeout=0, mode=0o600)
     try:
         lock.acquire()

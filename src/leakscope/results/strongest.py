@@ -1,4 +1,4 @@
-"""The strongest reconstruction of each example, and when it is above the policy."""
+"""Find the strongest reconstruction of each example, and say when it is above the policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leakscope.results.records import NAN, ExampleRecord, Row
 
 @dataclass(frozen=True, kw_only=True)
 class StrongestExample(InScenario):
-    """The best reconstruction of one example, over attacks and seeds, by PSNR."""
+    """Hold the best reconstruction of one example, over attacks and seeds, by PSNR."""
 
     index: int
     attack: str
@@ -35,12 +35,11 @@ class StrongestExample(InScenario):
     leaks: bool = False
 
     def value(self, key: str) -> float:
-        """The measure with this key; NaN where it is missing."""
         return self.values.get(key, NAN)
 
     @property
     def certified(self) -> bool:
-        """Whether the attack proved, without the truth, that this is the client's example."""
+        """Check whether the attack proved, without the truth, that this is the client's example."""
         return self.certificate is not None and self.certificate.holds
 
     @property
@@ -53,12 +52,12 @@ class StrongestExample(InScenario):
 
     @property
     def exposure(self) -> float:
-        """PSNR for ordering; what was not measured comes last."""
+        """Return PSNR for ordering; what was not measured comes last."""
         return -math.inf if math.isnan(self.psnr) else self.psnr
 
     @property
     def lift(self) -> float:
-        """PSNR above the control of the same attack."""
+        """Return PSNR above the control of the same attack."""
         return self.psnr - self.baseline_psnr
 
     @property
@@ -71,21 +70,17 @@ class StrongestExample(InScenario):
 
 
 def above_policy(example: StrongestExample, policy: Policy) -> bool:
-    """Whether its PSNR reaches the limit, and it is certified or has the lift that is asked for.
-
-    A certificate proves that the example comes from the update, so that no baseline is needed.
-    """
+    """Check that PSNR reaches the limit, and that there is the lift, or a certificate, which needs no baseline."""
     lifted = policy.min_lift <= 0 or example.lift >= policy.min_lift
     return example.psnr >= policy.max_psnr and (example.certified or lifted)
 
 
 def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
-    """Whether an example is certified as exact although its PSNR is low or unknown: one of the two is wrong."""
+    """Check for a certified example whose PSNR is low or unknown: one of the two is wrong."""
     return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
 
 
 def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
-    """Return one example of an attempt beside its baseline."""
     job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
     same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
     same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
@@ -93,10 +88,7 @@ def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestEx
 
 
 def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
-    """Return the highest PSNR. What is above the policy goes first, and of that what is certified.
-
-    Otherwise a strong prior could hide a leak.
-    """
+    """Return the highest PSNR; first what is above the policy and certified, lest a strong prior hide a leak."""
 
     def order(example: StrongestExample) -> tuple[bool, bool, float]:
         above = above_policy(example, policy)

@@ -1,7 +1,7 @@
-"""Every measure of every setting: mean, interval, and what the attack makes of no information at all.
+"""Summarise every measure of every setting: mean, interval, and what the attack makes of no information at all.
 
-Each example enters with the attempt that the verdict calls its strongest, and with that attack's controls, so
-the two columns compare like with like. What could not be measured is left out, counted and explained.
+Each example enters with the attempt that the verdict calls its strongest and with that attack's controls. What could
+not be measured is left out, counted and explained.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ NO_CONTROL, NO_RESULT = "no control was measured", "no attack gave a result"
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureSummary:
-    """One measure over the examples of a setting.
+    """Summarise one measure over the examples of a setting, and over controls as the ``baseline``.
 
-    ``count`` examples enter the mean; ``reason`` says why others, or all, do not. The ``baseline`` is the same for
-    control rows, where nothing was to be learnt.
+    ``count`` examples enter the mean; ``reason`` says why others, or all, do not.
     """
 
     measure: Measure
@@ -45,15 +44,13 @@ class MeasureSummary:
 
 @dataclass(frozen=True, kw_only=True)
 class SettingSummary:
-    """One protocol with one defence."""
-
     protocol: str
     defense: str
     measures: list[MeasureSummary] = field(default_factory=list)
 
 
 def summarise(rows: Iterable[Row], verdict: Verdict | None = None) -> list[SettingSummary]:
-    """Each setting's measures, in the order of the verdict, which is made here where none is given.
+    """Summarise each setting's measures in the order of the verdict, which is made here where none is given.
 
     >>> job = {"protocol": "P()", "defense": "none", "attack": "A()", "attack_name": "a", "seed": 0, "batch": 0}
     >>> result = {"examples": [{"index": 0, "psnr": 24.0, "identified": True}, {"index": 1, "psnr": 16.0}]}
@@ -79,7 +76,7 @@ def summarise(rows: Iterable[Row], verdict: Verdict | None = None) -> list[Setti
 
 
 def measures_of(examples: Iterable[ExampleRecord | StrongestExample]) -> list[Measure]:
-    """The measures of inputs, and of labels or targets whichever the examples have."""
+    """Return the measures of inputs, and of labels or targets whichever the examples have."""
     far = any(MEASURES["target_error"].key in example.values for example in examples)
     left_out = "labels" if far else "targets"
     return [measure for measure in MEASURES.values() if measure.of != left_out]

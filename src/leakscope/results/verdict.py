@@ -3,12 +3,11 @@
 The strongest attack on each example counts. An example leaks when its PSNR reaches the limit and it is certified, or
 exceeds by the lift asked for the best that comes out without information. A pass needs, on every client, a result that
 can be trusted (:mod:`leakscope.results.coverage`), an update that is explained as far as its noise allows, the standard
-attacks of the protocol or a waiver, and nothing missing; every doubt has its remedy.
+attacks of the protocol or a waiver, and nothing missing.
 
 Outcomes are ordered: pass < doubt by evidence that looks like a leak < leak. More attacks can only move a pass up this
 order. Evidence that looks like a leak is identification far above chance, a high PSNR without a lift to compare, labels
-that alone hide a leak, and a certificate that contradicts the measured PSNR. All other doubts are a lack of evidence,
-which more attacks can only remove.
+that alone hide a leak, and a certificate that contradicts the measured PSNR. More attacks remove all other doubts.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive":
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The whole audit; ``exit_code`` is that of the command line."""
+    """Judge the whole audit; ``exit_code`` is that of the command line, ``parts`` are by repr."""
 
     outcome: Outcome
     reasons: list[Reason] = field(default_factory=list)
@@ -48,7 +47,7 @@ class Verdict:
 
     @property
     def doubts_of_all(self) -> list[Reason]:
-        """The reasons that belong to no one scenario, such as controls that failed."""
+        """Return the reasons that belong to no one scenario, such as controls that failed."""
         return [reason for reason in self.reasons if reason.scenario is None]
 
     @property
@@ -59,15 +58,15 @@ class Verdict:
         return in_words(self)
 
     def to_frame(self, library: str | None = None) -> Any:
-        """A data frame of pandas or polars, whichever is installed, with a line for each setting."""
+        """Return a data frame of pandas or polars, whichever is installed, with a line for each setting."""
         return data_frame(setting_lines(self), library)
 
     def to_latex(self) -> str:
-        """The table of settings as a LaTeX ``tabular``."""
+        """Return the table of settings as a LaTeX ``tabular``."""
         return latex_table(shown_lines(self))
 
     def to_json(self) -> str:
-        """Outcome, reasons and the table of settings; the document of the whole audit is ``Audit.to_json``."""
+        """Return outcome, reasons and the table of settings; the document of the whole audit is ``Audit.to_json``."""
         reasons = [reason.as_dict() for reason in self.reasons]
         facts = {"outcome": self.outcome, "exit_code": self.exit_code, "reasons": reasons}
         return json.dumps(plain({**facts, "settings": setting_lines(self)}), indent=1, allow_nan=False) + "\n"
@@ -77,7 +76,7 @@ class Verdict:
 
 
 def judge_store(store: Store) -> Verdict:
-    """The verdict on everything ``store`` holds, under its own policy, with missing jobs noticed."""
+    """Judge everything ``store`` holds under its own policy; missing jobs are noticed."""
     return judge(store.rows(), store.meta("policy"), store.meta("plan"), store.findings())
 
 
@@ -87,10 +86,7 @@ def judge(
     plan: Mapping[str, Any] | int | None = None,
     findings: Iterable[FindingRow] = (),
 ) -> Verdict:
-    """The verdict on ``rows`` and on what theory found.
-
-    With ``plan`` (the store's, or a number of jobs) missing jobs are noticed.
-    """
+    """Judge ``rows`` and ``findings``. With ``plan`` (the store's, or a number of jobs) missing jobs are noticed."""
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
     rows = list(rows)
     # What a defence costs says nothing about what leaks.
@@ -127,7 +123,6 @@ def judge(
 
 
 def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], budget: str | None) -> list[Reason]:
-    """Doubts that belong to no one setting."""
     # A failed control of an attack costs that attack its word (AttackStrength); one without an attack serves them all.
     broken = sum(row.status == "failed" for row in rows if not row.counts and row.job.attack == "none")
     missing = max(total - len(rows), sum(setting.missing for setting in settings))
@@ -139,13 +134,12 @@ def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], 
 
 
 def _ended_budget(plan: Mapping[str, Any] | int | None) -> str | None:
-    """The time budget that ended before all jobs were begun, in words."""
     budget = plan.get("budget") if isinstance(plan, Mapping) else None
     return budget if isinstance(budget, str) else None
 
 
 def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[Scenario, int], int]:
-    """Attempts that a time budget was not spent on, by setting, and how many jobs that are with their controls."""
+    """Count attempts that a time budget was not spent on, by setting, and all such jobs with their controls."""
     told = mapping(plan.get("spared")) if isinstance(plan, Mapping) else {}
     attempts = [mapping(entry) for entry in told.get("attempts") or ()]
     cells = {Scenario(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
@@ -155,9 +149,8 @@ def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[Scenario, int], 
 def _expectations(
     rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
 ) -> tuple[int, dict[Scenario, Expected], set[str]]:
-    """How many jobs there should be, in all and per setting, and the protocols of which theory can say something.
-
-    Without a plan the rows' own grid is the guide.
+    """Count the jobs that should be there, in all and per setting, and name protocols of which theory can say
+    something.
     """
     grid: dict[Scenario, set[tuple[Any, ...]]] = defaultdict(set)
     for row in rows:
@@ -190,13 +183,13 @@ def _expectations(
 
 
 def _required(plan: Mapping[str, Any] | int | None, protocol: str, policy: Policy) -> frozenset[str] | None:
-    """The standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
+    """Name standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
     names = mapping(plan.get("standard")).get(protocol) if isinstance(plan, Mapping) else None
     return None if names is None else frozenset(texts(names)) - set(policy.waive)
 
 
 def setting_lines(verdict: Verdict) -> list[dict[str, Any]]:
-    """Every setting with its outcome and numbers; None where there is none."""
+    """List every setting with its outcome and numbers; None where there is none."""
     return [plain(_line(setting)) for setting in name_settings(verdict)]
 
 
@@ -236,10 +229,9 @@ _SHOWN = {
 
 
 def shown_lines(verdict: Verdict) -> list[dict[str, Any]]:
-    """The same for people to read: fewer columns, with the words of the report."""
+    """Rename and select the columns of the report."""
     return [{title: line[name] for name, title in _SHOWN.items()} for line in setting_lines(verdict)]
 
 
 def verdict_html(verdict: Verdict, *more: str) -> str:
-    """The outcome, the table, and the verdict in words; ``more`` sentences last."""
     return html_table(f"Verdict: {verdict.outcome}", shown_lines(verdict), [str(verdict), *more])

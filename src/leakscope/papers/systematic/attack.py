@@ -16,7 +16,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,40 +40,36 @@ KNOWLEDGE = dataclasses.replace(Knowledge.malicious_server, labels="yes", batchn
 PSNR, RMSE, LPIPS = "PSNR (dB)", "RMSE over largest error", "LPIPS"
 #: Without a published number: what the paper calls so is very probably another measure.
 TRUE_RMSE = "RMSE"
-MEASURES = MappingProxyType({PSNR: "psnr", RMSE: "rmse_maxnorm", TRUE_RMSE: "rmse", LPIPS: "lpips"})
+MEASURES: Mapping[str, str] = {PSNR: "psnr", RMSE: "rmse_maxnorm", TRUE_RMSE: "rmse", LPIPS: "lpips"}
 _BARE, _REWEIGHTED, _WHOLE = "without reweighting and features", "without features", "whole"
 #: By batch size, variant and measure: mean and standard deviation over images.
-TABLE_6: Mapping[int, Mapping[str, Mapping[str, tuple[float, float]]]] = MappingProxyType(
-    {
-        4: {
-            _BARE: {PSNR: (21.25, 6.02), RMSE: (0.16, 0.05), LPIPS: (0.12, 0.08)},
-            _REWEIGHTED: {PSNR: (22.41, 5.84), RMSE: (0.16, 0.04), LPIPS: (0.09, 0.08)},
-            _WHOLE: {PSNR: (23.59, 5.39), RMSE: (0.15, 0.03), LPIPS: (0.09, 0.07)},
-        },
-        8: {
-            _BARE: {PSNR: (20.71, 5.96), RMSE: (0.18, 0.05), LPIPS: (0.15, 0.12)},
-            _REWEIGHTED: {PSNR: (23.21, 5.60), RMSE: (0.16, 0.04), LPIPS: (0.11, 0.09)},
-            _WHOLE: {PSNR: (23.37, 5.42), RMSE: (0.15, 0.04), LPIPS: (0.10, 0.09)},
-        },
-        16: {
-            _BARE: {PSNR: (17.68, 5.61), RMSE: (0.21, 0.06), LPIPS: (0.24, 0.15)},
-            _REWEIGHTED: {PSNR: (20.01, 5.33), RMSE: (0.18, 0.06), LPIPS: (0.16, 0.13)},
-            _WHOLE: {PSNR: (21.90, 5.18), RMSE: (0.16, 0.04), LPIPS: (0.14, 0.11)},
-        },
-        32: {
-            _BARE: {PSNR: (15.05, 4.05), RMSE: (0.23, 0.06), LPIPS: (0.30, 0.12)},
-            _REWEIGHTED: {PSNR: (19.84, 5.30), RMSE: (0.18, 0.05), LPIPS: (0.18, 0.12)},
-            _WHOLE: {PSNR: (20.69, 4.88), RMSE: (0.17, 0.05), LPIPS: (0.15, 0.11)},
-        },
-    }
-)
+TABLE_6: Mapping[int, Mapping[str, Mapping[str, tuple[float, float]]]] = {
+    4: {
+        _BARE: {PSNR: (21.25, 6.02), RMSE: (0.16, 0.05), LPIPS: (0.12, 0.08)},
+        _REWEIGHTED: {PSNR: (22.41, 5.84), RMSE: (0.16, 0.04), LPIPS: (0.09, 0.08)},
+        _WHOLE: {PSNR: (23.59, 5.39), RMSE: (0.15, 0.03), LPIPS: (0.09, 0.07)},
+    },
+    8: {
+        _BARE: {PSNR: (20.71, 5.96), RMSE: (0.18, 0.05), LPIPS: (0.15, 0.12)},
+        _REWEIGHTED: {PSNR: (23.21, 5.60), RMSE: (0.16, 0.04), LPIPS: (0.11, 0.09)},
+        _WHOLE: {PSNR: (23.37, 5.42), RMSE: (0.15, 0.04), LPIPS: (0.10, 0.09)},
+    },
+    16: {
+        _BARE: {PSNR: (17.68, 5.61), RMSE: (0.21, 0.06), LPIPS: (0.24, 0.15)},
+        _REWEIGHTED: {PSNR: (20.01, 5.33), RMSE: (0.18, 0.06), LPIPS: (0.16, 0.13)},
+        _WHOLE: {PSNR: (21.90, 5.18), RMSE: (0.16, 0.04), LPIPS: (0.14, 0.11)},
+    },
+    32: {
+        _BARE: {PSNR: (15.05, 4.05), RMSE: (0.23, 0.06), LPIPS: (0.30, 0.12)},
+        _REWEIGHTED: {PSNR: (19.84, 5.30), RMSE: (0.18, 0.05), LPIPS: (0.18, 0.12)},
+        _WHOLE: {PSNR: (20.69, 4.88), RMSE: (0.17, 0.05), LPIPS: (0.15, 0.11)},
+    },
+}
 #: LPIPS by batch size and attack: mean and standard deviation over images.
-TABLE_3: Mapping[int, Mapping[str, tuple[float, float]]] = MappingProxyType(
-    {
-        16: {"Geiping": (0.41, 0.09), "Jeon": (0.17, 0.12), "Ours": (0.14, 0.11)},
-        32: {"Geiping": (0.45, 0.11), "Jeon": (0.24, 0.13), "Ours": (0.15, 0.11)},
-    }
-)
+TABLE_3: Mapping[int, Mapping[str, tuple[float, float]]] = {
+    16: {"Geiping": (0.41, 0.09), "Jeon": (0.17, 0.12), "Ours": (0.14, 0.11)},
+    32: {"Geiping": (0.45, 0.11), "Jeon": (0.24, 0.13), "Ours": (0.15, 0.11)},
+}
 #: By batch size and defence: by attack and measure the published mean and spread.
 Cells = Mapping[tuple[int, str], Mapping[tuple[str, str], tuple[float | None, float | None]]]
 CLIENT = FedSGD(batchnorm="eval")
@@ -83,7 +78,7 @@ NO_JEON = "the attack of Jeon et al. needs a generator trained on such images, w
 
 @dataclass(frozen=True)
 class Scale:
-    """The net's ``width`` and ``hidden`` units, images that train it, and how many ``batches`` of a size are attacked.
+    """Size the net, the images that train it, and how many ``batches`` of a size are attacked.
 
     ``options`` are the attack's, ``rival`` those of Inverting Gradients with its published settings.
     """
@@ -98,31 +93,23 @@ class Scale:
 
 
 _CUT: dict[str, Any] = {"iterations": 3, "compile": "never"}
-SCALES: Mapping[str, Scale] = MappingProxyType(
-    {
-        "smoke": Scale(
-            4,
-            32,
-            128,
-            {4: 1, 16: 1},
-            {"distance": "cosine", **_CUT},
-            _CUT,
-            "one batch of 4 or 16, a very narrow net, 3 steps",
-        ),
-        "small": Scale(
-            *(16, 1024, None, {4: 2, 8: 1, 16: 1}, {"distance": "cosine"}, {"iterations": 1000}),
-            "one or two batches up to 16, a net of quarter width, a tiny network draws",
-        ),
-        "paper": Scale(
-            *(64, 16_384, None, {4: 13, 8: 7, 16: 4, 32: 2}, SystematicEvaluation.published("paper"), {}),
-            "50 images, the published network and settings: days of a graphics processor",
-        ),
-    }
-)
+SCALES: Mapping[str, Scale] = {
+    "smoke": Scale(
+        *(4, 32, 128, {4: 1, 16: 1}, {"distance": "cosine", **_CUT}, _CUT),
+        "one batch of 4 or 16, a very narrow net, 3 steps",
+    ),
+    "small": Scale(
+        *(16, 1024, None, {4: 2, 8: 1, 16: 1}, {"distance": "cosine"}, {"iterations": 1000}),
+        "one or two batches up to 16, a net of quarter width, a tiny network draws",
+    ),
+    "paper": Scale(
+        *(64, 16_384, None, {4: 13, 8: 7, 16: 4, 32: 2}, SystematicEvaluation.published("paper"), {}),
+        "50 images, the published network and settings: days of a graphics processor",
+    ),
+}
 
 
 def victim(scale: str, seed: int) -> nn.Module:
-    """ResNet-18 with one more dense layer after one epoch."""
     size = SCALES[scale]
     data = load_data("cifar10", split="train", limit=size.training)
     net = build_model("resnet18", seed=seed, width=size.width, hidden=size.hidden)
@@ -130,7 +117,6 @@ def victim(scale: str, seed: int) -> nn.Module:
 
 
 def variants(scale: str) -> dict[str, SystematicEvaluation]:
-    """The attack and what is left of it when parts are taken away."""
     whole = SystematicEvaluation(**SCALES[scale].options)
     without = dataclasses.replace(whole, features="none")
     return {_BARE: dataclasses.replace(without, reweight=False), _REWEIGHTED: without, _WHOLE: whole}
@@ -145,7 +131,7 @@ def trials(
     protocol: Protocol,
     defense: Defense | None,
 ) -> Iterator[dict[str, float]]:
-    """One mapping of measures an image; ``batches`` are their size and how many."""
+    """Yield the measures of each image; ``batches`` are their size and how many."""
     size, count = batches
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(seed)).split(size)[:count]
     lpips = load_lpips() if find_lpips() is not None else None
@@ -169,7 +155,7 @@ def run_cells(
     progress: Progress | None,
     way: Callable[[int, str], tuple[Protocol, Defense | None]] = lambda batch, defence: (CLIENT, None),
 ) -> list[Row]:
-    """A row for each published cell of these ``batches`` (size, how many); ``way``: protocol and defence of a cell."""
+    """Measure each published cell of these ``batches`` (size, how many); ``way``: protocol and defence of a cell."""
     examples = examples_or_reason("cifar10", split="test")
     model = None if isinstance(examples, str) else victim(scale, seed)
     hidden = set() if find_lpips() is not None else {LPIPS}
@@ -210,7 +196,6 @@ def run_cells(
 
 
 def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """PSNR, "RMSE" and LPIPS of the attack with and without its parts."""
     cells = {
         (batch, ""): {(variant, measure): cell for variant, row in rows.items() for measure, cell in row.items()}
         for batch, rows in TABLE_6.items()
@@ -219,7 +204,6 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
 
 
 def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """LPIPS of the attack and of Inverting Gradients."""
     cells = {(batch, ""): {(name, LPIPS): cell for name, cell in row.items()} for batch, row in TABLE_3.items()}
     attacks = {
         "Geiping": InvertingGradients.preset("paper", **SCALES[scale].rival),
@@ -229,7 +213,6 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
 
 
 def _sizes(table: Mapping[int, Any], scale: str) -> dict[int, int]:
-    """How many batches of each size of the table this scale runs."""
     sizes = {batch: count for batch, count in SCALES[scale].batches.items() if batch in table}
     return dict([next(iter(sizes.items()))]) if scale == "smoke" else sizes
 

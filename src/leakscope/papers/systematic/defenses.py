@@ -1,15 +1,13 @@
 """Tables 4, 5, 7 and 8 of "Data Reconstruction Attacks and Defenses: A Systematic Evaluation" (Liu et al.): defences.
 
-Table 7 has the paper's attack under every defence, table 8 the same attack without features, table 4 these two beside
-Robbing the Fed and the cocktail party attack, and table 5 what each defence costs: the final training loss. The client
-and the attacks are those of tables 3 and 6 (:mod:`leakscope.papers.systematic.attack`): the attacker of the paper does
-not make use of knowing the defence.
+Table 7 has the paper's attack under every defence, table 8 the same without features, table 4 both beside Robbing the
+Fed and the cocktail party attack, table 5 the final training loss. Client and attacks are those of tables 3 and 6
+(:mod:`leakscope.papers.systematic.attack`): the attacker of the paper does not make use of knowing the defence.
 
-The "RMSE" of the paper is very probably the error over its own largest entry, and is compared as such; beside it stands
-the true RMSE of ours, which has no published number. Noise is absolute, clipping that of the whole batch's gradient,
-pruning that of each tensor, dropout leaves the other entries as they are. Of local steps neither the rate nor the
-batch is stated: whole batches and a rate of 1e-3. Of the training of table 5 nothing but the batch size is: the
-learning rate with the lowest loss out of a few, BatchNorm in train mode, and a number of rounds that a scale says.
+The "RMSE" of the paper is very probably the error over its own largest entry, and is compared as such, beside our true
+RMSE. Noise is absolute, clipping that of the whole batch's gradient, pruning that of each tensor, dropout leaves the
+other entries as they are. Not stated in the paper: rate and batch of local steps (here 1e-3 and the whole batch); all
+of table 5's training but the batch size (here the best learning rate of a few, BatchNorm in train mode).
 """
 
 from __future__ import annotations
@@ -34,19 +32,12 @@ from leakscope.data import Examples
 from leakscope.defenses import GradientClipping, GradientDropout, GradientNoise, GradientPruning
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    PaperTable,
-    Progress,
-    Row,
-    examples_or_reason,
-    measured_row,
-    not_run,
-)
+from leakscope.papers.base import PaperTable, Progress, Row, examples_or_reason, measured_row, not_run
 from leakscope.papers.systematic.attack import CLIENT, PAPER, PSNR, RMSE, TRUE_RMSE, run_cells, variants
 
 LOSS = "final training loss"
 LOCAL_RATE = 1e-3
-_MEASURES: Mapping[str, str] = MappingProxyType({"psnr": PSNR, "rmse_maxnorm": RMSE})
+_MEASURES: Mapping[str, str] = {"psnr": PSNR, "rmse_maxnorm": RMSE}
 #: How the paper calls its attack without features.
 _OURS, _WITHOUT = "Ours", "GradientInversion"
 #: What a smoke test runs: one of each kind.
@@ -55,8 +46,6 @@ _SMOKE = ("none", "noise_0.01", "prune_0.9", "clip_4", "drop_0.5", "local_3")
 
 @dataclass(frozen=True)
 class Scale:
-    """Which batch sizes are attacked how often, and the trainings: width of the net, images, rounds, rates, seeds."""
-
     batches: Mapping[int, int]
     width: int
     images: int | None
@@ -66,30 +55,27 @@ class Scale:
     words: str
 
 
-SIZES: Mapping[str, Scale] = MappingProxyType(
-    {
-        "smoke": Scale({2: 1}, 4, 32, 4, (0.03,), 2, "one batch of 2, one defence of each kind, 3 steps, a narrow net"),
-        "small": Scale(
-            *({2: 2, 4: 1}, 8, 2000, 400, (0.03, 0.1), 2),
-            "two batches of 2 and one of 4, a net of quarter width; trainings of 400 rounds, an eighth of the width",
-        ),
-        "paper": Scale(
-            *({2: 25, 4: 13, 8: 7}, 64, None, 20_000, (0.003, 0.01, 0.03, 0.1), 3),
-            "50 images, the published network and settings: weeks of a graphics processor",
-        ),
-    }
-)
+SIZES: Mapping[str, Scale] = {
+    "smoke": Scale({2: 1}, 4, 32, 4, (0.03,), 2, "one batch of 2, one defence of each kind, 3 steps, a narrow net"),
+    "small": Scale(
+        *({2: 2, 4: 1}, 8, 2000, 400, (0.03, 0.1), 2),
+        "two batches of 2 and one of 4, a net of quarter width; trainings of 400 rounds, an eighth of the width",
+    ),
+    "paper": Scale(
+        *({2: 25, 4: 13, 8: 7}, 64, None, 20_000, (0.003, 0.01, 0.03, 0.1), 3),
+        "50 images, the published network and settings: weeks of a graphics processor",
+    ),
+}
 
 
 @cache
 def published(number: int) -> tuple[Mapping[str, str], ...]:
-    """The cells of a table as the paper prints them, a mapping each."""
     path = resources.files("leakscope.papers").joinpath("published", f"systematic_table{number}.csv")
     return tuple(MappingProxyType(row) for row in csv.DictReader(path.read_text("utf-8").splitlines()))
 
 
 def protection(name: str) -> tuple[Defense | None, int | None]:
-    """The defence that a cell names, and of local steps how many.
+    """Return the defence that a cell names, and of local steps how many.
 
     >>> protection("noise_0.01")[0], protection("local_3"), protection("none")
     (GradientNoise(sigma=0.01, law='gaussian'), (None, 3), (None, None))
@@ -109,23 +95,19 @@ def protection(name: str) -> tuple[Defense | None, int | None]:
 
 
 def run_table_7(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """PSNR and "RMSE" of the paper's attack under every defence."""
     return _run_attacks(published(7), _OURS, scale, seed, progress)
 
 
 def run_table_8(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """The same without features."""
     return _run_attacks(published(8), _WITHOUT, scale, seed, progress)
 
 
 def run_table_4(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """ "RMSE" of four attacks under every defence."""
     rows = [{**row, "measure": "rmse_maxnorm", "mean": row["rmse_maxnorm"], "spread": ""} for row in published(4)]
     return _run_attacks(rows, "", scale, seed, progress)
 
 
 def attacks(scale: str) -> dict[str, Attack]:
-    """The four attacks by the names of the paper."""
     _, without, whole = variants(scale).values()
     rivals: dict[str, Attack] = {"Robbing The Fed": RobbingTheFed(), "CPA": CocktailParty()}
     return {_OURS: whole, _WITHOUT: without, **rivals}
@@ -134,7 +116,7 @@ def attacks(scale: str) -> dict[str, Attack]:
 def _run_attacks(
     rows: Iterable[Mapping[str, str]], attack: str, scale: str, seed: int, progress: Progress | None
 ) -> list[Row]:
-    """A row for each published cell of the scale, and one for the true RMSE of each attack."""
+    """Add a row for the true RMSE of each attack to the published cells of the scale."""
     cells: dict[tuple[int, str], dict[tuple[str, str], tuple[float | None, float | None]]] = defaultdict(dict)
     for row in rows:
         if scale == "smoke" and row["defence"] not in _SMOKE:
@@ -152,7 +134,6 @@ def _way(batch: int, defence: str) -> tuple[Protocol, Defense | None]:
 
 
 def run_table_5(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """The training loss at the end under every defence."""
     size = SIZES[scale]
     rows = [row for row in published(5) if int(row["batch"]) in size.batches]
     rows = [row for row in rows if scale != "smoke" or row["defence"] in _SMOKE]

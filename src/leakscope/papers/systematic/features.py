@@ -1,27 +1,24 @@
 """Table 2 of "Data Reconstruction Attacks and Defenses: A Systematic Evaluation" (Liu et al.): feature errors.
 
 The features in front of a dense layer of random units, from its gradient, for batches of 1 to 8 under defences. The
-error is what the recovered span leaves of each feature, the mean over the batch. Features are drawn from a sphere, as
-the measure normalises them; 512 numbers and 14 336 random units at the scale "paper", and the same ratio of both, on
-which the error of moments depends, at smaller ones.
+error is what the recovered span leaves of each feature, the mean over the batch. Features are drawn from a sphere;
+smaller scales keep the ratio of 512 features to 14 336 random units, on which the error of moments depends.
 
 Each update is read twice. "Stein as published": the eigenvectors of the symmetric second moment of gradient and
 weights. "kept": what ``leakscope.recover_features`` keeps by what the adversary can see. Where the layer's gradient is
-visible and untouched, singular vectors give the span exactly, so the published 0.17 is an artefact of the estimator and
-no property of the layer; pruning and noise of the table are undone by the gradient of the head, which the paper's
-estimator does not read.
+visible and untouched, singular vectors give the span exactly, so the published 0.17 is an artefact of the estimator;
+pruning and noise are undone by the gradient of the head, which the paper's estimator does not read.
 
-The paper states neither the size of the constants behind the random units nor the client's learning rate. Constants are
-the published k / v with v the number of random units, whose signal noise of 0.001 would bury; under noise they are
-signs (:mod:`leakscope.attacks.gaussian_neurons`) of size 0.17, at which one example behind noise 0.1 has about the
-published error. Local steps have a rate of 1e-4. Pruning is of each tensor, clipping of the whole update.
+The paper states neither the constants behind the random units nor the client's learning rate. Constants are k / v with
+v the number of random units, whose signal noise of 0.001 would bury; under noise they are signs
+(:mod:`leakscope.attacks.gaussian_neurons`) of size 0.17, at which one example behind noise 0.1 has about the published
+error. Local steps have a rate of 1e-4. Pruning is of each tensor, clipping of the whole update.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -61,26 +58,24 @@ PUBLISHED = (
 
 @dataclass(frozen=True)
 class Scale:
-    """How many trials, of how many features, how many random units, and the batches."""
-
     trials: int
     features: int
     units: int
     batches: tuple[int, ...] = BATCHES
 
     def words(self) -> str:
-        batches = ", ".join(map(str, self.batches))
         sizes = f"{self.features} features, {self.units} units"
-        return f"{self.trials} draws of each cell, {sizes}, batches of {batches}"
+        return f"{self.trials} draws of each cell, {sizes}, batches of {', '.join(map(str, self.batches))}"
 
 
-SCALES: Mapping[str, Scale] = MappingProxyType(
-    {"smoke": Scale(2, 32, 896, (4,)), "small": Scale(3, 128, 3584), "paper": Scale(10, 512, 14_336)}
-)
+SCALES: Mapping[str, Scale] = {
+    "smoke": Scale(2, 32, 896, (4,)),
+    "small": Scale(3, 128, 3584),
+    "paper": Scale(10, 512, 14_336),
+}
 
 
 def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    """Two rows for each published cell of the scale's batches: Stein as published, and what is kept."""
     size = SCALES[scale]
 
     def groups() -> Iterator[Group]:
@@ -101,32 +96,24 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
 
 
 def trial(size: Scale, batch: int, defence: str, strength: float, seed: int) -> dict[str, float]:
-    """The feature errors of both readings of one update."""
     draws = torch.Generator().manual_seed(seed)
     x = nn.functional.normalize(torch.randn((batch, size.features), generator=draws, dtype=torch.float64), dim=1)
     y = torch.randperm(CLASSES, generator=draws)[:batch]
     layer = read_dense_gradient(observed(size, x, y, defence, strength, seed))
     assert layer.activation is not None
     assert layer.head is not None
-    moments = activation_class(layer.activation)
-    loadings = head_loadings(layer.head)[:1]
+    loadings, moments = head_loadings(layer.head)[:1], activation_class(layer.activation)
     published = stein_span(layer.gradient, layer.weight, loadings, batch, moments, draws, whiten=False)
     kept = features_of(layer, count=batch, generator=draws)
     return {"stein": feature_error(x, published), "kept": feature_error(x, kept.span)}
 
 
 def observed(size: Scale, x: torch.Tensor, y: torch.Tensor, defence: str, strength: float, seed: int) -> Observation:
-    """What a malicious server sees of a client with these features and labels."""
     net = build_model("mlp", input_shape=(size.features,), num_classes=CLASSES, hidden=size.units, seed=seed)
     net = net.double()  # differences of weights after steps of this rate are below float32's rounding
-    signs = defence == "noise"
-    net = with_gaussian_neurons(
-        net,
-        (size.features,),
-        head="signs" if signs else "published",
-        size=SIGN_SIZE if signs else None,
-        seed=seed,
-    )
+    noisy = defence == "noise"
+    head, constants = "signs" if noisy else "published", SIGN_SIZE if noisy else None
+    net = with_gaussian_neurons(net, (size.features,), head=head, size=constants, seed=seed)
     protocol: Protocol = FedSGD()
     if defence == "local steps":
         protocol = FedAvg(epochs=int(strength), batch_size=len(x), lr=LEARNING_RATE)
@@ -135,15 +122,8 @@ def observed(size: Scale, x: torch.Tensor, y: torch.Tensor, defence: str, streng
         "clipping": GradientClipping(norm=max(strength, 1e-9)),
         "noise": GradientNoise(sigma=strength),
     }
-    return protocol.observe(
-        net,
-        x,
-        y,
-        defense=protections.get(defence),
-        generator=torch.Generator().manual_seed(seed + 1),
-        knowledge=Knowledge.malicious_server,
-        num_classes=CLASSES,
-    )
+    draws, knowledge = torch.Generator().manual_seed(seed + 1), Knowledge.malicious_server
+    return protocol.observe(net, x, y, protections.get(defence), knowledge, draws, num_classes=CLASSES)
 
 
 def _note(key: str, defence: str) -> str:
