@@ -1,4 +1,4 @@
-"""Reading what real systems send: state dicts, arrays, files, Flower's messages, Opacus' steps; one set of facts."""
+"""Read what real systems send: state dicts, arrays, files, Flower's messages, Opacus' steps."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["CaptureFacts", "CapturedKind", "from_arrays", "from_state_dicts", "o
 def from_state_dicts(
     before: Mapping[str, Any] | None, after: Mapping[str, Any], *, model: nn.Module, **facts: Any
 ) -> Observation:
-    """The observation of a client that received ``before`` and returned ``after``, buffers included.
+    """Observe a client that received ``before`` (None: the model's own) and returned ``after``, buffers included.
 
     ``facts`` are the fields of :class:`CaptureFacts`: input_shape and num_classes, and what else is known. Swapped
-    arguments are noticed where the update shows it. ``before`` None: the model's own.
+    arguments are noticed where the update shows it.
     """
     return observe_captured(after, "weights", before, model, {"made_by": "leakscope.capture.from_state_dicts", **facts})
 
@@ -27,10 +27,9 @@ def from_state_dicts(
 def from_arrays(
     arrays: Any, *, model: nn.Module, before: Any = None, kind: CapturedKind = "weights", **facts: Any
 ) -> Observation:
-    """The observation of a list of arrays in the model's order, as Flower sends them, or of a mapping of names.
+    """Observe a list of arrays in the model's order, as Flower sends them, or a mapping of names.
 
     ``kind`` "weights": the client's weights after training; "gradient", or "weight_delta" = before minus after: an
-    update, whose sign is checked. ``before`` are the weights it received, None the model's own; ``facts`` as in
-    :func:`from_state_dicts`.
+    update, whose sign is checked. ``before`` and ``facts`` as in :func:`from_state_dicts`.
     """
     return observe_captured(arrays, kind, before, model, {"made_by": "leakscope.capture.from_arrays", **facts})

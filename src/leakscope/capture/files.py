@@ -1,7 +1,6 @@
-"""Files of captured weights, updates, or the truth: safetensors, what torch wrote, NumPy's archives; no code is run.
+"""Read captured weights, updates, or the truth: safetensors, what torch wrote, NumPy's archives; no code is run.
 
-Beside the tensors some systems send the number of the client's examples, FedML as a pair of number and state dict. The
-truth behind a captured update, where somebody has it, is for measuring only: no attack is given it.
+Some systems also send the number of the client's examples, FedML as a pair of number and state dict.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ SUFFIXES = (".safetensors", ".pt", ".pth", ".bin", ".npz")
 
 
 def read_captured(path: Path) -> tuple[Any, int | None]:
-    """The tensors in a file of captured weights or of an update, by name or in order; the examples, where it tells."""
+    """Read captured weights or an update, by name or in order, and the number of examples where the file tells it."""
     if path.suffix not in SUFFIXES:
         raise UserError(f"{path}: expected a file that ends in {', '.join(SUFFIXES)}, got {path.suffix or 'no ending'}")
     if not path.is_file():
@@ -49,7 +48,7 @@ def read_captured(path: Path) -> tuple[Any, int | None]:
 
 
 def unwrapped(content: Any) -> tuple[Any, int | None]:
-    """The tensors and the number of examples in what a system sends together.
+    """Separate the tensors and the number of examples in what a system sends together.
 
     >>> unwrapped((12, {"fc.weight": 1.0})), unwrapped({"model_params": [1.0], "num_samples": 3})
     (({'fc.weight': 1.0}, 12), ([1.0], 3))
@@ -80,7 +79,7 @@ def _tensors_of(path: Path, content: Any) -> dict[str, Any] | list[Any]:
 
 
 def read_truth(path: Path, observation: Observation) -> tuple[Tensor, Tensor | None]:
-    """Inputs as the model reads them, and labels where the file has them.
+    """Read inputs as the model reads them, and labels where the file has them.
 
     A .npz, .safetensors or .pt file holds ``x``, as the model reads it or as bytes, and perhaps ``y``; a picture, or a
     folder of pictures in the order of their names, holds inputs only.

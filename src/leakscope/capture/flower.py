@@ -1,8 +1,4 @@
-"""From Flower's records to an observation; nothing of Flower is imported here.
-
-``Capture`` says once what is true of every update of a federation: the model's structure, the shape and range of its
-inputs, the clients' recipe, the defence. Client mod and strategy wrapper share it.
-"""
+"""Turn Flower's records into an observation; nothing of Flower is imported here."""
 
 from __future__ import annotations
 
@@ -31,14 +27,13 @@ ROUND = "server-round"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Capture:
-    """What is true of every update of a federation, and where recordings go.
+    """Say what is true of every update of a federation, and where recordings go.
 
     ``model`` gives the structure; weights come from the messages. ``sends`` is what clients put into their reply: the
     new "weights", the "difference" new minus old, or a "gradient". ``training`` is the clients' recipe as far as the
-    server knows it. ``channel`` is the defence between the client's update and what is seen at this place, where one
-    acts: an attack that is not told of it is no test of it. ``batchnorm`` is the mode the clients train in, "train"
-    unless told. ``arrays`` names the ArrayRecord of the weights where a message has several. ``every`` records every
-    nth round.
+    server knows it. ``channel`` is the defence between the client's update and what is seen here: an attack that is not
+    told of it is no test of it. ``batchnorm`` is the mode the clients train in, "train" unless told. ``arrays`` names
+    the ArrayRecord of the weights where a message has several. ``every`` records every nth round.
     """
 
     folder: str | Path
@@ -65,19 +60,18 @@ class Capture:
 
     @property
     def known(self) -> Knowledge:
-        """The threat model: that of a server which knows the defence, where there is one."""
+        """Return the threat model: that of a server which knows the defence, where there is one."""
         if self.knowledge is not None:
             return self.knowledge
         return Knowledge.honest_server if self.channel is None else Knowledge.adaptive_server
 
     def records(self, number: int) -> bool:
-        """Whether the update of this round, counted from 1, is recorded."""
         return (number - 1) % self.every == 0
 
     def observation(
         self, received: Mapping[str, Any], sent: Mapping[str, Any], num_examples: int | None
     ) -> Observation:
-        """The observation of one exchange; a client whose training diverged is recorded like any other."""
+        """Observe one exchange; a client whose training diverged is recorded like any other."""
         # BatchNorm buffers travel with the weights, so that whoever sees these knows what they tell.
         known = self.knowledge or replace(self.known, batchnorm_statistics=True)
         facts = CaptureFacts(
@@ -97,7 +91,7 @@ class Capture:
 
 
 def weights_in(content: Any, record: str | None, what: str) -> dict[str, Any]:
-    """The arrays of the ArrayRecord of this name, or of the only one, by key, as numpy arrays."""
+    """Return the arrays of the ArrayRecord of this name, or of the only one, by key."""
     records = content.array_records
     name = record if record is not None else next(iter(records), None)
     if name not in records or (record is None and len(records) != 1):
@@ -108,7 +102,6 @@ def weights_in(content: Any, record: str | None, what: str) -> dict[str, Any]:
 
 
 def told_examples(content: Any) -> int | None:
-    """The number of examples that a client's metrics tell; None where they do not."""
     for record in content.metric_records.values():
         for key in NUM_EXAMPLES:
             if key in record and not isinstance(record[key], list) and int(record[key]) > 0:
@@ -117,7 +110,6 @@ def told_examples(content: Any) -> int | None:
 
 
 def told_round(content: Any) -> int | None:
-    """The round that a server's config tells; None where it does not."""
     for record in content.config_records.values():
         if isinstance(record.get(ROUND), int):
             return int(record[ROUND])
@@ -125,7 +117,8 @@ def told_round(content: Any) -> int | None:
 
 
 def channel_of_local_dp(mod: Any) -> Channel:
-    """What Flower's ``LocalDpMod`` does to an update, for an attack that knows it: clipping, then Gaussian noise.
+    """Describe what Flower's ``LocalDpMod`` does to an update, for an attack that knows it: clipping, then Gaussian
+    noise.
 
     >>> from types import SimpleNamespace
     >>> channel_of_local_dp(SimpleNamespace(clipping_norm=1.0, sensitivity=0.1, epsilon=2.0, delta=1e-5)).describe()

@@ -1,8 +1,6 @@
-"""Observations of captured updates: weights before and after, or an update, as real systems hold them.
+"""Observe captured updates: weights before and after, or an update, as real systems hold them.
 
-One reader for state dicts, arrays, files, Flower's messages and Opacus' steps. It takes what was captured apart, lists
-all that is wrong with it at once, checks which way it points, and reads what the buffers tell. What is not said is not
-known: the knowledge grants just the facts that were given.
+What is not said is not known: the knowledge grants just the facts that were given.
 """
 
 from __future__ import annotations
@@ -71,19 +69,16 @@ class CaptureFacts:
 
     @property
     def training(self) -> LocalTraining:
-        """The recipe as far as it is known."""
         return LocalTraining(**{name: getattr(self, name) for name in LocalTraining.GRANTED_BY})
 
     @property
     def told_steps(self) -> int | None:
-        """Local steps, where the recipe says."""
         if self.num_examples is None or self.epochs is None or not self.batch_size:
             return None
         return self.epochs * math.ceil(self.num_examples / self.batch_size)
 
     @property
     def step_examples(self) -> int | None:
-        """Examples in a step, as far as is known."""
         if self.num_examples is None or self.batch_size is None:
             return self.num_examples
         return min(self.num_examples, self.batch_size)
@@ -92,10 +87,7 @@ class CaptureFacts:
 def observe_captured(
     content: Any, kind: str, before: Any, model: nn.Module, facts: CaptureFacts | Mapping[str, Any]
 ) -> Observation:
-    """The observation of weights after training, or of an update, as ``kind`` says.
-
-    ``before`` are the weights that the client received, None those of the model.
-    """
+    """Observe weights after training, or an update, as ``kind`` says; ``before`` None: the model's own weights."""
     if kind not in get_args(CapturedKind):
         raise UserError(f"kind: expected one of {', '.join(get_args(CapturedKind))}, got {kind!r}")
     known = facts if isinstance(facts, CaptureFacts) else CaptureFacts(**facts)
@@ -104,8 +96,9 @@ def observe_captured(
         if before is None:
             raise UserError("sign='flip' swaps before and after: expected both, got no weights before")
         before, content = content, before
-    first, problems = (_own_state(model), []) if before is None else _read("before", before, model, known)
-    second, more = _read("after" if weights else "update", content, model, known, trained_only=not weights)
+    finite, what = not known.running, "after" if weights else "update"
+    first, problems = (_own_state(model), []) if before is None else read_state("before", before, model, finite=finite)
+    second, more = read_state(what, content, model, trained_only=not weights, finite=finite)
     refuse("what was captured does not fit the model", problems + more)
     notes = [*first.notes, *second.notes]
     if weights:
@@ -125,12 +118,6 @@ def observe_captured(
     sent = {name: value for name, value in update.items() if name in trained or not weights}
     message: UpdateKind = "gradient" if kind == "gradient" else "weight_delta"
     return _observe(with_weights(model, first), sent, message, (first.buffers, after), known, notes)
-
-
-def _read(
-    what: str, content: Any, model: nn.Module, facts: CaptureFacts, trained_only: bool = False
-) -> tuple[CapturedState, list[str]]:
-    return read_state(what, content, model, trained_only=trained_only, finite=not facts.running)
 
 
 def _observe(
@@ -203,6 +190,8 @@ def _assembled(
     knowledge = replace(knowledge, batchnorm_statistics=statistics is not None)
     parameters = dict(model.named_parameters())
     tensors = {name: value.to(parameters[name]) for name, value in update.items()}
+    # As one trains, unless the buffers stood still.
+    trains = movement.moved is not False and any(isinstance(module, BATCHNORM) for module in model.modules())
     return Observation(
         model=model,
         messages=(Message(update=tensors, kind=kind, batchnorm_statistics=statistics),),
@@ -215,16 +204,10 @@ def _assembled(
         training=training.granted(knowledge),
         channel=facts.channel if knowledge.defense else None,
         reduction=facts.reduction,
-        batchnorm=facts.batchnorm or batchnorm_mode(model, movement),
+        batchnorm=facts.batchnorm or ("train" if trains else "eval"),
         model_name=facts.model_name,
         made=made,
     )
-
-
-def batchnorm_mode(model: nn.Module, movement: RunningMovement) -> BatchNormMode:
-    """The mode that the client's BatchNorm was in: "train", as one trains, unless its buffers stood still."""
-    has_norms = any(isinstance(module, BATCHNORM) for module in model.modules())
-    return "eval" if not has_norms or movement.moved is False else "train"
 
 
 def _own_state(model: nn.Module) -> CapturedState:
@@ -237,7 +220,7 @@ def _own_state(model: nn.Module) -> CapturedState:
 
 
 def with_weights(model: nn.Module, state: CapturedState) -> nn.Module:
-    """A copy of the model as the client received it; buffers that were not captured stay those of the model."""
+    """Copy the model as the client received it; buffers that were not captured stay those of the model."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for name, value in twin.state_dict().items():

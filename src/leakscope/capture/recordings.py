@@ -1,9 +1,9 @@
-"""Updates recorded while somebody else's training runs: written cheaply then, attacked later.
+"""Record updates while somebody else's training runs; attack them later.
 
 A recording is an observation on disk (``NAME.safetensors`` and ``NAME.json``, as ``Observation.save`` writes them, so
-that ``leakscope attack NAME.safetensors`` reads it too), ``NAME.origin.json`` that says where it was taken, and, where
-the examples behind it are at hand, ``NAME.truth.safetensors`` with them. The truth is the client's own data: it stays
-in the client's folder, no attack is given it, and it is read only to measure. Files and folders are their owner's only.
+that ``leakscope attack NAME.safetensors`` reads it too), ``NAME.origin.json`` that says where it was taken, and perhaps
+``NAME.truth.safetensors``: the client's own data, in the client's folder, which no attack is given and which is read
+only to measure. Files and folders are their owner's only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Truth = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Origin:
-    """Where a recording was taken: the place, whose update it is, and which round or step of which run."""
+    """Say where a recording was taken: the place, whose update it is, and which round or step of which run."""
 
     place: str
     client: str
@@ -52,7 +52,7 @@ class Origin:
 
     @property
     def name(self) -> str:
-        """The file name of the recording, without an ending.
+        """Return the file name of the recording, without an ending.
 
         >>> Origin(place="raw", client="7", number=2, run="1").name
         'run-1_round-0002_client-7_raw'
@@ -61,34 +61,30 @@ class Origin:
 
     @property
     def exchange(self) -> tuple[str, int, str]:
-        """Whose update it is, wherever it was taken."""
         return self.run, self.number, self.client
 
 
 @dataclass(frozen=True)
 class Recording:
-    """One recorded update; ``path`` is that of its safetensors file."""
+    """Hold one recorded update; ``path`` is that of its safetensors file."""
 
     path: Path
     origin: Origin
 
     def observation(self, model: nn.Module) -> Observation:
-        """What the adversary saw; ``model`` gives the structure, the weights are in the file."""
+        """Load what the adversary saw; ``model`` gives the structure, the weights are in the file."""
         return Observation.load(self.path, model)
 
     def update(self) -> dict[str, Tensor]:
-        """The tensors of the update alone."""
         prefix = "message/0/update/"
         return {n.removeprefix(prefix): v for n, v in read_tensors(self.path).items() if n.startswith(prefix)}
 
     def truth(self) -> Truth | None:
-        """The examples behind it, None where they were not recorded."""
         file = _beside(self.path, ".truth.safetensors")
         if not file.is_file():
             return None
         tensors = read_tensors(file)
-        missing = {"x", "y"} - set(tensors)
-        if missing:
+        if not {"x", "y"} <= set(tensors):
             raise UserError(f"{file}: expected the tensors x and y, got {', '.join(sorted(tensors)) or 'none'}")
         return tensors["x"], tensors["y"]
 
@@ -106,7 +102,7 @@ def save_recording(folder: Path, observation: Observation, origin: Origin, truth
 
 
 def recordings(folder: str | Path) -> list[Recording]:
-    """All recordings in a folder, by run, round and client."""
+    """List all recordings in a folder, by run, round and client."""
     root = Path(folder)
     if not root.is_dir():
         raise UserError(f"{root}: expected a folder of recordings, got none")
@@ -115,10 +111,7 @@ def recordings(folder: str | Path) -> list[Recording]:
 
 
 def altered_on_the_way(client: str | Path, server: str | Path) -> list[str]:
-    """For each update recorded as sent and at the server: a line where the two are not equal to the last bit.
-
-    No line means that the position "as_sent" really was the outermost. An error where there is nothing to compare.
-    """
+    """List updates that differ in any bit between "as_sent" and the server; none if "as_sent" was the outermost."""
     sent = {one.origin.exchange: one for one in recordings(client) if one.origin.place == "as_sent"}
     received = {one.origin.exchange: one for one in recordings(server) if one.origin.place == "server"}
     both = sorted(set(sent) & set(received))

@@ -1,4 +1,4 @@
-"""Which way an update points: read off the gradient of the last linear layer, and off counters of training steps.
+"""Tell which way an update points from the gradient of the last linear layer and from counters of training steps.
 
 With cross-entropy of logits z = W f + b the gradient by row k of (W, b) is the mean over examples of (p_k - y_k)(f, 1).
 For a class that no example has, y_k = 0: the row is a sum of (f, 1) with positive weights. So along any direction a
@@ -6,10 +6,10 @@ with a'(f, 1) > 0 for every f (the bias alone; where features are not negative, 
 t_k = a'(row k) are positive for every class that is absent, and n examples leave at most n of them negative. In an
 update of the opposite sign at most n are positive.
 
-The rows add up to zero, whatever the examples. So the n most negative numbers outweigh the n most positive ones, unless
-no more than n are positive: then both signs are possible. What the sum of the rows holds is noise, rounding, weight
-decay, or a defence; it gives the deviation of a single entry, and a surplus counts only where it is several of them.
-All of this holds for a sum of gradients with positive weights: several local steps, momentum, a mean of clients.
+The rows add up to zero, so the n most negative numbers outweigh the n most positive ones, unless no more than n are
+positive: then both signs are possible. What the sum of the rows holds is noise, rounding, weight decay, or a defence;
+it gives the deviation of a single entry, and a surplus counts only where it is several of them. All of this holds for a
+sum of gradients with positive weights: several local steps, momentum, a mean of clients.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ COUNTER = "num_batches_tracked"
 
 @dataclass(frozen=True)
 class SignCheck:
-    """Whether an update points as this package has it (a gradient, or weights before minus after), and why."""
+    """Say whether an update points as this package has it (a gradient, or weights before minus after), and why."""
 
     answer: SignAnswer
     reason: str
@@ -50,7 +50,7 @@ class SignCheck:
 
 @dataclass(frozen=True, eq=False)
 class LogitLayer:
-    """The linear layer whose outputs are the model's: its parameters, and the features it reads of random inputs."""
+    """Hold the linear layer whose outputs are the model's, and the features it reads of random inputs."""
 
     weight_name: str
     bias_name: str | None
@@ -60,21 +60,19 @@ class LogitLayer:
 
     @property
     def rounding(self) -> float:
-        """What the difference of two such biases may be off by rounding; that of the weights shows in their sum."""
+        """Return what rounding may add to the difference of two such biases; that of the weights shows in their sum."""
         return 0.0 if self.bias is None else ROUNDING * float(self.bias.abs().max())
 
     @property
     def direction(self) -> Tensor | None:
-        """The usual direction of the features where none is ever negative; None elsewhere."""
+        """Return the usual direction of the features where none is ever negative; None elsewhere."""
         mean = self.features.double().mean(0)
         usable = bool((self.features >= 0).all()) and float(mean.norm()) > 0
         return mean / mean.norm() if usable else None
 
 
 def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int) -> LogitLayer | None:
-    """The layer that gives the logits, found by derivatives: output k depends on its row k alone.
-
-    None where there is no such layer: the outputs go through a softmax, say, or come from a convolution.
+    """Find the layer that gives the logits by derivatives: output k depends on its row k alone; None without one.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3))
     >>> layer = logit_layer(net, (1, 2, 2), 3)
@@ -111,15 +109,13 @@ def logit_layer(model: nn.Module, input_shape: tuple[int, ...], num_classes: int
 
 
 def _features(outputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | None:
-    """What the layer reads of each probe, or None where it does not give the outputs themselves."""
     rows = []
     wanted = [weight] if bias is None else [weight, bias]
     for example in range(len(outputs)):
-        parts = torch.autograd.grad(outputs[example, 0], wanted, retain_graph=True, allow_unused=True)
-        slope = parts[0]
+        slope, *of_bias = torch.autograd.grad(outputs[example, 0], wanted, retain_graph=True, allow_unused=True)
         if slope is None or bool(slope[1:].any()):
             return None
-        if bias is not None and not _is_first_unit(parts[1]):
+        if any(unit is None or float(unit[0]) != 1.0 or bool(unit[1:].any()) for unit in of_bias):
             return None
         rows.append(slope[0])
     features = torch.stack(rows).detach()
@@ -128,17 +124,13 @@ def _features(outputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor | 
     return features if float(last.abs().max() / scale) < 1e-3 else None
 
 
-def _is_first_unit(slope: Tensor | None) -> bool:
-    return slope is not None and float(slope[0]) == 1.0 and not bool(slope[1:].any())
-
-
 def check_sign(
     update: Mapping[str, Tensor], layer: LogitLayer | None, num_examples: int | None, counters: Mapping[str, float]
 ) -> SignCheck:
-    """Whether the update points as a gradient does.
+    """Check whether the update points as a gradient does.
 
     ``counters`` are the steps that BatchNorm layers counted, after minus before as the given sign has it: training
-    counts upwards. ``num_examples`` is how many examples the client has, None where nobody knows.
+    counts upwards.
     """
     counted = _by_counters(counters)
     if counted is not None:
@@ -169,13 +161,12 @@ Rows = tuple[Tensor, Tensor | None]
 
 
 def head_rows(tensors: Mapping[str, Tensor], layer: LogitLayer) -> Rows:
-    """The last layer's part of an update, or of the weights."""
     bias = None if layer.bias_name is None else tensors.get(layer.bias_name)
     return tensors[layer.weight_name].detach().double().cpu(), None if bias is None else bias.detach().double().cpu()
 
 
 def without_decay(rows: Rows, layer: LogitLayer) -> Rows:
-    """The rows without their part along the weights themselves."""
+    """Take off the rows' part along the weights themselves."""
     weight, bias = (None if value is None else value.detach().double().cpu() for value in (layer.weight, layer.bias))
     assert weight is not None
     share = float((rows[0] * weight).sum() / weight.square().sum().clamp_min(1e-300))
@@ -184,7 +175,8 @@ def without_decay(rows: Rows, layer: LogitLayer) -> Rows:
 
 
 def row_deviation(weight: Tensor) -> float:
-    """The deviation of one entry: the rows add up to zero but for noise, and a sum of C has C times the variance.
+    """Return the deviation of one entry: the rows add up to zero but for noise, and a sum of C has C times the
+    variance.
 
     >>> row_deviation(torch.tensor([[1.0, -2.0], [-1.0, 2.0]]))
     0.0
@@ -193,7 +185,7 @@ def row_deviation(weight: Tensor) -> float:
 
 
 def row_numbers(rows: Rows, layer: LogitLayer) -> Tensor | None:
-    """t_k for each class, along a direction of length one."""
+    """Return t_k for each class, along a direction of length one."""
     weight, bias = rows
     direction = layer.direction
     if direction is None:
@@ -207,10 +199,7 @@ def row_numbers(rows: Rows, layer: LogitLayer) -> Tensor | None:
 
 
 def weigh_signs(numbers: Tensor | None, deviation: float, num_examples: int) -> SignCheck:
-    """The answer from the numbers t of all classes, of which noise has moved each by its ``deviation``.
-
-    n examples make at most n numbers negative, and all add up to zero. So the n most negative ones together outweigh
-    the n most positive ones; in the opposite sign it is the other way round. Equal weights leave the sign open.
+    """Answer from the numbers t of all classes, of which noise has moved each by its ``deviation``.
 
     >>> one_example = torch.tensor([0.1, 0.2, -0.5, 0.2])
     >>> weigh_signs(one_example, 0.0, 1).answer, weigh_signs(-one_example, 0.0, 1).answer
@@ -237,10 +226,9 @@ def weigh_signs(numbers: Tensor | None, deviation: float, num_examples: int) -> 
         why = "the noise is too large" if noise > SURPLUS * size else "both signs are possible"
         return _open(f"with {examples} and {len(numbers)} classes {why} in the last layer")
     first, second = ("negative", "positive") if surplus > 0 else ("positive", "negative")
+    facts = f"the {most} most {first} rows of the last layer outweigh the {most} most {second} ones"
     if most == 1:
         facts = f"the most {first} row of the last layer outweighs the most {second} one"
-    else:
-        facts = f"the {most} most {first} rows of the last layer outweigh the {most} most {second} ones"
     if surplus > 0:
         return SignCheck("right", f"{facts}, as it must be with {examples}")
     return SignCheck("wrong", f"{facts}, which cannot be with {examples}")

@@ -1,12 +1,11 @@
-"""What real systems have in their hands: state dicts with wrappers' names and buffers, lists of arrays in some order.
+"""Read state dicts with wrappers' names and buffers, and lists of arrays in some order.
 
-Everything that does not fit the model is listed at once: missing and extra tensors, wrong shapes and types, entries
-that are not finite. Nothing is guessed: of a list of arrays the count and the shapes must say which order it has.
+Everything that does not fit the model is listed at once. Nothing is guessed: of a list of arrays the count and the
+shapes must say which order it has.
 
-Of BatchNorm layers, one training step moves the running statistics by r' = (1 - m) r + m s, with s the mean of the
-client's batch, or its variance divided by n - 1 instead of n. From r, r' and m the statistics of the private batch
-itself follow exactly. Several steps leave a blend of as many batches, of which no single one can be told; then nothing
-is claimed.
+One training step moves BatchNorm's running statistics by r' = (1 - m) r + m s, with s the mean of the client's batch,
+or its variance divided by n - 1 instead of n. From r, r' and m the statistics of the private batch follow exactly.
+Several steps leave a blend of as many batches; then nothing is claimed.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -34,7 +33,7 @@ ROUNDING = 1e-4
 
 @dataclass(frozen=True, eq=False)
 class CapturedState:
-    """Tensors by the model's own names, in float64 where they are floats; ``notes`` say how they were read."""
+    """Hold tensors by the model's own names, in float64 where they are floats; ``notes`` say how they were read."""
 
     parameters: dict[str, Tensor]
     buffers: dict[str, Tensor]
@@ -44,7 +43,7 @@ class CapturedState:
 def read_state(
     what: str, content: Any, model: nn.Module, *, trained_only: bool = False, finite: bool = True
 ) -> tuple[CapturedState, list[str]]:
-    """The state in ``content``, a mapping of names or a list in order, and what is wrong with it, one line each.
+    """Read the state in ``content``, a mapping of names or a list in order, and list what is wrong with it.
 
     ``trained_only``: parameters that are not trained may be missing, as in an update. ``finite``: NaN is wrong.
     """
@@ -62,13 +61,12 @@ def read_state(
     if problems:
         return CapturedState({}, {}), [f"{what}: {line}" for line in problems]
     state, problems = _checked(named, model, trained_only, finite)
-    return CapturedState(state.parameters, state.buffers, tuple(f"{what}: {note}" for note in notes)), [
-        f"{what}: {line}" for line in problems
-    ]
+    state = replace(state, notes=tuple(f"{what}: {note}" for note in notes))
+    return state, [f"{what}: {line}" for line in problems]
 
 
 def in_places(named: Mapping[str, Any]) -> Mapping[str, Any] | list[Any]:
-    """Arrays called arr_0, arr_1 ... (or 0, 1 ...) as a list in that order; others by name.
+    """List arrays called arr_0, arr_1 ... (or 0, 1 ...) in that order; return others by name.
 
     >>> in_places({"arr_10": "c", "arr_0": "a", "arr_2": "b"}), in_places({"fc.weight": "a"})
     (['a', 'b', 'c'], {'fc.weight': 'a'})
@@ -80,7 +78,7 @@ def in_places(named: Mapping[str, Any]) -> Mapping[str, Any] | list[Any]:
 
 
 def plain_names(content: Mapping[Any, Any], model: nn.Module) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Names as the model has them, and which wrapper's prefix was taken away.
+    """Return names as the model has them, and which wrapper's prefix was taken away.
 
     >>> plain_names({"_module.weight": 1, "_module.bias": 2}, nn.Linear(1, 1))
     ({'weight': 1, 'bias': 2}, ("names begin with '_module.', as Opacus makes them",))
@@ -97,7 +95,7 @@ def plain_names(content: Mapping[Any, Any], model: nn.Module) -> tuple[dict[str,
 
 
 def order_of(shapes: Sequence[tuple[int, ...] | None], model: nn.Module) -> tuple[list[str], str, list[str]]:
-    """The names of arrays that come in an order, which order that is, and why none fits.
+    """Return the names of arrays that come in an order, which order that is, and why none fits.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     >>> order_of([(3, 2), (3,), (3,), (3,)], net)[1]
@@ -120,21 +118,20 @@ def order_of(shapes: Sequence[tuple[int, ...] | None], model: nn.Module) -> tupl
     if not same_count:
         counts = ", ".join(f"{len(names)} ({order})" for names, order in reversed(distinct.items()))
         return [], "", [f"expected {counts}, got {len(shapes)} arrays"]
-    wrong = {names: _misfits(names, shapes, state) for names in same_count}
+    wrong = {
+        names: [
+            f"array {place} ({name}): expected shape {state[name]}, got {'no array' if shape is None else shape}"
+            for place, (name, shape) in enumerate(zip(names, shapes, strict=True))
+            if shape != state[name] and not (name.endswith(COUNTER) and shape == (1,))
+        ]
+        for names in same_count
+    }
     fitting = [names for names, lines in wrong.items() if not lines]
     if len(fitting) > 1:
         return [], "", [f"{len(shapes)} arrays fit more than one order; pass a mapping of names to arrays"]
     if not fitting:
         return [], "", min(wrong.values(), key=len)
     return list(fitting[0]), f"{len(shapes)} arrays are {same_count[fitting[0]]}", []
-
-
-def _misfits(names: Sequence[str], got: Sequence[tuple[int, ...] | None], state: Mapping[str, Any]) -> list[str]:
-    return [
-        f"array {place} ({name}): expected shape {state[name]}, got {'no array' if shape is None else shape}"
-        for place, (name, shape) in enumerate(zip(names, got, strict=True))
-        if shape != state[name] and not (name.endswith(COUNTER) and shape == (1,))
-    ]
 
 
 def _shape(value: Any) -> tuple[int, ...] | None:
@@ -165,7 +162,6 @@ def _checked(
 
 
 def _tensor(value: Any, expected: Tensor, finite: bool) -> tuple[Tensor | None, str]:
-    """The value in float64 (integers as they are), or why it does not fit."""
     try:
         tensor = value.detach().cpu() if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError):
@@ -184,7 +180,7 @@ def _tensor(value: Any, expected: Tensor, finite: bool) -> tuple[Tensor | None, 
 
 @dataclass(frozen=True, eq=False)
 class RunningMovement:
-    """What buffers say: whether they moved, the steps that were counted, and the statistics of the batch."""
+    """Say whether buffers moved, how many steps they counted, and the statistics of the batch."""
 
     moved: bool | None
     steps: int | None = None
@@ -193,7 +189,7 @@ class RunningMovement:
 
 
 def batch_statistic(before: Tensor, after: Tensor, momentum: float) -> Tensor:
-    """The statistic that moved ``before`` to ``after`` in one step.
+    """Return the statistic that moved ``before`` to ``after`` in one step.
 
     >>> batch_statistic(torch.tensor([2.0]), torch.tensor([2.5]), 0.5).item()
     3.0
@@ -202,7 +198,7 @@ def batch_statistic(before: Tensor, after: Tensor, momentum: float) -> Tensor:
 
 
 def biased(variance: Tensor, values: int) -> Tensor:
-    """The variance with n in the denominator, which BatchNorm normalises by, from the one with n - 1.
+    """Return the variance with n in the denominator, which BatchNorm normalises by, from the one with n - 1.
 
     >>> biased(torch.tensor([2.0]), 4).item()
     1.5
@@ -211,7 +207,6 @@ def biased(variance: Tensor, values: int) -> Tensor:
 
 
 def counted_steps(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
-    """How far each layer's counter of steps went."""
     names = [name for name in after if name.endswith(COUNTER) and name in before]
     return {name: float(after[name].double() - before[name].double()) for name in names}
 
@@ -224,15 +219,16 @@ def running_movement(
     batch: int | None,
     told_steps: int | None,
 ) -> RunningMovement:
-    """What the buffers tell; ``batch`` examples are in a step and ``told_steps`` are as many as somebody says."""
+    """Read the buffers; ``batch`` examples are in a step and ``told_steps`` are as many as somebody says."""
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BATCHNORM)}
     pairs = [(name, kind) for name in layers for kind in ("running_mean", "running_var")]
     known = [f"{name}.{kind}" for name, kind in pairs if f"{name}.{kind}" in before and f"{name}.{kind}" in after]
     if not layers:
         return RunningMovement(None)
     if not known:
-        note = "the BatchNorm layers' running statistics were not sent; train mode is assumed"
-        return RunningMovement(None, note=note)
+        return RunningMovement(
+            None, note="the BatchNorm layers' running statistics were not sent; train mode is assumed"
+        )
     if all(torch.equal(before[name].double(), after[name].double()) for name in known):
         return RunningMovement(False, note="the running statistics did not move: BatchNorm was in eval mode")
     counts = set(counted_steps(before, after).values())
@@ -289,7 +285,7 @@ def _of_one_step(
 
 
 def _values_per_channel(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> dict[str, int]:
-    """How many values a channel of each BatchNorm layer has for so many examples; none where the model does not run."""
+    """Count values a channel of each BatchNorm layer for so many examples; none where the model does not run."""
     twin, sizes = copy.deepcopy(model).eval(), {}
 
     def measuring(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -1,4 +1,4 @@
-"""Other people's libraries: each integration is a file, behind its extra, and loads its library on first use."""
+"""Integrate other libraries: one file each, behind its extra, loaded on first use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from types import ModuleType
 
 
 def load_library(module: str, extra: str) -> ModuleType:
-    """A module of an optional library, or one error that names the extra to install.
+    """Import a module of an optional library, or raise one error that names the extra to install.
 
     >>> load_library("no_such_library.part", "flower")
     Traceback (most recent call last):

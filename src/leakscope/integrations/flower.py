@@ -1,9 +1,7 @@
 """Flower: audit what the clients of a federation send, on their side and on the server's.
 
-    from leakscope.integrations.flower import AuditMod, AuditedStrategy, Capture, audited_mods
-
-Recording is apart from attacking: mod and wrapper write observations while training runs, ``audit_recordings`` attacks
-them afterwards; or ``inline=Inline(...)`` attacks some at once, and the findings travel as metrics.
+Mod and wrapper record observations while training runs, ``audit_recordings`` attacks them afterwards; or
+``inline=Inline(...)`` attacks some at once, and the findings travel as metrics.
 """
 
 from __future__ import annotations
@@ -12,14 +10,13 @@ from leakscope.capture.flower import Capture, channel_of_local_dp
 from leakscope.capture.recordings import Recording, altered_on_the_way, recordings
 from leakscope.integrations.flower_mod import AuditMod, Inline, audited_mods, hold_truth
 from leakscope.integrations.flower_strategy import AuditedStrategy
-from leakscope.integrations.leakage import Leakage, audit_recordings, measure
+from leakscope.integrations.leakage import audit_recordings, measure
 
 __all__ = [
     "AuditMod",
     "AuditedStrategy",
     "Capture",
     "Inline",
-    "Leakage",
     "Recording",
     "altered_on_the_way",
     "audit_recordings",

@@ -1,7 +1,7 @@
-"""The same wrapper for strategies of Flower's older interface, ``flwr.server.strategy``: fit instead of train.
+"""Wrap strategies of Flower's older interface, ``flwr.server.strategy``: fit instead of train.
 
-Weights are lists of arrays in the model's order there. A server drives the strategy, so whether the wrapper is the
-outermost cannot be seen: put it around all others.
+Weights are lists of arrays in the model's order there. Put the wrapper around all others: a server drives the strategy,
+so it cannot see whether it is the outermost.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _common = load_library("flwr.common", "flower")
 
 
 class AuditedFitStrategy(_strategies.Strategy):  # type: ignore[name-defined]
-    """Records each client's result of ``fit`` before averaging; delegates everything and changes no aggregate."""
+    """Record each client's result of ``fit`` before averaging; delegate everything and change no aggregate."""
 
     def __init__(self, strategy: Any, capture: Capture, *, inline: Inline | None = None, run: str = "0") -> None:
         if not isinstance(strategy, _strategies.Strategy):

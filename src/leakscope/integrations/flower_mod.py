@@ -1,15 +1,15 @@
-"""A Flower client mod that records what a client received and what it answers, in one of two named positions.
+"""Record what a Flower client received and what it answers, as a mod in one of two named positions.
 
-The first mod of a list is the outermost. In ``[a, b, c]`` a message goes in through a, b, c and the answer comes out
-through c, b, a. So the *raw* update, what the client computed, is seen by the last of the list, and the update *as
-sent* by the first. ``audited_mods`` puts them there; a list in which they stand the wrong way round is refused, for it
-would show the protected update as the raw one.
+The first mod of a list is the outermost: in ``[a, b, c]`` a message goes in through a, b, c and the answer comes out
+through c, b, a. So the *raw* update is seen by the last of the list, and the update *as sent* by the first.
+``audited_mods`` puts them there; the wrong order is refused, for it would show the protected update as the raw one.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from leakscope.attacks import make_attack
 from leakscope.capture.flower import Capture, told_examples, told_round, weights_in
 from leakscope.capture.recordings import Origin, Truth, save_recording
 from leakscope.contracts.attack import Attack
@@ -40,10 +39,9 @@ TruthHook = Callable[[Any, Any], Truth | None]
 
 @dataclass(frozen=True, kw_only=True)
 class Inline:
-    """An attack that is run at once, while training waits: every nth round and every nth client only.
+    """Attack at once, while training waits: every nth round and every nth client only.
 
-    Its findings travel as metrics, numbers without inputs or labels, unless ``send`` is off. ``controls`` runs it once
-    more on noise, which doubles the time.
+    Findings travel as metrics, numbers without inputs or labels, unless ``send`` is off. ``controls`` doubles the time.
     """
 
     attack: str | Attack = "linear-layer"
@@ -62,8 +60,6 @@ class Inline:
 
 @dataclass
 class _Exchange:
-    """One message on its way through the mods of a client."""
-
     positions: list[str] = field(default_factory=list)
     truth: Truth | None = None
 
@@ -72,23 +68,21 @@ _EXCHANGE: ContextVar[_Exchange | None] = ContextVar("exchange", default=None)
 
 
 def hold_truth(x: Tensor, y: Tensor) -> None:
-    """Called in a client's train function: the examples it trains on, for measuring on this client; they are not sent.
+    """Hold the examples a client's train function uses, for measuring on this client; they are not sent.
 
     Several calls add up. Without an audit mod around it nothing is held.
     """
     exchange = _EXCHANGE.get()
-    if exchange is None:
-        return
-    held = exchange.truth
-    pair = x.detach().cpu().clone(), y.detach().cpu().clone()
-    exchange.truth = pair if held is None else (torch.cat([held[0], pair[0]]), torch.cat([held[1], pair[1]]))
+    if exchange is not None:
+        held, pair = exchange.truth, (x.detach().cpu().clone(), y.detach().cpu().clone())
+        exchange.truth = pair if held is None else (torch.cat([held[0], pair[0]]), torch.cat([held[1], pair[1]]))
 
 
 class AuditMod:
-    """Records each training exchange of a client at one position; attacks it at once where ``inline`` says so.
+    """Record each training exchange of a client at one position; attack it at once where ``inline`` says so.
 
-    ``truth`` returns the examples behind an answer, given the message and Flower's context; or the train function
-    calls :func:`hold_truth`. Both stay on the client: with them PSNR is measured, and only numbers travel.
+    ``truth`` returns the examples behind an answer, given the message and Flower's context; or the train function calls
+    :func:`hold_truth`. Both stay on the client: with them PSNR is measured, and only numbers travel.
     """
 
     def __init__(
@@ -110,14 +104,11 @@ class AuditMod:
         self.inline, self.others = inline, others
 
     def __call__(self, message: Any, context: Any, call_next: Callable[[Any, Any], Any]) -> Any:
-        """Flower's protocol of a mod: the message, the client's context, and the way further in."""
         if not is_training(message):
             return call_next(message, context)
-        exchange = _EXCHANGE.get()
-        token = None
-        if exchange is None:
-            exchange = _Exchange()
-            token = _EXCHANGE.set(exchange)
+        outer = _EXCHANGE.get()
+        exchange = outer or _Exchange()
+        token = None if outer else _EXCHANGE.set(exchange)
         try:
             if self.position == "as_sent" and "raw" in exchange.positions:
                 raise UserError(
@@ -130,10 +121,8 @@ class AuditMod:
                 warnings.warn(NOT_INNERMOST, stacklevel=2)
             received = weights_in(message.content, self.capture.arrays, "received")
             reply = call_next(message, context)
-            if reply.has_error() or not reply.has_content():
-                return reply
-            doubts = (NOT_INNERMOST,) if inside else ()
-            self._record(message, context, received, reply, exchange, doubts)
+            if not reply.has_error() and reply.has_content():
+                self._record(message, context, received, reply, exchange, (NOT_INNERMOST,) if inside else ())
             return reply
         finally:
             if token is not None:
@@ -164,23 +153,16 @@ class AuditMod:
         if self.inline is None or not attacked:
             return
         if int(context.node_id) % self.inline.every_client == 0:
-            found = measure(
-                *(observation, origin, self.inline.attack),
-                truth=truth,
-                others=self.others,
-                controls=self.inline.controls,
-                seed=self.inline.seed,
-            )
+            options: dict[str, Any] = {"controls": self.inline.controls, "seed": self.inline.seed}
+            found = measure(observation, origin, self.inline.attack, truth=truth, others=self.others, **options)
         else:
-            attack = self.inline.attack
-            recover = make_attack(attack) if isinstance(attack, str) else attack
-            found = unassessed(observation, origin, recover, "not this client's turn")
+            found = unassessed(observation, origin, self.inline.attack, "not this client's turn")
         if self.inline.send:
             add_metrics(reply.content, found.metrics())
 
 
 def audited_mods(mods: Sequence[Any], *, raw: AuditMod | None = None, as_sent: AuditMod | None = None) -> list[Any]:
-    """The mods of a client with those of the audit in their places: as sent first, raw last.
+    """Put the mods of the audit in their places: as sent first, raw last.
 
     >>> audited_mods(["noise"], raw=None, as_sent=None)
     ['noise']
@@ -192,10 +174,7 @@ def audited_mods(mods: Sequence[Any], *, raw: AuditMod | None = None, as_sent: A
 
 
 def add_metrics(content: Any, numbers: dict[str, float]) -> None:
-    """Add numbers to the only MetricRecord of a message, or in one of their own.
-
-    Strategies average one MetricRecord that has the same keys in each reply, so a second one would stop them.
-    """
+    """Add to the only MetricRecord, as strategies average one with the same keys in each reply, or to a new one."""
     records = content.metric_records
     if len(records) == 1:
         next(iter(records.values())).update(numbers)
@@ -204,43 +183,31 @@ def add_metrics(content: Any, numbers: dict[str, float]) -> None:
 
 
 def worst_of_clients(contents: Sequence[Any]) -> dict[str, float]:
-    """Of the clients' own findings those of the worst-off client: averages, as strategies make them, hide it."""
-    gathered: dict[str, list[float]] = {}
-    for content in contents:
-        for record in content.metric_records.values():
-            for key, value in record.items():
-                if key.startswith("leakscope.") and isinstance(value, float) and not math.isnan(value):
-                    gathered.setdefault(key, []).append(value)
-    worst = {}
-    for key, values in gathered.items():
-        name = key.rsplit(".", 1)[-1]
-        if name in ("psnr", "lift", "labels_correct", "certified"):
-            worst[f"{key}.worst_client"] = max(values)
-        elif name == "unexplained":
-            worst[f"{key}.worst_client"] = min(values)
-    return worst
+    """Return the findings of the worst-off client, which the averages of strategies hide."""
+    gathered: dict[str, list[float]] = defaultdict(list)
+    for key, value in (pair for c in contents for record in c.metric_records.values() for pair in record.items()):
+        if key.startswith("leakscope.") and isinstance(value, float) and not math.isnan(value):
+            gathered[key].append(value)
+    choose = {**dict.fromkeys(("psnr", "lift", "labels_correct", "certified"), max), "unexplained": min}
+    names = {key: key.rsplit(".", 1)[-1] for key in gathered}
+    return {f"{key}.worst_client": choose[name](gathered[key]) for key, name in names.items() if name in choose}
 
 
 def is_mod(call_next: Any) -> bool:
-    """Whether a further mod comes next, rather than the client's own function: Flower wraps each in one closure."""
+    """Check that a further mod comes next, not the client's own function: Flower wraps each in one closure."""
     return str(getattr(call_next, "__qualname__", "")).startswith("make_ffn.")
 
 
 def is_training(message: Any) -> bool:
-    """Whether a message asks for training: "train", or "train." and a name."""
     return str(message.metadata.message_type).split(".")[0] == "train" and message.has_content()
 
 
 def library() -> str:
-    """Flower's name and version, for the recording."""
     return f"flwr {load_library('flwr', 'flower').__version__}"
 
 
 def _next_number(folder: Path, run: str, client: str, position: str) -> int:
-    """The number of a client's exchange where the server does not tell its rounds, counted in a file.
-
-    A client may live in another process each time, and not every exchange is recorded.
-    """
+    """Count a client's exchanges in a file, where the server does not tell rounds: clients may change their process."""
     private_folder(folder)
     file = folder / f"run-{run}_client-{client}_{position}.exchanges"
     number = 1 + (int(file.read_text()) if file.exists() else 0)

@@ -1,7 +1,7 @@
-"""A wrapper around a Flower strategy: it sees each reply before averaging, and changes nothing that is averaged.
+"""Wrap a Flower strategy: see each reply before averaging, and change nothing that is averaged.
 
-The wrapped strategy gets the same messages in the same order, and its own ``start`` runs. The server has no truth:
-what the wrapper finds is how much of a client's update an attack explains, and no PSNR.
+The wrapped strategy gets the same messages in the same order, and its own ``start`` runs. The server has no truth: what
+the wrapper finds is how much of a client's update an attack explains, and no PSNR.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ INNER = (
 
 
 class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
-    """Records each client's reply as the server received it; attacks at once where ``inline`` says so.
+    """Record each client's reply as the server received it; attack at once where ``inline`` says so.
 
-    It belongs outermost: around a strategy that itself wraps another (Flower's server-side differential privacy does)
-    it sees what arrived; inside it would see what that has altered. It says so if it was not started itself.
+    It belongs outermost: inside another wrapper (Flower's server-side differential privacy is one) it would see what
+    that has altered. It says so if it was not started itself.
     """
 
     def __init__(self, strategy: Any, capture: Capture, *, inline: Inline | None = None) -> None:
@@ -49,13 +49,11 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
         self._outermost = False
 
     def start(self, *args: Any, **options: Any) -> Any:
-        """The wrapped strategy's own start, during which its training goes through here."""
         self._outermost = True
         with _in_place(self.strategy, configure_train=self.configure_train, aggregate_train=self.aggregate_train):
             return self.strategy.start(*args, **options)
 
     def configure_train(self, server_round: int, arrays: Any, config: Any, grid: Any) -> Iterable[Any]:
-        """The wrapped strategy's messages, remembered until their replies arrive."""
         messages = list(self._configure(server_round, arrays, config, grid))
         self._asked = {message.metadata.dst_node_id: message.content for message in messages}
         return messages
@@ -64,8 +62,7 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
         """Record the replies, hand all of them on unchanged, add findings to the aggregated metrics."""
         received = list(replies)
         found = self._record(server_round, received)
-        contents = [reply.content for reply in received if reply.has_content()]
-        told = worst_of_clients(contents)
+        told = worst_of_clients([reply.content for reply in received if reply.has_content()])
         arrays, metrics = self._aggregate(server_round, received)
         if self.inline is not None and self.inline.send:
             told |= summary_of(found)
@@ -115,7 +112,7 @@ class AuditedStrategy(_strategies.Strategy):  # type: ignore[name-defined]
 
 @dataclass(frozen=True, eq=False)
 class Reply:
-    """One client's answer as the server has it: what it was sent, what it sent, how many examples it tells."""
+    """Hold one client's answer as the server has it: what it was sent, what it sent, how many examples it tells."""
 
     client: str
     run: str
@@ -126,19 +123,12 @@ class Reply:
 
 
 def record_replies(capture: Capture, inline: Inline | None, number: int, replies: list[Reply]) -> list[Assessment]:
-    """Write the replies of a round, and attack those whose turn it is."""
     found = []
     # By client, so that which ones are attacked does not depend on who answered first.
     for place, reply in enumerate(sorted(replies, key=lambda reply: reply.client)):
         observation = capture.observation(reply.before, reply.after, reply.examples)
-        origin = Origin(
-            place="server",
-            client=reply.client,
-            number=number,
-            run=reply.run,
-            library=library(),
-            notes=reply.notes,
-        )
+        facts: dict[str, Any] = {"client": reply.client, "run": reply.run, "notes": reply.notes}
+        origin = Origin(place="server", number=number, library=library(), **facts)
         if capture.records(number):
             save_recording(Path(capture.folder), observation, origin)
         if inline is not None and inline.in_round(number) and place % inline.every_client == 0:
@@ -147,24 +137,19 @@ def record_replies(capture: Capture, inline: Inline | None, number: int, replies
 
 
 def summary_of(found: list[Assessment]) -> dict[str, float]:
-    """The server's findings of one round as metrics: of the client whose update was explained best.
-
-    Audited clients and certified examples are counted over all of them.
-    """
+    """Return as metrics the client whose update was explained best, and counts over all clients."""
     numbers: dict[str, float] = {
         "leakscope.server.audited": float(sum(one.reconstruction is not None for one in found)),
         "leakscope.server.certified": float(sum(one.certified for one in found)),
     }
     explained = [one for one in found if one.unexplained is not None]
-    if explained:
-        worst = min(explained, key=lambda one: one.unexplained or 0.0)
-        numbers = {**worst.metrics(), **numbers}
-    return numbers
+    worst = min(explained, key=lambda one: one.unexplained or 0.0, default=None)
+    return numbers if worst is None else {**worst.metrics(), **numbers}
 
 
 @contextmanager
 def _in_place(target: Any, **methods: Any) -> Iterator[None]:
-    """Methods of one object replaced for a while, on the object itself and not on its class."""
+    """Replace methods of one object for a while, on the object itself and not on its class."""
     previous = {name: vars(target)[name] for name in methods if name in vars(target)}
     vars(target).update(methods)
     try:

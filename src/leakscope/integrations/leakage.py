@@ -1,4 +1,4 @@
-"""Updates of real systems assessed: what was recorded of them, or one at once, beside doubts of what was told of it.
+"""Assess updates of real systems, recorded or at once, with doubts of what was told of them.
 
 Without the truth nothing is claimed about pictures. With it, PSNR stands beside what zero information gives: the same
 attack on noise of the update's norm, the grey picture, and the mean of other examples where there are some.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +26,6 @@ EXPLAINED_BY_TRUTH = 0.3
 #: How much longer or shorter the update may be than the recipe makes it.
 SCALE_TOLERANCE = 0.1
 UNTOLD = "the attack was told of no defence; if one acts on this update, this is no test of it"
-#: The older name.
-Leakage = Assessment
 
 
 def audit_recordings(
@@ -40,21 +39,19 @@ def audit_recordings(
     controls: bool = True,
     seed: int = 0,
 ) -> list[Assessment]:
-    """Attack what was recorded: every nth recording, ``at_most`` so many.
+    """Attack what was recorded: every nth recording, ``at_most`` so many. ``model`` gives the structure.
 
-    ``model`` gives the structure. ``others`` are further examples of the same kind, for identification and for the
-    guess of somebody who saw nothing. ``controls`` runs each attack once more on noise, which doubles the time.
+    ``others`` are further examples of the same kind, for identification and for a guess without the update.
+    ``controls`` runs each attack once more on noise, which doubles the time.
     """
     if every < 1 or (at_most is not None and at_most < 1):
         raise UserError(f"every, at_most: expected whole numbers of at least 1, got {every} and {at_most}")
     found = recordings(folder) if isinstance(folder, str | Path) else list(folder)
     if not found:
         raise UserError(f"{folder}: no recordings. Did the run reach the place that records?")
-    facts = {"others": others, "controls": controls, "seed": seed}
-    return [
-        measure(one.observation(model), one.origin, attack, truth=one.truth(), **facts)  # type: ignore[arg-type]
-        for one in found[::every][:at_most]
-    ]
+    facts: dict[str, Any] = {"others": others, "controls": controls, "seed": seed}
+    chosen = found[::every][:at_most]
+    return [measure(one.observation(model), one.origin, attack, truth=one.truth(), **facts) for one in chosen]
 
 
 def measure(
@@ -70,46 +67,29 @@ def measure(
     """Assess one update of a real system; compare with the truth where it is given, which the attack never is."""
     recover = make_attack(attack) if isinstance(attack, str) else attack
     space, update = observation.inputs, observation.message.update
-    pool = None if others is None else space.to_unit(others.to(torch.float32))
-    ruler = Ruler(space, observation.task, pool)
     broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
     if broken:
-        return unassessed(
-            *(observation, origin, recover),
-            f"NaN or infinite values in {', '.join(broken)}; did the client's training diverge?",
-        )
+        why = f"NaN or infinite values in {', '.join(broken)}; did the client's training diverge?"
+        return unassessed(observation, origin, recover, why)
     if truth is not None and not space.bounded:
         raise UserError("value_range: expected the bounds of the inputs, without which PSNR means nothing; got None")
     notes = [UNTOLD] if observation.channel is None and origin.place != "raw" else []
     if truth is not None and origin.place == "raw":
         notes += doubts_of_recipe(observation, truth)
-    return assess(
-        *(observation, recover, truth, ("grey", "others", "noise") if controls else ("grey", "others")),
-        seed=seed,
-        ruler=ruler,
-        origin=origin,
-        notes=notes,
-    )
+    ruler = Ruler(space, observation.task, None if others is None else space.to_unit(others.to(torch.float32)))
+    wanted = ("grey", "others", "noise") if controls else ("grey", "others")
+    return assess(observation, recover, truth, wanted, seed=seed, ruler=ruler, origin=origin, notes=notes)
 
 
-def unassessed(observation: Observation, origin: Origin, attack: Attack, why: str) -> Assessment:
-    """The assessment of an update that no attack was run on."""
-    ruler = Ruler(observation.inputs, observation.task)
-    return Assessment(
-        observation=observation,
-        attack=attack,
-        ruler=ruler,
-        refusal=NotApplicable(why),
-        origin=origin,
-        notes=origin.notes,
-    )
+def unassessed(observation: Observation, origin: Origin, attack: str | Attack, why: str) -> Assessment:
+    """Make the assessment of an update that no attack was run on."""
+    recover = make_attack(attack) if isinstance(attack, str) else attack
+    facts: dict[str, Any] = {"ruler": Ruler(observation.inputs, observation.task), "refusal": NotApplicable(why)}
+    return Assessment(observation=observation, attack=recover, origin=origin, notes=origin.notes, **facts)
 
 
 def doubts_of_recipe(observation: Observation, truth: Truth) -> list[str]:
-    """Why the facts told cannot be those of a client with these examples: then attacks that believe them fail in vain.
-
-    Only of an update that no defence altered.
-    """
+    """Doubt facts that cannot be those of a client with these examples, if no defence altered its update."""
     x, y = truth
     if observation.num_examples not in (None, len(x)):
         return [f"{len(x)} examples were held, {observation.num_examples} were told: is the truth that of this update?"]

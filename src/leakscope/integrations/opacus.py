@@ -7,10 +7,9 @@
     print(audit.report(accountant=privacy_engine.accountant, delta=1e-5).describe())
 
 What is observed is the gradient that the step follows: each example's clipped to C, Gaussian noise of standard
-deviation sigma C on their sum, divided by the number of examples. The adversary knows sigma and C, as one who is to be
-kept out by differential privacy must be assumed to. It is told how many examples the batch had; under Poisson sampling
-it would not know even that. The hook that was there, the accountant's, runs first and as before; nothing is drawn from
-any generator and no gradient is touched, so weights and accountant are the same to the last bit with and without.
+deviation sigma C on their sum, divided by the number of examples. The adversary knows sigma, C and the number of
+examples, which Poisson sampling would hide. The hook that was there, the accountant's, runs first; nothing is drawn
+from any generator and no gradient is touched, so weights and accountant are the same to the last bit with and without.
 """
 
 from __future__ import annotations
@@ -62,11 +61,10 @@ _HOOKS = ("hooks", "hooks_with_kwargs", "hooks_always_called")
 
 @dataclass(frozen=True, eq=False)
 class DPReport:
-    """Leakage beside the promise.
+    """Report leakage beside the promise.
 
-    ``epsilon`` at ``delta`` is the accountant's word on all steps so far, None without an accountant. ``problems`` say
-    why the model cannot be private, in Opacus' own words; then epsilon does not hold. ``skipped`` are steps that were
-    not recorded, with the reason.
+    ``epsilon`` at ``delta`` is the accountant's word on all steps so far. ``problems`` say in Opacus' own words why the
+    model cannot be private; then epsilon does not hold. ``skipped`` are steps that were not recorded, with the reason.
     """
 
     leakage: tuple[Assessment, ...]
@@ -80,23 +78,22 @@ class DPReport:
 
     @property
     def worst(self) -> Assessment | None:
-        """The step of which an example was recovered furthest above zero information."""
+        """Return the step of which an example was recovered furthest above zero information."""
         measured = [one for one in self.leakage if one.lift]
         return max(measured, key=lambda one: max(one.lift or (-math.inf,)), default=None)
 
     @property
     def identified(self) -> tuple[int, int]:
-        """Examples whose reconstruction points at them among all others, and of how many."""
+        """Count examples whose reconstruction points at them among all others, and of how many."""
         known = [one for leakage in self.leakage for one in leakage.identified or () if one is not None]
         return sum(map(bool, known)), len(known)
 
     @property
     def certified(self) -> int:
-        """Return how many examples are certified, over all recorded steps."""
         return sum(one.certified for one in self.leakage)
 
     def describe(self) -> str:
-        """The promise, what was recovered in spite of it, and what was left out; one line each."""
+        """Tell the promise, what was recovered in spite of it, and what was left out; one line each."""
         promise = "no accountant" if self.epsilon is None else f"epsilon {self.epsilon:.3g} at delta {self.delta:g}"
         lines = [f"{self.steps} steps, noise multiplier {self.noise_multiplier:g}, clip {self.clip:g}: {promise}"]
         lines += [f"The promise does not hold. {problem}" for problem in self.problems]
@@ -108,7 +105,7 @@ class DPReport:
 
 
 class StepAudit:
-    """Records every nth step of a DP optimiser, in memory or in a ``folder``; attacks them when asked for a report.
+    """Record every nth step of a DP optimiser, in memory or in a ``folder``; attack them when asked for a report.
 
     ``model`` is what the optimiser trains, wrapped by Opacus or not. ``task`` is what it minimises.
     """
@@ -144,13 +141,12 @@ class StepAudit:
         optimizer.attach_step_hook(self._hook)
 
     def batch(self, x: Tensor, y: Tensor) -> None:
-        """The examples of the batch that goes through the model next; of a batch in parts, each part."""
+        """Tell the examples of the batch that goes through the model next; of a batch in parts, each part."""
         if self.optimizer.step_hook is not self._hook:
             raise RuntimeError(REPLACED)
         self._pending.append((x.detach(), y.detach()))
 
     def detach(self) -> None:
-        """Put the hook back that was there before."""
         if self.optimizer.step_hook is self._hook:
             self.optimizer.step_hook = self._previous
 
@@ -187,18 +183,15 @@ class StepAudit:
 
     @property
     def observations(self) -> list[Observation]:
-        """What was recorded so far, as attacks see it."""
         return [seen for seen, _, _ in self._recorded]
 
     def _warn(self, problems: Sequence[str]) -> None:
-        """Tell each problem once; a layer may change its mode on the way."""
         for problem in problems:
             if problem not in self.problems:
                 self.problems = (*self.problems, problem)
                 warnings.warn(f"this model cannot be private: {problem}", stacklevel=3)
 
     def _trained_names(self) -> dict[int, str]:
-        """Names of the parameters that the optimiser moves; all others are frozen in the copy."""
         managed = {id(parameter) for parameter in self.optimizer.params}
         names = {id(parameter): name for name, parameter in self._inner.named_parameters() if id(parameter) in managed}
         if len(names) != len(managed):
@@ -211,7 +204,7 @@ class StepAudit:
         return names
 
     def _after_noise(self, optimizer: Any) -> None:
-        """The step hook: the gradient is clipped and noised, the weights have not moved yet."""
+        """Observe in the step hook: the gradient is clipped and noised, the weights have not moved yet."""
         if self._previous is not None:
             self._previous(optimizer)
         self.steps += 1
@@ -233,7 +226,6 @@ class StepAudit:
             save_recording(self.folder, observation, origin, truth)
 
     def _count(self, parts: Sequence[Truth]) -> tuple[int | None, str]:
-        """Examples of the step, or why they are not known."""
         told = sum(len(x) for x, _ in parts) if parts else None
         in_parts = bool(getattr(self.optimizer, "_is_last_step_skipped", False))
         samples = [p.grad_sample for p in self.optimizer.params if isinstance(getattr(p, "grad_sample", None), Tensor)]
@@ -254,8 +246,7 @@ class StepAudit:
         update = {self._names[id(p)]: p.grad.detach().cpu() * scale for p in optimizer.params}
         model = copy.deepcopy(self._skeleton)
         model.load_state_dict({name: value.detach().cpu() for name, value in self._inner.state_dict().items()})
-        modules = list(model.modules())
-        random = any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in modules)
+        random = any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in model.modules())
         clip = float(optimizer.max_grad_norm)
         noise = float(optimizer.noise_multiplier) * clip / examples
         facts = CaptureFacts(
@@ -274,7 +265,7 @@ class StepAudit:
 
 
 def _uses_batch(module: nn.Module) -> bool:
-    """Whether it is a BatchNorm layer that takes the statistics of the batch; a frozen one in eval mode does not.
+    """Check for a BatchNorm layer that takes the statistics of the batch; a frozen one in eval mode does not.
 
     >>> [_uses_batch(layer) for layer in (nn.BatchNorm1d(2), nn.BatchNorm1d(2).eval(), nn.Linear(2, 2))]
     [True, False, False]
@@ -283,7 +274,7 @@ def _uses_batch(module: nn.Module) -> bool:
 
 
 def why_not_private(model: nn.Module) -> list[str]:
-    """Why Opacus' validator says that a model cannot be trained with differential privacy, in its words; or nothing.
+    """Return why Opacus' validator says that a model cannot be trained with differential privacy, in its words.
 
     >>> [words.split(".")[0] for words in why_not_private(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))]
     ['BatchNorm cannot support training with differential privacy']
@@ -296,10 +287,8 @@ def why_not_private(model: nn.Module) -> list[str]:
 
 
 def passed_over(model: nn.Module) -> list[str]:
-    """BatchNorm layers that mix the examples of a batch and that the validator does not look at, in its words.
-
-    It looks at layers with trainable parameters only. One without, or with frozen ones, mixes examples all the same
-    while it is in train mode, or has no running statistics.
+    """Return BatchNorm layers that mix the examples of a batch and have no trainable parameters, which Opacus passes
+    over.
 
     >>> net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False))
     >>> [words.split(": ")[0] for words in passed_over(net)], passed_over(net.eval())
@@ -308,7 +297,7 @@ def passed_over(model: nn.Module) -> list[str]:
     lines = []
     for name, module in model.named_modules():
         trained = any(parameter.requires_grad for parameter in module.parameters())
-        if isinstance(module, BATCHNORM) and not trained and (module.training or module.running_mean is None):
+        if _uses_batch(module) and not trained:
             validator = _validators.ModuleValidator.VALIDATORS.get(type(module))
             words = [] if validator is None else [str(problem) for problem in validator(module)]
             reason = " ".join(words) or f"{type(module).__name__} mixes the examples of a batch"
@@ -317,10 +306,10 @@ def passed_over(model: nn.Module) -> list[str]:
 
 
 def epsilon_of(accountant: Any, delta: float) -> float:
-    """What the accountant says was spent; infinite where a step had no noise.
+    """Return what the accountant says was spent; infinite where a step had no noise.
 
     Opacus' default accountant keeps a grid that grows with epsilon, of tens of gigabytes where there is next to no
-    noise. Where nothing is promised anyway, above :data:`NO_PROMISE`, the Renyi accountant's bound stands for it.
+    noise. Above :data:`NO_PROMISE` the Renyi accountant's bound stands for it.
     """
     history = list(accountant.history)
     if any(noise <= 0 for noise, *_ in history):
@@ -336,7 +325,7 @@ def epsilon_of(accountant: Any, delta: float) -> float:
 
 
 def plain_copy(model: nn.Module) -> nn.Module:
-    """A copy of the model on the CPU without the hooks and records of others, which would copy whatever they hold."""
+    """Copy the model to the CPU without the hooks and records of others, which would copy whatever they hold."""
     left_out: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():

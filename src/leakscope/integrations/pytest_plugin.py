@@ -1,4 +1,4 @@
-"""Audits as tests: a fixture, a marker, and ``leakscope.yaml`` as a test of its own. ``docs/ci.md`` tells how.
+"""Run audits as tests: a fixture, a marker, and ``leakscope.yaml`` as a test of its own; see ``docs/ci.md``.
 
 pytest loads this file whenever it starts, so nothing of the audit is imported here before one runs. Only a verdict
 within policy passes, or leaks that the baseline accepts. A test that asks for an audit and runs none fails.
@@ -62,14 +62,12 @@ def pytest_collect_file(file_path: Path, parent: pytest.Collector) -> pytest.Col
 
 
 class SpecCollector(pytest.File):
-    """A spec that pytest found."""
-
     def collect(self) -> Iterator[pytest.Item]:
         yield SpecItem.from_parent(self, name="audit")
 
 
 class SpecItem(pytest.Item):
-    """The audit of a spec, run in the folder that it lies in."""
+    """Run the audit of a spec in the folder that it lies in."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -95,14 +93,12 @@ class SpecItem(pytest.Item):
 
 @pytest.fixture
 def leakscope_audit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AuditRunner:
-    """Runs an audit and fails the test unless it is within policy: a spec's path, or the arguments of ``ls.audit``."""
+    """Run an audit and fail the test unless it is within policy: a spec's path, or the arguments of ``ls.audit``."""
     request.node.stash[_CALLS] = 0  # a test that is run again is the same test
     return AuditRunner(request.node, tmp_path_factory.mktemp("leakscope", numbered=True))
 
 
 class AuditRunner:
-    """What the fixture gives: call it, with the marker's arguments as defaults."""
-
     def __init__(self, item: pytest.Item, folder: Path) -> None:
         self._item, self._folder, self._config = item, folder, item.config
 
@@ -133,7 +129,7 @@ class AuditRunner:
     def _asked(
         self, spec: str | Path | None, settings: dict[str, Any], accept: bool | None
     ) -> tuple[Path | None, dict[str, Any], bool]:
-        """The path of a spec, settings, and whether doubts pass: as called, else as marked, else as configured."""
+        """Return spec, settings, and whether doubts pass: as called, else as marked, else as configured."""
         marker = self._item.get_closest_marker(MARKER)
         marked = {} if marker is None else dict(marker.kwargs)
         if marker is not None and len(marker.args) > 1:
@@ -174,7 +170,7 @@ class AuditRunner:
             told.append((SPEC, _relative(path, self._config.rootpath)))
 
     def _write_reports(self, audit: Audit, name: str, path: Path | None) -> Path | None:
-        """Page, JSON and SARIF where a folder is asked for; without a spec, findings point to the test."""
+        """Write page, JSON and SARIF where a folder is asked for; without a spec, findings point to the test."""
         folder = self._config.getoption("--leakscope-report")
         if not folder:
             return None
@@ -219,7 +215,7 @@ class AuditRunner:
 
 
 def baseline_file(config: pytest.Config) -> Path:
-    """The file of accepted leaks; that of an ini file is relative to the root, one typed to the current folder."""
+    """Return the file of accepted leaks, from an ini file relative to the root, as an option to the current folder."""
     typed = config.getoption("--leakscope-baseline")
     if typed:
         return config.invocation_params.dir / typed
@@ -227,7 +223,6 @@ def baseline_file(config: pytest.Config) -> Path:
 
 
 def _update(file: Path, name: str, now: Any) -> str:
-    """Accept what leaks now; several workers may do so side by side."""
     from filelock import FileLock
 
     from leakscope.report.accepted_leaks import read_accepted, write_accepted
@@ -246,7 +241,6 @@ def _update(file: Path, name: str, now: Any) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """A test that asks for an audit and runs none would pass without having looked at anything."""
     yield
     if isinstance(item, SpecItem) or item.stash.get(_CALLS, 0):
         return

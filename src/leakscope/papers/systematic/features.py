@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -111,9 +112,8 @@ def trial(size: Scale, batch: int, defence: str, strength: float, seed: int) -> 
 def observed(size: Scale, x: torch.Tensor, y: torch.Tensor, defence: str, strength: float, seed: int) -> Observation:
     net = build_model("mlp", input_shape=(size.features,), num_classes=CLASSES, hidden=size.units, seed=seed)
     net = net.double()  # differences of weights after steps of this rate are below float32's rounding
-    noisy = defence == "noise"
-    head, constants = "signs" if noisy else "published", SIGN_SIZE if noisy else None
-    net = with_gaussian_neurons(net, (size.features,), head=head, size=constants, seed=seed)
+    units: dict[str, Any] = {"head": "signs", "size": SIGN_SIZE} if defence == "noise" else {"head": "published"}
+    net = with_gaussian_neurons(net, (size.features,), **units, seed=seed)
     protocol: Protocol = FedSGD()
     if defence == "local steps":
         protocol = FedAvg(epochs=int(strength), batch_size=len(x), lr=LEARNING_RATE)
