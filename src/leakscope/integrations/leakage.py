@@ -77,8 +77,8 @@ def measure(
     if truth is not None and origin.place == "raw":
         notes += doubts_of_recipe(observation, truth)
     ruler = Ruler(space, observation.task, None if others is None else space.to_unit(others.to(torch.float32)))
-    wanted = ("grey", "others", "noise") if controls else ("grey", "others")
-    return assess(observation, recover, truth, wanted, seed=seed, ruler=ruler, origin=origin, notes=notes)
+    facts: dict[str, Any] = {"seed": seed, "ruler": ruler, "origin": origin, "notes": notes}
+    return assess(observation, recover, truth, ("grey", "others", "noise") if controls else ("grey", "others"), **facts)
 
 
 def unassessed(observation: Observation, origin: Origin, attack: str | Attack, why: str) -> Assessment:

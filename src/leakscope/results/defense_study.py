@@ -118,7 +118,6 @@ class Choice:
     protocol: str
     limits: tuple[float, ...]
     row: StudyRow | None
-    #: Others that cost as much, within the tolerance, and leak no less.
     alike: tuple[StudyRow, ...] = ()
 
 
@@ -130,7 +129,6 @@ class Study:
     choices: tuple[Choice, ...]
     worths: tuple[Worth, ...]
     tolerance: float
-    #: Whether utility is an accuracy, or else less the test loss.
     accuracy: bool = True
 
 
@@ -147,43 +145,30 @@ def make_study(
 ) -> Study | None:
     """Study what each setting leaks and costs; None where no training was asked for. ``tolerance``: of utility."""
     rows, findings = list(rows), list(findings)
-    trainings = _trainings(findings)
-    if not trainings:
-        return None
-    accuracy = any(not math.isnan(a) for one in trainings.values() if one is not None for a in one.accuracies)
-    guesses = {protocol: _guesses(rows, protocol) for protocol in {setting.protocol for setting in verdict.settings}}
-    ranked = _ranked(
-        [
-            _row(setting, rows, findings, trainings, guesses[setting.protocol])
-            for setting in verdict.settings
-            if setting.scenario in trainings
-        ],
-        tolerance,
-    )
-    worths = tuple(worth_of_knowing(rows))
-    return Study(
-        rows=ranked, choices=_choices(ranked, tolerance), worths=worths, tolerance=tolerance, accuracy=accuracy
-    )
-
-
-def _trainings(findings: Iterable[FindingRow]) -> dict[Scenario, Training | None]:
     by_setting: dict[Scenario, list[FindingRow]] = defaultdict(list)
     for finding in findings:
         if finding.kind == UTILITY:
             by_setting[finding.scenario].append(finding)
-    return {cell: _training([f for f in some if f.status == "done"]) for cell, some in by_setting.items()}
+    if not by_setting:
+        return None
+    trainings = {cell: _training([f for f in some if f.status == "done"]) for cell, some in by_setting.items()}
+    accuracy = any(not math.isnan(a) for one in trainings.values() if one is not None for a in one.accuracies)
+    trained = [setting for setting in verdict.settings if setting.scenario in trainings]
+    guesses = {protocol: _guesses(rows, protocol) for protocol in {setting.protocol for setting in trained}}
+    ranked = _ranked([_row(s, rows, findings, trainings, guesses[s.protocol]) for s in trained], tolerance)
+    choices, worths = _choices(ranked, tolerance), tuple(worth_of_knowing(rows))
+    return Study(rows=ranked, choices=choices, worths=worths, tolerance=tolerance, accuracy=accuracy)
 
 
 def _training(done: Sequence[FindingRow]) -> Training | None:
     if not done:
         return None
 
+    broken = [finding.content.get("diverged") is True for finding in done]
+
     def every(name: str, where_diverged: float = NAN) -> tuple[float, ...]:
-        broken = [finding.content.get("diverged") is True for finding in done]
-        values = [finding.value(name) for finding in done]
-        return tuple(
-            where_diverged if b and math.isnan(value) else value for b, value in zip(broken, values, strict=True)
-        )
+        pairs = zip(broken, (finding.value(name) for finding in done), strict=True)
+        return tuple(where_diverged if diverged and math.isnan(value) else value for diverged, value in pairs)
 
     return Training(
         seeds=tuple(finding.seed for finding in done),
@@ -191,7 +176,7 @@ def _training(done: Sequence[FindingRow]) -> Training | None:
         losses=every("loss", math.inf),
         test_losses=every("test_loss", math.inf),
         learning_rates=every("learning_rate"),
-        diverged=sum(finding.content.get("diverged") is True for finding in done),
+        diverged=sum(broken),
         chance=done[0].value("chance"),
         epsilon=highest(every("epsilon")),
     )
@@ -222,7 +207,8 @@ def _row(
     errors = _least_errors(attempts)
     utilities = () if training is None else training.utilities
     lost = () if training is None or undefended is None else _lost(training, undefended)
-    embedding = next((f for f in findings if f.kind == "embedding" and f.scenario == cell), None)
+    embedding = [f for f in findings if f.kind == "embedding" and f.scenario == cell][:1]
+    feature_errors = [f.value(name) for f in embedding for name in ("error", "span_error")]
     known = setting.defense == "none" or any(row.result is not None and row.result.adaptive for row in attempts)
     names = Counter(example.attack_name for example in setting.examples)
     learnt = undefended is None or undefended.learns
@@ -246,7 +232,7 @@ def _row(
         cost=mean(lost),
         cost_interval=interval(lost),
         allowed_psnr=setting.allowed_psnr,
-        feature_error=_feature_error(embedding),
+        feature_error=next((error for error in feature_errors if not math.isnan(error)), NAN),
         known=known,
         telling=not setting.weakness and learnt,
         doubts=tuple(_doubts(setting, known, training, learnt)),
@@ -267,13 +253,6 @@ def _lost(training: Training, undefended: Training) -> tuple[float, ...]:
     bare = dict(zip(undefended.seeds, undefended.utilities, strict=True))
     own = zip(training.seeds, training.utilities, strict=True)
     return tuple(bare[seed] - value for seed, value in own if seed in bare)
-
-
-def _feature_error(embedding: FindingRow | None) -> float:
-    if embedding is None:
-        return NAN
-    error = embedding.value("error")
-    return embedding.value("span_error") if math.isnan(error) else error
 
 
 def _doubts(setting: SettingVerdict, known: bool, training: Training | None, learnt: bool) -> Iterable[Reason]:
@@ -309,19 +288,15 @@ def _ranked(rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
             ranked.append(dataclasses.replace(row, on_front=True))
         else:
             best = min(better, key=lambda other: (other.leakage, -other.utility))
-            clear = (
-                best.leakage_interval[1] < row.leakage_interval[0]
-                or best.utility_interval[0] > (row.utility_interval[1])
-            )
+            less = best.leakage_interval[1] < row.leakage_interval[0]
+            clear = less or best.utility_interval[0] > row.utility_interval[1]
             ranked.append(dataclasses.replace(row, beaten_by=best.defense, beaten_clearly=clear))
     return tuple(ranked)
 
 
 def _beats(one: StudyRow, other: StudyRow, tolerance: float) -> bool:
-    if one.identified > other.identified:
-        return False
     points = (one.leakage, one.utility), (other.leakage, other.utility)
-    return dominates(*points, SAME_LEAKAGE, tolerance)
+    return not one.identified > other.identified and dominates(*points, SAME_LEAKAGE, tolerance)
 
 
 def dominates(one: tuple[float, float], other: tuple[float, float], leakage: float = 0.0, utility: float = 0.0) -> bool:
@@ -359,9 +334,7 @@ def _choices(rows: Sequence[StudyRow], tolerance: float) -> tuple[Choice, ...]:
 
 
 def _alike(best: StudyRow | None, rows: Sequence[StudyRow], tolerance: float) -> tuple[StudyRow, ...]:
-    return tuple(
-        row for row in rows if best is not None and row is not best and best.utility - row.utility <= tolerance
-    )
+    return tuple(r for r in rows if best is not None and r is not best and best.utility - r.utility <= tolerance)
 
 
 def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:

@@ -115,9 +115,8 @@ class Judge:
         self.labels = label_share(self.done, label_chance, least)
         self.shares = {"identification": Share(self.identification, certain), "label_accuracy": self.labels}
         self.flags = sorted({flag for row in self.done for flag in row.flags})
-        self.coverage = Coverage(
-            rows, strength, self.defended, [limit.measure.key for limit in self._other_limits()], expected.required
-        )
+        keys = [limit.measure.key for limit in self._other_limits()]
+        self.coverage = Coverage(rows, strength, self.defended, keys, expected.required)
         self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
 
     def verdict(self) -> SettingVerdict:
@@ -137,7 +136,6 @@ class Judge:
             if self.coverage.uncovered and not doubts:
                 doubts = [because("no-support", "other-attacks", count=len(self.coverage.uncovered))]
         psnrs = [e.psnr for e in examples if not math.isnan(e.psnr)]
-        weakness = self._weakness()
         return SettingVerdict(
             protocol=self.scenario.protocol,
             defense=self.scenario.defense,
@@ -152,7 +150,7 @@ class Judge:
             identification=self.identification,
             label_accuracy=self.labels.value,
             label_baseline=self.labels.chance,
-            weakness=None if against else weakness,
+            weakness=None if against else self._weakness(),
             flags=self.flags,
             missing=self.missing,
             **self.fates,
@@ -176,25 +174,16 @@ class Judge:
         return leaks
 
     def _leaking_shares(self) -> list[Reason]:
-        over = [x for x in self.policy.limits if x.measure.per == "setting" and self._share(x).exceeds(x.value)]
-        return [
-            because(
-                "labels" if limit.measure.of == "labels" else limit.measure.name,
-                measure=limit.measure.name,
-                value=self._share(limit).value,
-                limit=limit.value,
-                baseline=self._share(limit).chance,
-            )
-            for limit in over
-        ]
-
-    def _share(self, limit: Limit) -> Share:
-        return self.shares[limit.measure.name]
+        leaks = []
+        for limit in self.policy.limits:
+            measure = limit.measure
+            if measure.per == "setting" and (share := self.shares[measure.name]).exceeds(limit.value):
+                facts = {"measure": measure.name, "value": share.value, "limit": limit.value, "baseline": share.chance}
+                leaks.append(because("labels" if measure.of == "labels" else measure.name, **facts))
+        return leaks
 
     def _other_limits(self) -> list[Limit]:
-        return [
-            limit for limit in self.policy.limits if limit.measure.per == "example" and limit.measure.name != "psnr"
-        ]
+        return [x for x in self.policy.limits if x.measure.per == "example" and x.measure.name != "psnr"]
 
     def _doubts_of_measures(self) -> list[Reason]:
         doubts = []
@@ -220,10 +209,10 @@ class Judge:
         if any(math.isnan(t.lift) for t in high):
             return [because("no-control", "keep-controls", **facts)]
         own = [t.psnr - self.baselines.value(t.attack, t.index, MEASURES["psnr"], held_out=False) for t in high]
-        if any(lift >= self.policy.min_lift for lift in own):
-            remedies = "look-at-pictures", Remedy("set-limit", {"limit": "max_identification"})
-            return [because("near-held-out", *remedies, baseline=example.baseline_psnr, **facts)]
-        return []
+        if not any(lift >= self.policy.min_lift for lift in own):
+            return []
+        remedies = "look-at-pictures", Remedy("set-limit", {"limit": "max_identification"})
+        return [because("near-held-out", *remedies, baseline=example.baseline_psnr, **facts)]
 
     def _weakness(self) -> Reason | None:
         return self.strength.doubt({row.job.attack for row in self.done}) if self.done else None
@@ -235,16 +224,16 @@ class Judge:
         weak = self.strength.doubt({row.job.attack for row in rows})
         doubts = [] if weak is None else [weak]
         doubts += [*_doubts_of_searches(rows), *self._doubts_of_knowledge(rows), *unresolved_labels(rows)]
-        flags = {flag for row in rows for flag in raised(row)} - {UNCERTAIN_LABELS}
-        doubts += [_flag_doubt(flag, rows) for flag in sorted(flags)]
+        for flag in sorted({flag for row in rows for flag in raised(row)} - {UNCERTAIN_LABELS}):
+            facts = {"names": (flag,), "count": sum(flag in row.flags for row in rows), "total": len(rows)}
+            doubts.append(because("flag", *FLAG_REMEDIES.get(flag, ()), **facts))
         return [*doubts, *self._doubts_of_numbers(rows)]
 
     def _doubts_of_numbers(self, rows: list[Row]) -> list[Reason]:
         examples = [example for row in rows for example in row.examples]
         unmeasured = sum(math.isnan(example.value("psnr")) for example in examples)
-        doubts = [because("psnr-unmeasured", "lower-learning-rate", measure="psnr", count=unmeasured)] * bool(
-            unmeasured
-        )
+        unread = because("psnr-unmeasured", "lower-learning-rate", measure="psnr", count=unmeasured)
+        doubts = [unread] if unmeasured else []
         for limit in self._other_limits():
             drop = Remedy("drop-limit", {"limit": limit.measure.limit})
             for index in sorted({e.index for e in examples if math.isnan(e.value(limit.measure.key))}):
@@ -277,12 +266,10 @@ class Judge:
 
     def _doubts_of_powers(self) -> list[Reason]:
         """Doubt a server that may choose the model, if every attack took it as it is."""
-        granted = any(
-            row.job.knowledge.get(power) for row in self.done for power in ("choose_weights", "choose_structure")
-        )
-        if not granted or any(row.result and row.result.chose_model for row in self.done):
-            return []
-        return [because("model-not-chosen", "choose-model", "honest-server")]
+        powers = ("choose_weights", "choose_structure")
+        granted = any(row.job.knowledge.get(power) for row in self.done for power in powers)
+        chosen = any(row.result and row.result.chose_model for row in self.done)
+        return [because("model-not-chosen", "choose-model", "honest-server")] if granted and not chosen else []
 
     def _doubts_of_jobs(self) -> list[Reason]:
         """Count jobs without a result only where they stand in the way of a pass."""
@@ -298,19 +285,14 @@ class Judge:
         return [*(doubt for doubt, told in doubts.items() if told), *self._doubts_of_what_is_missing()]
 
     def _doubts_of_what_is_missing(self) -> list[Reason]:
-        expected, remedy = self.expected, "again" if self.expected.budget is None else "more-time"
-        counts = {
-            "attempts-missing": (self.missing, expected.attempts),
-            "findings-missing": (expected.findings_missing, None),
+        expected, lost, total = self.expected, self.expected.findings_missing, self.expected.attempts
+        budget, remedy = expected.budget, "again" if expected.budget is None else "more-time"
+        doubts = {
+            because("attempts-missing", remedy, count=self.missing, total=total, budget=budget): self.missing,
+            because("findings-missing", remedy, count=lost, budget=budget): lost,
+            because("spared", "without-budget", count=expected.spared): expected.spared,
         }
-        doubts = [
-            because(code, remedy, count=count, total=total, budget=expected.budget)
-            for code, (count, total) in counts.items()
-            if count
-        ]
-        if expected.spared:
-            doubts.append(because("spared", "without-budget", count=expected.spared))
-        return doubts
+        return [doubt for doubt, told in doubts.items() if told]
 
 
 def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
@@ -320,8 +302,3 @@ def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
             searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
     missed = sum(MISSED in told and "recovered" not in told for told in searches.values())
     return [because("search-missed", "more-steps", count=missed, total=len(searches))] if missed else []
-
-
-def _flag_doubt(flag: str, rows: list[Row]) -> Reason:
-    count = sum(flag in row.flags for row in rows)
-    return because("flag", *FLAG_REMEDIES.get(flag, ()), names=(flag,), count=count, total=len(rows))

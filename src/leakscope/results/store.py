@@ -11,7 +11,7 @@ import json
 import math
 import os
 import sqlite3
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import cache
 from pathlib import Path
@@ -150,37 +150,21 @@ class Store:
 
     def rows(self) -> list[Row]:
         """Return every finished job in the order of the plan; one that was damaged since has failed."""
-        rows = []
-        for position, *values, checksum in self._ask(_JOBS + _IN_ORDER):
-            key, status, job, result, error, seconds, finished, _ = values
-            facts, outcome = _parsed(job), _parsed(result)
-            fate: _Fate = (error, seconds, finished)
-            if seal(values) != checksum or _BROKEN in (facts, outcome):
-                status, facts, outcome, fate = "failed", mapping(facts), None, (DAMAGED, None, None)
-            rows.append(Row.read(str(key), int(position), status, facts, outcome, *fate))
-        return rows
+        return [Row.read(key, position, *rest) for key, position, _, *rest in self._entries(_JOBS)]
 
     def findings(self) -> list[FindingRow]:
         """Return every finding in the order of the plan; one that was damaged since has failed."""
-        rows = []
-        for position, *values, checksum in self._ask(_FINDINGS + _IN_ORDER):
-            key, kind, status, subject, content, error, seconds, finished = values
-            facts, told = _parsed(subject), _parsed(content)
-            fate: _Fate = (error, seconds, finished)
-            if seal(values) != checksum or _BROKEN in (facts, told):
-                status, facts, told, fate = "failed", mapping(facts), None, (DAMAGED, None, None)
-            rows.append(FindingRow.read(str(key), int(position), str(kind), status, facts, told, *fate))
-        return rows
+        return [FindingRow.read(*entry) for entry in self._entries(_FINDINGS)]
 
     def finished(self) -> dict[str, str]:
         """Return key and status of each job and finding that has a row; "damaged" where it, or a file of it, is."""
-        rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
-        return {row.key: row.status for row in rows} | dict.fromkeys(self.damage(), "damaged")
+        statuses = {key: status for table in (_JOBS, _FINDINGS) for key, _, _, status, *_ in self._entries(table)}
+        return statuses | dict.fromkeys(self.damage(), "damaged")
 
     def damage(self) -> dict[str, str]:
         """Return what was damaged or deleted since it was written, by the key of the job."""
-        rows: list[Row | FindingRow] = [*self.rows(), *self.findings()]
-        found = {row.key: "its row is damaged" for row in rows if row.error == DAMAGED}
+        entries = [*self._entries(_JOBS), *self._entries(_FINDINGS)]
+        found = {key: "its row is damaged" for key, *_, error, _, _ in entries if error == DAMAGED}
         for key, files in self._ask("SELECT key, files FROM jobs" + _IN_ORDER):
             hashes = _parsed(files)
             if key in found or not isinstance(hashes, dict):
@@ -188,12 +172,10 @@ class Store:
             for suffix, expected in hashes.items():
                 what = "pictures" if suffix == TENSORS else "curves"
                 try:
-                    content = read_whole(self._path(key, suffix))
+                    if hashlib.sha256(read_whole(self._path(key, suffix))).hexdigest() != expected:
+                        found[key] = f"its {what} are damaged"
                 except ValueError:
                     found[key] = f"its {what} are missing"
-                    continue
-                if hashlib.sha256(content).hexdigest() != expected:
-                    found[key] = f"its {what} are damaged"
         return found
 
     def artifact(self, key: str) -> dict[str, Tensor] | None:
@@ -251,6 +233,17 @@ class Store:
     def _insert(self, table: str, position: int, values: tuple[Any, ...]) -> None:
         row = (values[0], position, *values[1:], seal(values))
         self._ask(f"INSERT OR REPLACE INTO {table} VALUES ({', '.join('?' * len(row))})", *row)
+
+    def _entries(self, select: str) -> Iterator[tuple[Any, ...]]:
+        """Yield key, position, kind, status, subject, content, error, seconds and end of each row of a table."""
+        for position, *values, checksum in self._ask(select + _IN_ORDER):
+            key, kind, status, subject, content, *fate = (
+                values if select == _FINDINGS else [values[0], "", *values[1:-1]]
+            )
+            facts, told = _parsed(subject), _parsed(content)
+            if seal(values) != checksum or _BROKEN in (facts, told):
+                status, facts, told, fate = "failed", mapping(facts), None, [DAMAGED, None, None]
+            yield str(key), int(position), str(kind), status, facts, told, *fate
 
     def _ask(self, statement: str, *values: Any) -> list[tuple[Any, ...]]:
         try:
