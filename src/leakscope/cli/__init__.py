@@ -36,7 +36,8 @@ class PlainCommand(TyperCommand):
             if record is not None:
                 name, text = record[0], record[1].replace("\\[", "[")
                 if isinstance(param, click.Argument):
-                    text = f"{_help_of(self.callback, str(param.name))}  {text}".strip() if not _own(param) else text
+                    own = bool(getattr(param, "help", None))
+                    text = text if own else f"{_help_of(self.callback, str(param.name))}  {text}".strip()
                     records["Arguments"].append((name, text))
                 else:
                     records["Options"].append((name, text))
@@ -53,12 +54,7 @@ class PlainGroup(TyperGroup):
         return click.Group.resolve_command(self, ctx, args)
 
 
-def _own(param: click.Argument) -> bool:
-    return bool(getattr(param, "help", None))
-
-
 def _help_of(command: Any, argument: str) -> str:
-    """What the signature says of an argument."""
     hint = get_type_hints(command, include_extras=True).get(argument)
     return next((entry.help for entry in getattr(hint, "__metadata__", ()) if getattr(entry, "help", None)), "")
 
@@ -73,16 +69,9 @@ app = typer.Typer(
     epilog="Exit codes of audit: 0 within policy, 1 leaks above policy, 2 interrupted, 3 internal error, "
     "4 usage or spec error, 5 nothing audited or inconclusive.",
 )
-app.command(cls=PlainCommand)(audit)
-app.command(cls=PlainCommand)(plan)
-app.command(cls=PlainCommand)(attack)
-app.command(name="import", cls=PlainCommand)(import_update)
-app.command(cls=PlainCommand)(limits)
-app.command(cls=PlainCommand)(inspect)
-app.command(cls=PlainCommand)(reproduce)
-app.command(name="list", cls=PlainCommand)(list_names)
-app.command(cls=PlainCommand)(report)
-app.command(cls=PlainCommand)(compare)
+_NAMES: dict[Any, str] = {import_update: "import", list_names: "list"}
+for _command in (audit, plan, attack, import_update, limits, inspect, reproduce, list_names, report, compare):
+    app.command(name=_NAMES.get(_command), cls=PlainCommand)(_command)
 
 
 @app.callback(invoke_without_command=True)
@@ -119,10 +108,7 @@ def _run() -> int:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[list[str]]:
-    """SIGTERM and SIGHUP end a command like Ctrl-C; yields the name of the one that did.
-
-    What the caller of the command ignores stays ignored: that is how nohup works.
-    """
+    """End a command like Ctrl-C on SIGTERM and SIGHUP, unless ignored (nohup); yield the name of the one that did."""
     received: list[str] = []
     ending = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 

@@ -9,14 +9,14 @@ from typing import Annotated, Any
 
 import typer
 
-from leakscope.cli import captured as options
-from leakscope.cli.captured import Captured, Sign
+from leakscope.cli.captured import Captured, takes_captured
 from leakscope.cli.parsing import parse_part
 from leakscope.contracts.errors import UserError
 
 PAGE = "report.html"
 
 
+@takes_captured
 def attack(
     observation: Annotated[
         Path | None,
@@ -38,38 +38,17 @@ def attack(
     ] = None,
     pictures: Annotated[bool, typer.Option("--pictures", help="Show originals of --truth in the page.")] = False,
     out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
-    before: options.Before = None,
-    after: options.After = None,
-    update: options.Update = None,
-    kind: options.UpdateKind = None,
-    sign: options.UpdateSign = Sign.check,
-    input: options.Input = None,
-    classes: options.Classes = None,
-    examples: options.Examples = None,
-    lr: options.Rate = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = None,
-    optimizer: options.ClientOptimizer = None,
-    momentum: options.Momentum = None,
-    value_range: options.Range = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    labels: options.Labels = None,
-    batchnorm: options.BatchNorm = None,
+    *,
+    captured: Captured,
 ) -> None:
     """Attack a captured update.
 
     What was recovered is written: pictures, tensors, the attack's own opinion, and a page that shows them beside what
     knows nothing of the client. Give a saved observation, or what the command import takes.
     """
-    captured = Captured(
-        before=before, after=after, update=update, kind=kind, sign=sign, model=model, input=input, classes=classes,
-        examples=examples, lr=lr, epochs=epochs, batch_size=batch_size, optimizer=optimizer, momentum=momentum,
-        range=value_range, mean=mean, std=std, labels=labels, batchnorm=batchnorm,
-    )  # fmt: skip
     if pictures and truth is None:
         raise UserError("--pictures: expected with --truth only; what was recovered is always shown")
-    observed = captured.observe("attack") if observation is None else _stored(observation, captured)
+    observed = captured.observe("attack") if observation is None else _stored(observation, model, captured.typed())
     controls = ("grey", "random", *(("noise",) if control else ()))
     settings = {"seed": seed, "device": device, "controls": controls, "thorough": diagnose}
     result = _attacked(observed, attack, truth, observation is None, settings)
@@ -100,7 +79,6 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
 
 
 def _tell(result: Any, out: Path) -> None:
-    """What people read of it."""
     from leakscope.cli.console import make_console, say, say_path
     from leakscope.report.captured import confidence_words
     from leakscope.report.certificate import shared_words
@@ -121,19 +99,18 @@ def _tell(result: Any, out: Path) -> None:
     say_path(console, "Page:", out / PAGE)
 
 
-def _stored(observation: Path, captured: Captured) -> Any:
-    """The observation in a file."""
+def _stored(observation: Path, model: str | None, options: list[str]) -> Any:
     from leakscope.contracts.files import read_observation_files
     from leakscope.contracts.observation import Observation
     from leakscope.models import MODELS, build_model
 
-    typed = [name for name in captured.typed() if name != "--model"]
+    typed = [name for name in options if name != "--model"]
     if typed:
         raise UserError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
     tensors, facts = read_observation_files(observation)
-    name = captured.model or facts["model_name"]
+    name = model or facts["model_name"]
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
-    if not isinstance(name, str) or (captured.model is None and name not in MODELS):
+    if not isinstance(name, str) or (model is None and name not in MODELS):
         raise UserError(f"{observation}: does not name a reference model; pass --model")
     # A model with more weights than the file holds is not the one observed, and need not be made to see that.
     held = sum(value.numel() for value in tensors.values())

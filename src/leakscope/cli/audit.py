@@ -12,17 +12,7 @@ import typer
 from leakscope.audit.sections import DataSpec, ModelSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
-from leakscope.cli.output import (
-    AsCsv,
-    AsJson,
-    NoProgress,
-    Output,
-    Quiet,
-    SarifFile,
-    Verbose,
-    relative,
-    write_sarif,
-)
+from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, SarifFile, Verbose, relative, write_sarif
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
 from leakscope.contracts.checks import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
@@ -44,10 +34,7 @@ _LIMITS = {setting.name: f"Policy: {setting.help}." for setting in settings_of(P
 POLICY_FILE = Path("leakscope.yaml")
 
 
-class Labels(StrEnum):
-    no = "no"
-    counts = "counts"
-    yes = "yes"
+Labels = StrEnum("Labels", "no counts yes")
 
 
 def audit(
@@ -138,8 +125,7 @@ def audit(
 def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
     if path is None:
         return name
-    if name is None and spec is None:
-        name = "folder"
+    name = "folder" if name is None and spec is None else name
     return {"path": path} if name is None else {"name": name, "path": path}
 
 
@@ -177,10 +163,7 @@ def _run(
     print_verdict(result, page, console, quiet=output.quiet, verbose=output.verbose)
     write_sarif(result.store, verdict, sarif)
     files = {"folder": relative(out), "report": relative(page)}
-    output.write(
-        lambda: audit_document(result.store, verdict, files),
-        lambda: audit_table(result.store, verdict),
-    )
+    output.write(lambda: audit_document(result.store, verdict, files), lambda: audit_table(result.store, verdict))
     return verdict.exit_code
 
 
@@ -191,7 +174,6 @@ def _text(spec: Path) -> str:
 
 
 def _merged(written: Any, spec: Path, options: dict[str, Any]) -> dict[str, Any]:
-    """The spec's settings, changed by the options."""
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(spec))
     settings = {**written, **options}
@@ -202,7 +184,6 @@ def _merged(written: Any, spec: Path, options: dict[str, Any]) -> dict[str, Any]
 
 
 def _default(options: dict[str, Any]) -> dict[str, Any]:
-    """The embedded audit, changed by the options."""
     from leakscope.audit.spec import DEFAULT_SPEC
 
     settings: dict[str, Any] = {**DEFAULT_SPEC, **options}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,76 +20,49 @@ if TYPE_CHECKING:
     from leakscope.contracts.observation import Observation
 
 
-class Kind(StrEnum):
-    gradient = "gradient"
-    weight_delta = "weight_delta"
-
-
-class Sign(StrEnum):
-    check = "check"
-    flip = "flip"
-    trust = "trust"
-
-
-class Optimizer(StrEnum):
-    sgd = "sgd"
-    adam = "adam"
-
-
-class Mode(StrEnum):
-    eval = "eval"
-    train = "train"
-
-
+Kind = StrEnum("Kind", "gradient weight_delta")
+Sign = StrEnum("Sign", "check flip trust")
+Optimizer = StrEnum("Optimizer", "sgd adam")
+Mode = StrEnum("Mode", "eval train")
 _FILES = ".safetensors, .pt, .pth or .npz"
-Before = Annotated[Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's.")]
-After = Annotated[Path | None, typer.Option(help=f"Weights the client returned ({_FILES}).")]
-Update = Annotated[Path | None, typer.Option(help=f"An update instead of --after ({_FILES}); say its --kind.")]
-UpdateKind = Annotated[
-    Kind | None, typer.Option(help="What --update holds: a gradient, or weights before minus weights after.")
-]
-UpdateSign = Annotated[
-    Sign,
-    typer.Option(help="A wrong sign is refused (check), turned (flip: before and after swapped), or kept (trust)."),
-]
-Input = Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")]
-Classes = Annotated[int | None, typer.Option(help="Number of classes.")]
-Examples = Annotated[int | None, typer.Option(help="Number of the client's examples behind the update.")]
-Rate = Annotated[float | None, typer.Option("--lr", help="The client's learning rate.")]
-Epochs = Annotated[int | None, typer.Option(help="The client's local epochs.")]
-BatchSize = Annotated[int | None, typer.Option(help="Examples in a local batch.")]
-ClientOptimizer = Annotated[Optimizer | None, typer.Option(help="The client's optimiser.")]
-Momentum = Annotated[float | None, typer.Option(help="Its momentum.")]
-Range = Annotated[str | None, typer.Option("--range", help="Valid input values, such as 0,1.")]
-Mean = Annotated[str | None, typer.Option(help="Mean that inputs in [0, 1] are normalised by, one a channel or one.")]
-Std = Annotated[str | None, typer.Option(help="Deviation that they are divided by, one a channel or one.")]
-Labels = Annotated[str | None, typer.Option(help="The labels, where they are known, such as 3,5.")]
-BatchNorm = Annotated[Mode | None, typer.Option(help="The client's BatchNorm mode, where no buffers tell it.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What was typed of a captured update."""
+    """What was typed of a captured update: each field is an option of the commands that :func:`takes_captured`."""
 
-    before: Path | None = None
-    after: Path | None = None
-    update: Path | None = None
-    kind: Kind | None = None
-    sign: Sign = Sign.check
-    model: str | None = None
-    input: str | None = None
-    classes: int | None = None
-    examples: int | None = None
-    lr: float | None = None
-    epochs: int | None = None
-    batch_size: int | None = None
-    optimizer: Optimizer | None = None
-    momentum: float | None = None
-    range: str | None = None
-    mean: str | None = None
-    std: str | None = None
-    labels: str | None = None
-    batchnorm: Mode | None = None
+    before: Annotated[
+        Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's.")
+    ] = None
+    after: Annotated[Path | None, typer.Option(help=f"Weights the client returned ({_FILES}).")] = None
+    update: Annotated[Path | None, typer.Option(help=f"An update instead of --after ({_FILES}); say its --kind.")] = (
+        None
+    )
+    kind: Annotated[
+        Kind | None, typer.Option(help="What --update holds: a gradient, or weights before minus weights after.")
+    ] = None
+    sign: Annotated[
+        Sign,
+        typer.Option(help="A wrong sign is refused (check), turned (flip: before and after swapped), or kept (trust)."),
+    ] = Sign.check
+    model: Annotated[str | None, typer.Option(help="Name or package.module:factory.")] = None
+    input: Annotated[str | None, typer.Option(help="Shape of one example, such as 3x32x32.")] = None
+    classes: Annotated[int | None, typer.Option(help="Number of classes.")] = None
+    examples: Annotated[int | None, typer.Option(help="Number of the client's examples behind the update.")] = None
+    lr: Annotated[float | None, typer.Option(help="The client's learning rate.")] = None
+    epochs: Annotated[int | None, typer.Option(help="The client's local epochs.")] = None
+    batch_size: Annotated[int | None, typer.Option(help="Examples in a local batch.")] = None
+    optimizer: Annotated[Optimizer | None, typer.Option(help="The client's optimiser.")] = None
+    momentum: Annotated[float | None, typer.Option(help="Its momentum.")] = None
+    range: Annotated[str | None, typer.Option(help="Valid input values, such as 0,1.")] = None
+    mean: Annotated[
+        str | None, typer.Option(help="Mean that inputs in [0, 1] are normalised by, one a channel or one.")
+    ] = None
+    std: Annotated[str | None, typer.Option(help="Deviation that they are divided by, one a channel or one.")] = None
+    labels: Annotated[str | None, typer.Option(help="The labels, where they are known, such as 3,5.")] = None
+    batchnorm: Annotated[Mode | None, typer.Option(help="The client's BatchNorm mode, where no buffers tell it.")] = (
+        None
+    )
 
     @property
     def sources(self) -> list[Path]:
@@ -94,12 +70,10 @@ class Captured:
 
     def typed(self) -> list[str]:
         """The options that were typed, as they are spelled."""
-        names = {"lr": "--lr", "batch_size": "--batch-size"}
-        values = {name: value for name, value in vars(self).items() if value not in (None, Sign.check)}
-        return [names.get(name, f"--{name}") for name in values]
+        return [f"--{name.replace('_', '-')}" for name, v in vars(self).items() if v not in (None, Sign.check)]
 
     def check(self) -> None:
-        """One ValueError with all that does not go together."""
+        """Raise one error with all that does not go together."""
         from leakscope.contracts.checks import refuse
 
         problems = []
@@ -136,7 +110,7 @@ class Captured:
             raise UserError(f"model {self.model!r}: expected --input and --classes with a model of your own")
         net = build_model(self.model, input_shape=shape, num_classes=classes)
         received = None if self.before is None else read_captured(self.before)[0]
-        source = self.after if self.after is not None else self.update
+        source = self.after or self.update
         assert source is not None
         content, told = read_captured(source)
         examples = told if self.examples is None else self.examples
@@ -187,3 +161,24 @@ class Captured:
         if examples is not None and len(numbers) != examples:
             raise UserError(f"--labels: expected one for each of {examples} examples, got {len(numbers)}")
         return torch.tensor([int(number) for number in numbers])
+
+
+def takes_captured(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of :class:`Captured` in place of its parameter ``captured``.
+
+    An option that the command has itself, with a help of its own, is not repeated.
+    """
+    own, options = (inspect.signature(one, eval_str=True).parameters for one in (command, Captured))
+    taken: dict[str, inspect.Parameter] = {}
+    for name, parameter in own.items():
+        more = {key: option for key, option in options.items() if key not in own}
+        taken |= more if name == "captured" else {name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)}
+
+    @functools.wraps(command)
+    def typed(**values: Any) -> None:
+        captured = Captured(**{name: values[name] for name in options})
+        command(captured=captured, **{name: value for name, value in values.items() if name in own})
+
+    typed.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
+    typed.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
+    return typed

@@ -45,9 +45,7 @@ def fitted(cells: Sequence[Sequence[str]], width: int) -> list[int] | None:
     ([2, 8], None)
     """
     longest_words = [max((cell_len(w) for text in column for w in text.split()), default=1) for column in cells]
-    longest_lines = [
-        max((cell_len(line) for text in column for line in text.splitlines()), default=1) for column in cells
-    ]
+    longest_lines = [max((cell_len(x) for text in column for x in text.splitlines()), default=1) for column in cells]
     widths, room = list(longest_words), width - _GAP * (len(cells) - 1)
     if sum(widths) > room:
         return None
@@ -65,13 +63,16 @@ def print_table(
 ) -> None:
     """A table where its words fit side by side; where not, a block of lines for each row."""
     console = console or make_console()
-    heads = list(columns)
-    lines = [[str(cell) for cell in row] for row in rows]
+    heads, lines = list(columns), [[str(cell) for cell in row] for row in rows]
     if title:
         say(console, title, style="bold")
     widths = fitted([list(column) for column in zip(heads, *lines, strict=True)], console.width)
     if widths is None:
-        _print_blocks(console, heads, lines)
+        for line in lines:
+            say(console, f"{heads[0]}: {line[0]}")
+            for head, cell in zip(heads[1:], line[1:], strict=True):
+                if cell:
+                    say(console, f"{head}: {cell}", indent=2)
         return
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for head, size in zip(heads, widths, strict=True):
@@ -79,14 +80,6 @@ def print_table(
     for line in lines:
         table.add_row(*map(Text, line))
     console.print(table)
-
-
-def _print_blocks(console: Console, heads: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
-    for line in lines:
-        say(console, f"{heads[0]}: {line[0]}")
-        for head, cell in zip(heads[1:], line[1:], strict=True):
-            if cell:
-                say(console, f"{head}: {cell}", indent=2)
 
 
 def print_listing(lines: Iterable[tuple[str, str]], console: Console | None = None) -> None:
@@ -135,13 +128,12 @@ def print_inspection(title: str, found: Any) -> None:
         say(console, f"{suspicion.reason[0].upper()}{suspicion.reason[1:]}.", indent=2)
         say(console, suspicion.consequence, indent=2)
     console.print()
+    conclusion, advice = "nothing suspicious found", "That is no proof: weights can be chosen to look ordinary."
     if found.suspicious:
-        say(console, "Conclusion: SUSPICIOUS", style="bold")
+        conclusion = "SUSPICIOUS"
         advice = "Do not train it on private data; compare it with the structure and the weights that were agreed on."
-        say(console, advice, indent=2)
-    else:
-        say(console, "Conclusion: nothing suspicious found", style="bold")
-        say(console, "That is no proof: weights can be chosen to look ordinary.", indent=2)
+    say(console, f"Conclusion: {conclusion}", style="bold")
+    say(console, advice, indent=2)
 
 
 def print_reproduction(
@@ -228,15 +220,21 @@ def setting_names(lines: Iterable[Any]) -> dict[Any, str]:
 
 def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = False, verbose: bool = False) -> None:
     """What was audited, the settings, what gave no result, and the verdict: why, and what to do."""
+    from leakscope.report.sentences import shared_fates, shared_remarks
+
     verdict = result.verdict
     if not quiet:
         _print_audited(result.store.meta("audited"), console)
         _print_settings(verdict, console)
-        _print_remarks(verdict, console)
+        for remark in shared_remarks(verdict):
+            say(console, f"Note: {remark}")
         if result.study is not None:
             console.print()
             print_study(result.study, verdict, console)
-        _print_fates(result, console)
+        if fates := shared_fates(result.rows, result.findings):
+            console.print()
+        for fate in fates:
+            say(console, str(fate)[0].upper() + str(fate)[1:])
         console.print()
     say(console, f"Verdict: {verdict.outcome.upper()}", style="bold")
     if not quiet:
@@ -266,7 +264,7 @@ def _print_settings(verdict: Any, console: Console) -> None:
         (
             (
                 setting.name,
-                f"{decibels(row.mean_psnr)} ({decibels(row.interval[0])} to {decibels(row.interval[1])})",
+                f"{decibels(row.mean_psnr)} ({decibels_between(row.interval)})",
                 decibels(row.baseline_psnr),
                 percent(row.identification),
                 percent(row.label_accuracy),
@@ -296,7 +294,7 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
         (
             (
                 named[row.scenario].name,
-                f"{decibels(row.leakage)} ({decibels(row.leakage_interval[0])} to {decibels(row.leakage_interval[1])})",
+                f"{decibels(row.leakage)} ({decibels_between(row.leakage_interval)})",
                 percent(row.identified),
                 percent(row.utility) if study.accuracy else figure(-row.utility),
                 cost_words(row, study),
@@ -310,29 +308,8 @@ def print_study(study: Any, verdict: Any, console: Console) -> None:
         name = "" if choice.row is None else f"{named[choice.row.scenario].name}, "
         say(console, f"So that {goal(choice.limits)}: {name}{choice_words(choice.row, study)}.")
     for worth in study.worths:
-        name = named[worth.scenario].name
-        ends = f"{decibels(worth.interval[0])} to {decibels(worth.interval[1])}"
-        say(
-            console,
-            f"Knowing the defence of {name} is worth {decibels(worth.gain)} dB to {worth.attack_name} ({ends}).",
-        )
-
-
-def _print_fates(result: Any, console: Console) -> None:
-    from leakscope.report.sentences import shared_fates
-
-    fates = shared_fates(result.rows, result.findings)
-    if fates:
-        console.print()
-    for fate in fates:
-        say(console, str(fate)[0].upper() + str(fate)[1:])
-
-
-def _print_remarks(verdict: Any, console: Console) -> None:
-    from leakscope.report.sentences import shared_remarks
-
-    for remark in shared_remarks(verdict):
-        say(console, f"Note: {remark}")
+        gain = f"{decibels(worth.gain)} dB to {worth.attack_name} ({decibels_between(worth.interval)})"
+        say(console, f"Knowing the defence of {named[worth.scenario].name} is worth {gain}.")
 
 
 def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
@@ -360,6 +337,10 @@ def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
 
 def decibels(value: float | None) -> str:
     return "-" if value is None or value != value else f"{value:.1f}"
+
+
+def decibels_between(ends: Sequence[float]) -> str:
+    return f"{decibels(ends[0])} to {decibels(ends[1])}"
 
 
 def percent(value: float | None) -> str:

@@ -7,34 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from leakscope.cli import captured as options
-from leakscope.cli.captured import Captured, Sign
+from leakscope.cli.captured import Captured, takes_captured
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
     from leakscope.contracts.observation import Observation
 
 
+@takes_captured
 def import_update(
-    before: options.Before = None,
-    after: options.After = None,
-    update: options.Update = None,
-    kind: options.UpdateKind = None,
-    sign: options.UpdateSign = Sign.check,
-    model: Annotated[str | None, typer.Option(help="Name or package.module:factory.")] = None,
-    input: options.Input = None,
-    classes: options.Classes = None,
-    examples: options.Examples = None,
-    lr: options.Rate = None,
-    epochs: options.Epochs = None,
-    batch_size: options.BatchSize = None,
-    optimizer: options.ClientOptimizer = None,
-    momentum: options.Momentum = None,
-    value_range: options.Range = None,
-    mean: options.Mean = None,
-    std: options.Std = None,
-    labels: options.Labels = None,
-    batchnorm: options.BatchNorm = None,
+    captured: Captured,
     out: Annotated[Path, typer.Option(help="Where the observation goes.")] = Path("update.safetensors"),
 ) -> None:
     """Make an observation of a captured update.
@@ -45,11 +27,6 @@ def import_update(
     from leakscope.cli.console import make_console, say, say_path
     from leakscope.contracts.files import tensor_file
 
-    captured = Captured(
-        before=before, after=after, update=update, kind=kind, sign=sign, model=model, input=input, classes=classes,
-        examples=examples, lr=lr, epochs=epochs, batch_size=batch_size, optimizer=optimizer, momentum=momentum,
-        range=value_range, mean=mean, std=std, labels=labels, batchnorm=batchnorm,
-    )  # fmt: skip
     target = tensor_file(out)
     if any(path.resolve() == target.resolve() for path in captured.sources):
         raise UserError(f"--out: {out} is one of the captured files; choose another name")

@@ -15,18 +15,9 @@ from leakscope.contracts.errors import UserError
 if TYPE_CHECKING:
     from torch import nn
 
-
 Options = dict[str, Any]
-
-
-class NoiseScale(StrEnum):
-    absolute = "absolute"
-    times_clip = "times-clip"
-
-
-class PruneScope(StrEnum):
-    tensor = "tensor"
-    whole = "global"
+NoiseScale = StrEnum("NoiseScale", {"absolute": "absolute", "times_clip": "times-clip"})
+PruneScope = StrEnum("PruneScope", {"tensor": "tensor", "whole": "global"})
 
 
 def limits(
@@ -191,7 +182,7 @@ def _examples(
     examples = load_data(name, path, **{key: value for key, value in options.items() if key in taken})
     examples = examples.subset(range(index, index + count))
     if wanted not in (None, examples.shape):
-        raise UserError(f"--input: the data {name!r} has shape {'x'.join(map(str, examples.shape))}, got {shape}")
+        raise UserError(f"--input: the data {name!r} has shape {_size(examples.shape)}, got {shape}")
     box = {"value_range": examples.value_range} if examples.range_known else {}
     return examples.shape, {"inputs": examples.x, "labels": examples.y, "num_classes": examples.num_classes, **box}
 

@@ -17,10 +17,7 @@ if TYPE_CHECKING:
     from leakscope.contracts.settings import Setting
 
 
-class Scale(StrEnum):
-    smoke = "smoke"
-    small = "small"
-    paper = "paper"
+Scale = StrEnum("Scale", "smoke small paper")
 
 
 def reproduce(
@@ -58,13 +55,11 @@ def reproduce(
     console = make_console(stderr=output.for_machines)
     print_reproduction(f"{table} ({scale.value})", result, page, pictures, console, quiet)
     facts = {**result.as_dict(), "files": {} if page is None else {"report": relative(page)}}
-    output.write(
-        lambda: document("reproduce", facts), lambda: [_flat(row) for row in document("reproduce", facts)["rows"]]
-    )
+    content = document("reproduce", facts)
+    output.write(lambda: content, lambda: [_flat(row) for row in content["rows"]])
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-    """A row with the ends of its interval side by side."""
     low, high = row["interval"] or (None, None)
     return {**{key: value for key, value in row.items() if key != "interval"}, "low": low, "high": high}
 
@@ -145,27 +140,17 @@ def _comparison(line: Any) -> dict[str, Any]:
     return {**same, **numbers, "difference": line.difference, "overlap": line.overlap}
 
 
-class Listable(StrEnum):
-    attacks = "attacks"
-    defenses = "defenses"
-    protocols = "protocols"
-    tasks = "tasks"
-    models = "models"
-    data = "data"
-    papers = "papers"
-    executors = "executors"
-
-
-#: Where the table of each kind is.
+Listable = StrEnum("Listable", "attacks defenses protocols tasks models data papers executors")
+#: Where the table of each kind is; its name is that of the kind in capitals.
 _TABLES = {
-    Listable.attacks: ("leakscope.attacks", "ATTACKS"),
-    Listable.defenses: ("leakscope.defenses", "DEFENSES"),
-    Listable.protocols: ("leakscope.federation", "PROTOCOLS"),
-    Listable.tasks: ("leakscope.contracts.task", "TASKS"),
-    Listable.models: ("leakscope.models", "MODELS"),
-    Listable.data: ("leakscope.data", "DATA"),
-    Listable.papers: ("leakscope.papers", "PAPERS"),
-    Listable.executors: ("leakscope.audit.executors", "EXECUTORS"),
+    "attacks": "leakscope.attacks",
+    "defenses": "leakscope.defenses",
+    "protocols": "leakscope.federation",
+    "tasks": "leakscope.contracts.task",
+    "models": "leakscope.models",
+    "data": "leakscope.data",
+    "papers": "leakscope.papers",
+    "executors": "leakscope.audit.executors",
 }
 
 
@@ -180,8 +165,7 @@ def list_names(
     Names that can be typed elsewhere, with one line each; of one of them every setting.
     """
     output = Output.of(as_json=as_json, as_csv=as_csv)
-    module, attribute = _TABLES[what]
-    table: Registry[Any] = getattr(importlib.import_module(module), attribute)
+    table: Registry[Any] = getattr(importlib.import_module(_TABLES[what]), what.upper())
     entries = [_entry(table, name)] if name is not None else [_facts(entry) for entry in table.values()]
     if output.for_machines:
         from leakscope.report.export import document
@@ -206,18 +190,15 @@ def _facts(entry: Any) -> dict[str, Any]:
 
 def _entry(table: Registry[Any], name: str) -> dict[str, Any]:
     """One entry of a table, or a class of the user's, with its settings."""
-    target = table.target(name)
     nameless: dict[str, Any] = {"name": name, "summary": "", "source": "", "settings": None}
     facts = nameless if ":" in name else _facts(table.find(name))
-    settings = _settings(target)
+    settings = _settings(table.target(name))
     if settings is not None:
         facts["settings"] = [
             {
-                "name": setting.name,
-                "expected": setting.expected,
+                **{"name": setting.name, "expected": setting.expected},
                 "default": None if setting.required else repr(setting.default),
-                "required": setting.required,
-                "help": setting.help,
+                **{"required": setting.required, "help": setting.help},
             }
             for setting in settings
         ]

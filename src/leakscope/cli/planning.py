@@ -78,14 +78,13 @@ def _print(sizing: Sizing) -> None:
     say(console, f"Jobs: {sizing.jobs:,} on {counted(sizing.clients, 'client')}.")
     say(console, f"Core-hours: {sizing.core_hours:.3g} on processors like this one. {_confidence(sizing)}")
     say(console, f"Memory of a worker: at least {sizing.memory_mb:,.0f} MB. Disk: about {sizing.disk_mb:,.1f} MB.")
-    for count in _counts(sizing):
+    for count in dict.fromkeys((1, sizing.workers or 1)):
         say(console, f"With {counted(count, 'worker')}: about {_span(sizing.hours(count))}.")
     for note in sizing.notes:
         say(console, f"Note: {note}")
 
 
 def _confidence(sizing: Sizing) -> str:
-    """Say how sure the core-hours are."""
     by: defaultdict[str, float] = defaultdict(float)
     for cell in sizing.cells:
         by[cell.timed if cell.timed in ("whole", "steps", "at least", "not timed") else "alike"] += cell.core_hours
@@ -102,22 +101,13 @@ def _confidence(sizing: Sizing) -> str:
     return f"Of the core-hours {', '.join(told)}."
 
 
-def _counts(sizing: Sizing) -> list[int]:
-    return [1] if sizing.workers in (None, 1) else [1, int(sizing.workers or 1)]
-
-
 def _span(hours: float) -> str:
     """Hours as people say them.
 
     >>> _span(0.001), _span(0.5), _span(30), _span(1000)
     ('4 s', '30 min', '30 h', '42 days')
     """
-    choices: tuple[tuple[float, float, str], ...] = (
-        (1 / 60, 3600, "s"),
-        (2, 60, "min"),
-        (72, 1, "h"),
-    )
-    for limit, factor, unit in choices:
+    for limit, factor, unit in ((1 / 60, 3600, "s"), (2, 60, "min"), (72, 1, "h")):
         if hours < limit:
             return f"{hours * factor:.{0 if hours * factor >= 10 or unit == 's' else 1}f} {unit}"
     return f"{hours / 24:.0f} days"
