@@ -12,7 +12,7 @@ from markupsafe import Markup, escape
 
 from leakscope.report.gallery import Gallery
 from leakscope.report.sentences import reason_text
-from leakscope.report.svg import Scale, level, line_at, opening, text_at, ticks
+from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
 from leakscope.report.words import DASH, figure, fixed, span
 from leakscope.results.defense_study import SAME_LEAKAGE, Choice, Study, StudyRow
 from leakscope.results.knowledge_worth import LEGIBLE, Worth
@@ -31,13 +31,12 @@ def study_section(
         return None
     named = {setting.scenario: setting for setting in settings}
     rows = [row for row in study.rows if row.scenario in named]
-    protocols = list(dict.fromkeys(row.protocol for row in rows))
+    protocols = {row.protocol: [other for other in rows if other.protocol == row.protocol] for row in rows}
     return {
         "utility": utility_words(study).capitalize(),
         "tolerance": figure(study.tolerance, None if study.accuracy else 3),
-        "same_leakage": f"{SAME_LEAKAGE:g}",
-        "legible": f"{LEGIBLE:g}",
-        "fronts": [_front(study, protocol, rows, named, place) for place, protocol in enumerate(protocols)],
+        **{"same_leakage": f"{SAME_LEAKAGE:g}", "legible": f"{LEGIBLE:g}"},
+        "fronts": [_front(study, own, named, place) for place, own in enumerate(protocols.values())],
         "lines": [_line(row, study, named) for row in rows],
         "choices": [_choice(choice, study, named, len(protocols) > 1) for choice in study.choices],
         "heat": _heat(matrix, settings, rows),
@@ -48,41 +47,34 @@ def study_section(
 
 
 def utility_words(study: Study) -> str:
-    """What is lost where a defence costs something."""
+    """Name what is lost where a defence costs something."""
     return "accuracy" if study.accuracy else "test loss"
 
 
-def _front(
-    study: Study, protocol: str, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting], place: int
-) -> dict[str, Any]:
+def _front(study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting], place: int) -> dict[str, Any]:
+    same = ("utility", "leakage", "utility_interval", "leakage_interval")
     marks = [
         Mark(
             label=named[row.scenario].name,
             title=named[row.scenario].defense_short,
-            utility=row.utility,
-            leakage=row.leakage,
-            utility_interval=row.utility_interval,
-            leakage_interval=row.leakage_interval,
             kind="untested" if not row.comparable else "front" if row.on_front else "beaten",
+            **{name: getattr(row, name) for name in same},
         )
         for row in rows
-        if row.protocol == protocol
     ]
     words = "test accuracy" if study.accuracy else "less the test loss"
-    guess = next((row.guess for row in rows if row.protocol == protocol and not math.isnan(row.guess)), math.nan)
+    guess = next((row.guess for row in rows if not math.isnan(row.guess)), math.nan)
     facts: dict[str, Any] = {"utility": words, "share": study.accuracy, "guess": guess}
     return {
-        "protocol": next(named[row.scenario].protocol_short for row in rows if row.protocol == protocol),
+        "protocol": named[rows[0].scenario].protocol_short,
         "wide": front_plot(marks, identity=f"front-{place}", **facts),
         "narrow": front_plot(marks, identity=f"front-narrow-{place}", width=360, height=400, **facts),
     }
 
 
 def _line(row: StudyRow, study: Study, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
-    digits = None if study.accuracy else 3
-    sign = 1.0 if study.accuracy else -1.0
-    seeds = 0 if row.training is None else len(row.training.seeds)
-    losses = () if row.training is None else row.training.losses
+    digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
+    seeds, losses = ((), ()) if row.training is None else (row.training.seeds, row.training.losses)
     return {
         "setting": named[row.scenario],
         "row": row,
@@ -91,7 +83,7 @@ def _line(row: StudyRow, study: Study, named: Mapping[Scenario, Setting]) -> dic
         "highest": fixed(row.highest),
         "identified": figure(row.identified, None),
         "utility": figure(sign * row.utility, digits),
-        "utility_interval": _seeds(row.utility_interval, seeds, digits, sign),
+        "utility_interval": _seeds(row.utility_interval, len(seeds), digits, sign),
         "loss": fixed(math.fsum(losses) / len(losses), 3) if losses else DASH,
         "cost": cost_words(row, study),
         "epsilon": "" if row.training is None or math.isnan(row.training.epsilon) else f"ε {row.training.epsilon:.3g}",
@@ -131,8 +123,8 @@ def place_words(row: StudyRow, named: Mapping[Scenario, Setting]) -> str:
     if row.on_front:
         return "on the front"
     better = named.get(Scenario(row.protocol, row.beaten_by or ""))
-    name = better.name if better is not None else row.beaten_by
-    return f"beaten by {name}{'' if row.beaten_clearly else ', though intervals overlap'}"
+    overlap = "" if row.beaten_clearly else ", though intervals overlap"
+    return f"beaten by {better.name if better else row.beaten_by}{overlap}"
 
 
 def _choice(choice: Choice, study: Study, named: Mapping[Scenario, Setting], several: bool) -> dict[str, Any]:
@@ -198,23 +190,20 @@ def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenari
         by_index = {example.index: example for example in named[row.scenario].verdict.examples}
         cells = []
         for index in indices:
-            example = by_index.get(index)
-            original, guess = (None, None) if example is None else gallery.pair(example, f"study-{place}-{index}")
-            if original is not None:
-                originals.setdefault(index, original)
+            original, guess = None, None
+            if example := by_index.get(index):
+                original, guess = gallery.pair(example, f"study-{place}-{index}")
+            originals[index] = originals.get(index) or original
             cells.append((example, guess))
         lines.append((named[row.scenario], cells))
-    if not originals:
-        return None
-    return {"originals": [(index, originals.get(index)) for index in indices], "lines": lines}
+    return {"originals": list(originals.items()), "lines": lines} if any(originals.values()) else None
 
 
 def _worth(worth: Worth, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
-    gain = f"{'+' if worth.gain >= 0 else ''}{fixed(worth.gain)}"
     return {
         "setting": named[worth.scenario],
         "attack": worth.attack_name,
-        "gain": gain,
+        "gain": f"{'+' if worth.gain >= 0 else ''}{fixed(worth.gain)}",
         "interval": span(worth.interval, worth.examples),
         "examples": worth.examples,
     }
@@ -230,9 +219,8 @@ def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> list[
             "Even without a defence the model learns hardly more than a constant guess, so that nothing is compared: "
             "give the training more rounds or other learning rates."
         )
-    for weakness in dict.fromkeys(named[row.scenario].verdict.weakness for row in rows):
-        if weakness:
-            notes.append(f"Nothing is compared where the attacks tell nothing: {weakness}.")
+    weak = dict.fromkeys(named[row.scenario].verdict.weakness for row in rows)
+    notes += [f"Nothing is compared where the attacks tell nothing: {weakness}." for weakness in weak if weakness]
     if any(not row.known and row.examples for row in rows):
         notes.append(
             "Some defences were attacked by nobody who knew them. Let the adversary know the defence "
@@ -263,7 +251,7 @@ class Mark:
 
     @property
     def sentence(self) -> str:
-        """What it shows, in words.
+        """Say what it shows.
 
         >>> ends = (0.9, 0.92), (10.0, 14.0)
         >>> facts = {"utility_interval": ends[0], "leakage_interval": ends[1], "kind": "front"}
@@ -289,25 +277,24 @@ def front_plot(
 ) -> Markup:
     """Leakage downwards is better, utility to the right: the best corner is the lower right one.
 
-    ``share``: utility is a share, written in percent. ``guess`` is what can be had without any update, drawn as a line.
-    Marks that are not finite are left out.
+    ``share``: utility in percent. ``guess``: what can be had without any update. What is not finite is left out.
     """
     drawn = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
     title = "What each defence leaks, against what the model still learns"
     out = [opening(identity, width, height, title, " ".join(mark.sentence for mark in drawn))]
     if not drawn:
-        return Markup(out[0] + text_at("axis", width / 2, 90, "nothing to draw", "middle") + "</svg>")
+        return Markup(out[0] + nothing(width, "nothing to draw"))
     left, right, top, bottom = 46, width - 26, 34, height - 52
     x = _axis([v for m in drawn for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
     y = _axis([guess, *(v for m in drawn for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
     out += [level(y(tick), f"{tick:g}", x) for tick in ticks(y.low, y.high, 6)]
     for tick in ticks(x.low, x.high, 6 if width > 500 else 4):
         words = f"{100 * tick:g} %" if share else f"{tick:g}"
-        out.append(text_at("tick", f"{x(tick):.1f}", bottom + 18, words, "middle"))
+        out.append(text_at("tick", x(tick), bottom + 18, words, "middle"))
     out.append(text_at("axis", left - 34, 16, "leakage, dB (lower is safer)"))
     out.append(text_at("axis", f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"))
     if math.isfinite(guess):
-        out.append(line_at("guess", left, right, f"{y(guess):.1f}", f"{y(guess):.1f}"))
+        out.append(line_at("guess", left, right, y(guess), y(guess)))
     out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
     places = _label_places(drawn, x, y, (width, bottom))
     out += [_mark(mark, x, y, place) for mark, place in zip(drawn, places, strict=True)]
@@ -315,7 +302,6 @@ def front_plot(
 
 
 def _axis(values: Sequence[float], start: float, end: float, least: float) -> Scale:
-    """An axis that holds all values, with some room at its ends."""
     finite = [value for value in values if math.isfinite(value)]
     low, high = min(finite), max(finite)
     room = max(0.06 * (high - low), least)
@@ -323,7 +309,7 @@ def _axis(values: Sequence[float], start: float, end: float, least: float) -> Sc
 
 
 def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> str:
-    """The line of what can be had: from one mark of the front to the next, never claiming what lies between."""
+    """Draw steps from mark to mark, never claiming what lies between."""
     ordered = sorted(front, key=lambda mark: (mark.utility, mark.leakage))
     points = [(x(ordered[0].utility), y(ordered[0].leakage))] if ordered else []
     for one, other in pairwise(ordered):
@@ -335,22 +321,16 @@ def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> str:
 def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, room: tuple[float, float]) -> list[Box]:
     """A box for each label that covers no mark and no other label, as far as there is one near enough."""
     taken = [(x(m.utility) - _RADIUS, y(m.leakage) - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for m in marks]
-    places = []
     for mark in marks:
         length = _LETTER * len(mark.label)
-        boxes = [
-            _box(x(mark.utility), y(mark.leakage), length, ring, direction)
-            for ring in _RINGS
-            for direction in _DIRECTIONS
-        ]
+        at = x(mark.utility), y(mark.leakage)
+        boxes = [_box(*at, length, ring, direction) for ring in _RINGS for direction in _DIRECTIONS]
         inside = [
             box for box in boxes if box[0] >= 0 and box[0] + length <= room[0] and 0 <= box[1] <= room[1] - _HEIGHT
         ]
         free = (box for box in inside if not any(_overlap(box, other) for other in taken))
-        chosen = next(free, (inside or boxes)[0])
-        taken.append(chosen)
-        places.append(chosen)
-    return places
+        taken.append(next(free, (inside or boxes)[0]))
+    return taken[len(marks) :]
 
 
 def _box(x: float, y: float, length: float, ring: float, direction: float) -> Box:
@@ -377,14 +357,12 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
 def _mark(mark: Mark, x: Scale, y: Scale, label: Box) -> str:
     at, height = x(mark.utility), y(mark.leakage)
     parts = [f'<g class="setting {mark.kind}"><title>{escape(mark.sentence)}</title>']
-    for low, high in [mark.utility_interval]:
-        if math.isfinite(low + high):
-            parts.append(line_at("spread", f"{x(low):.1f}", f"{x(high):.1f}", f"{height:.1f}", f"{height:.1f}"))
-    for low, high in [mark.leakage_interval]:
-        if math.isfinite(low + high):
-            parts.append(line_at("spread", f"{at:.1f}", f"{at:.1f}", f"{y(low):.1f}", f"{y(high):.1f}"))
+    if math.isfinite(sum(mark.utility_interval)):
+        parts.append(line_at("spread", x(mark.utility_interval[0]), x(mark.utility_interval[1]), height, height))
+    if math.isfinite(sum(mark.leakage_interval)):
+        parts.append(line_at("spread", at, at, y(mark.leakage_interval[0]), y(mark.leakage_interval[1])))
     middle, centre = label[0] + label[2] / 2, label[1] + label[3] / 2
     if math.hypot(middle - at, centre - height) > _RINGS[1]:  # too far to be read as its own without a line
-        parts.append(line_at("leader", f"{at:.1f}", f"{middle:.1f}", f"{height:.1f}", f"{centre:.1f}"))
+        parts.append(line_at("leader", at, middle, height, centre))
     parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{_RADIUS:g}"/>')
-    return "".join(parts) + text_at("label", f"{label[0]:.1f}", f"{label[1] + 10:.1f}", mark.label) + "</g>"
+    return "".join(parts) + text_at("label", label[0], label[1] + 10, mark.label) + "</g>"

@@ -15,8 +15,7 @@ from leakscope.results.records import NAN, FindingRow, counted, mean, number
 
 MAX_LINES = 12
 MAX_REASONS = 3
-# Rules of thumb, not theorems. Published attacks that search the segment (SME) reconstruct well where the best cosine
-# is about 0.997, and their own table of failures has 0.6; between lies a slope, not an edge.
+# Rules of thumb: SME reconstructs well where the best cosine is about 0.997, and its own table of failures has 0.6.
 NEARLY_ONE_GRADIENT = 0.99
 FAR_FROM_ONE_GRADIENT = 0.9
 # The axis starts at the highest of these that leaves no value out, so that plots of a page can be compared.
@@ -69,22 +68,14 @@ def _entry(setting: Setting, updates: list[FindingRow], reasons: list[str]) -> d
 
 def _meaning(updates: Sequence[FindingRow]) -> str:
     """Of several updates the sentence is on the most exposed: a mean would hide it."""
-    worst = max(
-        updates, key=lambda update: -2.0 if math.isnan(update.value("max_cosine")) else update.value("max_cosine")
-    )
+    worst = max(updates, key=lambda update: -2.0 if math.isnan(best := update.value("max_cosine")) else best)
     subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
-    return meaning(
-        worst.value("max_cosine"),
-        start=worst.value("start_cosine"),
-        sent=worst.value("message_cosine"),
-        subject=subject,
-    )
+    best, start, sent = (worst.value(f"{place}_cosine") for place in ("max", "start", "message"))
+    return meaning(best, start=start, sent=sent, subject=subject)
 
 
 def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, subject: str = "this update") -> str:
-    """What the highest cosine on the segment means, in plain words.
-
-    ``start`` is the cosine at w_0, ``sent`` that of the message with what the training did.
+    """Explain the highest cosine on the segment; ``start``: that at w_0, ``sent``: of the message with the training's.
 
     >>> meaning(0.95)[:67]
     'The best point on the segment has cosine 0.950 with this update: an'
@@ -135,8 +126,6 @@ def _below(cosine: float) -> str:
 
 
 def _numbers(updates: Sequence[FindingRow]) -> list[tuple[str, str, str]]:
-    """The row of numbers: name, value, and a smaller line below it."""
-
     def averaged(title: str, name: str, digits: int, small: str = "") -> tuple[str, str, str]:
         values = [update.value(name) for update in updates if not math.isnan(update.value(name))]
         low, high = (fixed(limit(values), digits) for limit in (min, max)) if values else ("", "")
@@ -144,15 +133,11 @@ def _numbers(updates: Sequence[FindingRow]) -> list[tuple[str, str, str]]:
 
     steps = sorted({update.value("steps") for update in updates if not math.isnan(update.value("steps"))})
     ends = " to ".join(f"{n:,.0f}" for n in dict.fromkeys((steps[0], steps[-1]))) if steps else words.DASH
-    shares = [share for update in updates for _, share in _pairs(update.content, "chosen", "shares")]
+    shares = [s for update in updates for _, s in _pairs(update.content, "chosen", "shares") if not math.isnan(s)]
     before, after = (fixed(mean(update.value(name) for update in updates), 3) for name in ("loss_before", "loss_after"))
     return [
         ("Local steps", ends, counted(len(updates), "update")),
-        (
-            "Smallest share",
-            fixed(min((share for share in shares if not math.isnan(share)), default=math.nan), 3),
-            "in two directions",
-        ),
+        ("Smallest share", fixed(min(shares, default=math.nan), 3), "in two directions"),
         averaged("Cosine at the start", "start_cosine", 3, "β = 0"),
         averaged("Highest cosine", "max_cosine", 3),
         averaged("Found at β", "best_beta", 2, "0 before, 1 after"),
@@ -162,7 +147,6 @@ def _numbers(updates: Sequence[FindingRow]) -> list[tuple[str, str, str]]:
 
 
 def _bound(updates: Sequence[FindingRow]) -> tuple[str, str, str]:
-    """The largest bound, and how far it exceeds the squared gradients themselves; or why there is none."""
     bounded = [update for update in updates if not math.isnan(update.value("bound"))]
     if not bounded:
         reasons = (update.content.get("bound_reason") for update in updates)
@@ -182,23 +166,18 @@ def _brief(value: float) -> str:
     return f"{value:,.0f}" if 1000 <= value < 1e7 else f"{value:.3g}"
 
 
-def _client(update: FindingRow) -> str:
-    return f"batch {update.batch}, seed {update.seed}"
-
-
 def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
+    names = [f"batch {update.batch}, seed {update.seed}" for update in updates]
     cosines = [
         svg.Line(
-            name=_client(update),
+            name=name,
             points=_pairs(update.content, "betas", "cosines"),
             mark=(update.value("best_beta"), update.value("max_cosine")),
             mark_name=f"{fixed(update.value('max_cosine'), 3)} at {fixed(update.value('best_beta'), 2)}",
         )
-        for update in updates
+        for name, update in zip(names, updates, strict=True)
     ]
-    steps = [
-        tuple((step + 1, share) for step, share in _pairs(update.content, "chosen", "shares")) for update in updates
-    ]
+    steps = [tuple((step + 1, b) for step, b in _pairs(update.content, "chosen", "shares")) for update in updates]
     return {
         "cosines": svg.line_plot(
             cosines,
@@ -210,7 +189,7 @@ def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
             floors=_FLOORS,
         ),
         "shares": svg.line_plot(
-            [svg.Line(name=_client(update), points=points) for update, points in zip(updates, steps, strict=True)],
+            [svg.Line(name=name, points=points) for name, points in zip(names, steps, strict=True)],
             title=f"Share of each step's gradient in the two leading directions, setting {setting}",
             identity=f"update-{setting}-shares",
             x_label="local step",
@@ -228,12 +207,10 @@ def embedding_section(findings: Sequence[FindingRow], settings: Sequence[Setting
     for setting in settings:
         own = next((f for f in findings if f.kind == "embedding" and f.scenario == setting.scenario), None)
         if own is not None:
-            span = _span(own)
-            sentence, small = (
-                (f"Nothing follows: {own.reason}.", "") if own.reason else (embedding_meaning(own), _small(own))
-            )
-            if own.reason and span:
-                sentence = f"Single features do not follow: {own.reason}. {span}"
+            sentence, small = ("", "") if own.reason else (embedding_meaning(own), _small(own))
+            if own.reason:
+                what, span = ("Single features do not follow", _span(own)) if _span(own) else ("Nothing follows", "")
+                sentence = f"{what}: {own.reason}. {span}".strip()
             entries.append({"setting": setting, "sentence": sentence, "small": small, "leaks": not own.reason})
     return entries
 
@@ -249,10 +226,9 @@ def embedding_meaning(finding: FindingRow) -> str:
     examples, numbers = finding.value("examples"), finding.value("numbers")
     each = "of the one example" if examples == 1 else f"of each of {_whole(examples)} examples"
     layer = str(content.get("layer") or "the last layer")
+    what = f"The {_whole(numbers)} features in front of {layer} {each}"
     if content.get("reaches_input") is True:
         what = f"The examples themselves, the {_whole(numbers)} inputs of {layer} {each},"
-    else:
-        what = f"The {_whole(numbers)} features in front of {layer} {each}"
     how = "follow" if content.get("exact") is True else "follow roughly"
     error, residual = (_power(finding.value(name)) for name in ("error", "residual"))
     return f"{what} {how} from the update, to {error}; certificate {residual}."
@@ -276,11 +252,9 @@ def _span(finding: FindingRow) -> str:
 
 def _small(finding: FindingRow) -> str:
     content, words = finding.content, []
-    peeled = content.get("peeled")
-    if isinstance(peeled, list) and peeled:
+    if isinstance(peeled := content.get("peeled"), list) and peeled:
         words.append(f"{counted(len(peeled), 'dense layer')} below the head solved as well")
-    right = finding.value("labels_right")
-    if not math.isnan(right):
+    if not math.isnan(right := finding.value("labels_right")):
         words.append(f"{100 * right:.0f} % of the labels right")
     if content.get("note"):
         words.append(str(content["note"]))
@@ -311,10 +285,8 @@ class _Curve:
         self.rounds, self.before = finding.value("rounds"), finding.value("before")
         self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
         points = finding.content.get("points")
-        pairs = (
-            [pair for pair in points if isinstance(pair, list) and len(pair) == 2] if isinstance(points, list) else []
-        )
-        numbers = [(number(place), number(loss)) for place, loss in pairs]
+        pairs = [pair for pair in points if isinstance(pair, list)] if isinstance(points, list) else []
+        numbers = [(number(pair[0]), number(pair[1])) for pair in pairs if len(pair) == 2]
         self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
 
 

@@ -18,10 +18,7 @@ _ANOTHER_MODEL = "A server that may choose the model can send one that tells mor
 
 
 def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[Setting]) -> dict[str, Any]:
-    """One line a setting with a floor or with diagnoses of its rows; empty where there are none.
-
-    Settings of vertical learning have ``rounds`` instead, for which there is no floor.
-    """
+    """One line a setting with a floor or diagnoses; settings of vertical learning have ``rounds`` and no floor."""
     lines: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
     for setting in settings:
@@ -38,11 +35,11 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
             rounds.append({**line, **describe(floor)})
         else:
             content = {} if floor is None else floor.content
-            sentences = [sentence for sentence in (_sentence(content, best),) if sentence]
+            sentences = list(filter(None, [_sentence(content, best)]))
             lines.append({**line, "floor": _floor_cells(content, _why_none(floor, named)), "sentences": sentences})
     ranked = any(line["floor"]["rank"] != words.DASH for line in lines)
-    told = {"meanings": shared(lines), "sentences": shared(rounds)}
-    return {"lines": lines, "ranked": ranked, "rounds": rounds, **told}
+    shown = {"lines": lines, "ranked": ranked, "rounds": rounds}
+    return {**shown, "meanings": shared(lines), "sentences": shared(rounds)}
 
 
 def _why_none(floor: FindingRow | None, other_findings: bool) -> str:
@@ -55,7 +52,6 @@ def _why_none(floor: FindingRow | None, other_findings: bool) -> str:
 
 
 def _floor_cells(content: Mapping[str, Any], why_none: str) -> dict[str, str]:
-    """The floor in words and numbers, or why there is none."""
     shown = _error(number(content.get("psnr")), number(content.get("rmse")), str(content.get("method") or ""))
     if content.get("infinite"):
         shown = {"words": "no complete copy", "small": "parts of the inputs leave no trace in the update"}
@@ -81,7 +77,6 @@ def _error(psnr: float, rmse: float, method: str = "") -> dict[str, str]:
 
 
 def _sentence(content: Mapping[str, Any], best: float) -> str:
-    """What floor and best attack say together."""
     if content.get("infinite") and not best >= RECOVERED_PSNR:
         if _may_change(content):
             return f"Parts of the inputs leave no trace in the update of the model as it is. {_ANOTHER_MODEL}"
@@ -104,10 +99,10 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
             f"({floor - best:.0f} dB less): this setting does not protect the inputs, it only withstood the attacks "
             "that were run."
         )
+    elif _may_change(content):
+        meaning = f"The best attack is near what theory allows of the model as it is. {_ANOTHER_MODEL}"
     else:
         meaning = "The best attack is near what theory allows."
-        if _may_change(content):
-            meaning = f"The best attack is near what theory allows of the model as it is. {_ANOTHER_MODEL}"
     note = content.get("note")
     return f"{meaning} The least error is estimated too low: {note}." if note else meaning
 
@@ -119,7 +114,6 @@ def _best_psnr(done: Sequence[Row], floor: FindingRow | None) -> float:
 
 
 def _outcomes(done: Sequence[Row], floor: FindingRow | None) -> Counter[str]:
-    """How many results are what they are for which reason."""
     counts: Counter[str] = Counter()
     for row in done:
         if row.result is not None and row.result.diagnosis is not None:
@@ -156,7 +150,6 @@ def _unsettled(floor: Mapping[str, Any]) -> bool:
 
 
 MAX_SHARES = 4
-_HOW = {True: "announced", False: "kept secret"}
 
 
 def describe(finding: FindingRow) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def shared(lines: Sequence[dict[str, Any]]) -> list[dict[str, str]]:
 
 def _batches(facts: Mapping[str, Any], announced: Any) -> dict[str, str]:
     rounds, batch, samples = (number(facts.get(name)) for name in ("rounds", "batch", "samples"))
-    how = _HOW[announced] if isinstance(announced, bool) else ""
+    how = {True: "announced", False: "kept secret"}[announced] if isinstance(announced, bool) else ""
     if math.isnan(rounds):
         return {"text": words.DASH, "small": how}
     return {"text": f"{rounds:,.0f} of {batch:,.0f}", "small": f"of {samples:,.0f}, {how}"}
@@ -230,7 +223,6 @@ def _follows(workers: list[dict[str, Any]], samples: float) -> dict[str, str]:
 
 
 def _sentences(finding: FindingRow, facts: Mapping[str, Any], workers: list[dict[str, Any]]) -> list[str]:
-    """What the equations say, and what of the setting they leave out."""
     sentences, content = [], finding.content
     conclusion = str(facts.get("conclusion") or "")
     if content.get("announced") is False:
@@ -249,8 +241,7 @@ def _sentences(finding: FindingRow, facts: Mapping[str, Any], workers: list[dict
             "Fewer rounds than samples are no safety: more rounds follow, and where the inputs of the first dense "
             "layer are linearly independent, telling all samples apart can be enough."
         )
-    few = [str(worker.get("share")) for worker in workers if worker.get("enough_inputs") is False]
-    if few:
+    if few := [str(worker.get("share")) for worker in workers if worker.get("enough_inputs") is False]:
         named = ", ".join(few[:MAX_SHARES]) + (f" and {len(few) - MAX_SHARES} more" if len(few) > MAX_SHARES else "")
         sentences.append(
             f"For {named} the first dense layer reads fewer numbers than there are features: what it reads does not "

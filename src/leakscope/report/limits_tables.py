@@ -26,6 +26,11 @@ class Table:
     note: str | None = None
 
 
+def tables_of(limits: Limits | VerticalLimits) -> tuple[Table, ...]:
+    """The tables of one gradient or of rounds of vertical learning, whichever was asked."""
+    return vertical_tables(limits) if isinstance(limits, VerticalLimits) else limits_tables(limits)
+
+
 def limits_tables(limits: Limits) -> tuple[Table, ...]:
     return (_observed(limits), _published(limits), _rank(limits), _layers(limits), _floor(limits), _orders(limits))
 
@@ -48,16 +53,13 @@ def met(value: bool | None) -> str:
 def _observed(limits: Limits) -> Table:
     first = f"{limits.first_layer}: {limits.first_layer_kind} {limits.first_layer_size}"
     labels = "one value per class and example, where the labels are not known"
+    enough = "at least as many equations as unknowns; necessary, not sufficient"
     rows = (
         ("first layer", first, "the first layer with parameters that reads the input"),
         ("observed gradient entries", str(limits.gradient_entries), "equations: one per trainable weight"),
         ("unknown input values", str(limits.unknowns), "batch size times values per example"),
         ("unknowns with labels", str(limits.unknowns_with_labels), f"the same and {labels}"),
-        (
-            "count, labels known",
-            met(limits.count_met),
-            "at least as many equations as unknowns; necessary, not sufficient",
-        ),
+        ("count, labels known", met(limits.count_met), enough),
         ("count, labels unknown", met(limits.count_met_with_labels), "the same with the labels' unknowns"),
         ("first linear layer", "yes" if limits.closed_form or limits.span_readable else "no", limits.first_linear),
     )
@@ -171,10 +173,7 @@ def _orders(limits: Limits) -> Table:
     title = "Published orders of the error: constants and logarithms dropped"
     if not limits.orders:
         return Table(title, (), (), limits.orders_reason)
-    rows = tuple(
-        (order.defense, _order(order.upper, order.upper_formula), _order(order.lower, order.lower_formula))
-        for order in limits.orders
-    )
+    rows = tuple((o.defense, _order(o.upper, o.upper_formula), _order(o.lower, o.lower_formula)) for o in limits.orders)
     note = (
         "For one hidden layer of m random units, d features and B examples of length 1; orders compare defences and "
         "are no errors. A question mark needs a channel with that defence, and for the last column with noise."
@@ -186,11 +185,6 @@ def _order(value: float | None, formula: str | None) -> str:
     if formula is None:
         return "not known"
     return f"{'?' if value is None else format(value, '.3g')} = {formula}"
-
-
-def tables_of(limits: Limits | VerticalLimits) -> tuple[Table, ...]:
-    """The tables of one gradient or of rounds of vertical learning, whichever was asked."""
-    return vertical_tables(limits) if isinstance(limits, VerticalLimits) else limits_tables(limits)
 
 
 def vertical_tables(limits: VerticalLimits) -> tuple[Table, ...]:
@@ -220,16 +214,12 @@ def _rounds(limits: VerticalLimits) -> Table:
 
 
 def _needed(limits: VerticalLimits) -> Table:
-    covered = limits.needed.covered
     least, apart = ("no number" if n is None else str(n) for n in (limits.needed.least, limits.needed.apart))
+    together = "from here on fewer than one pair of samples is expected to have always been together"
     rows = (
         ("for step I", least, "least number of rounds with as many independent batches as samples"),
-        ("to have all samples", brief(covered), "expected rounds until every sample was in a batch"),
-        (
-            "to tell all apart",
-            apart,
-            "from here on fewer than one pair of samples is expected to have always been together",
-        ),
+        ("to have all samples", brief(limits.needed.covered), "expected rounds until every sample was in a batch"),
+        ("to tell all apart", apart, together),
     )
     note = (
         "Fewer rounds than samples are no safety: where the inputs of the first dense layer are linearly independent "
@@ -254,14 +244,12 @@ def _workers(limits: VerticalLimits) -> Table:
         f"At {limits.point}. V: output gradients of the layer, a row per sample; those that are zero are invisible. H: "
         "what the layer reads."
     )
-    few = [worker.share for worker in limits.workers if not worker.enough_inputs]
-    if few:
+    if few := [worker.share for worker in limits.workers if not worker.enough_inputs]:
         note += (
             f" Fewer inputs than features: {', '.join(few)}; there H alone cannot give the features without prior "
             "knowledge of them."
         )
-    bare = [worker.share for worker in limits.workers if not worker.bias]
-    if bare:
+    if bare := [worker.share for worker in limits.workers if not worker.bias]:
         note += f" No bias: {', '.join(bare)}; there H follows only up to the length and sign of each row."
     return Table("Workers", columns, rows, note)
 

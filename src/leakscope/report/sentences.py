@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,9 +45,7 @@ REASONS: Mapping[str, str] = {
     "gap": "theory allows {limit:.0f} dB and the best attack reaches {value:.1f} dB: a better one may cross the limit",
     "standard-not-run": "standard attacks not run: {names}",
     "no-support": "{count:#update}: no attack gave a result that could support a pass",
-    "no-positive-control": (
-        "no positive control gave a result, so nothing shows that these attacks find what is there"
-    ),
+    "no-positive-control": "no positive control gave a result, so nothing shows that these attacks find what is there",
     "weak-on-easy-case": _TOO_WEAK + "without a defence, its labels and visiting order known, it reaches "
     "{value:.1f} dB, {limit:g} dB would show that it works",
     "weak-without-theory": _TOO_WEAK + "it fails without a defence too, and theory does not tell whether the update "
@@ -155,10 +154,9 @@ def reason_text(*reasons: Reason) -> str:
         for name in ("value", "limit", "baseline", "count", "total")
         if facts[name] is not None
     }
-    few = len(reasons) <= IN_A_PARAGRAPH
-    several = (
-        f"examples {', '.join(str(reason.example) for reason in reasons)}" if few else f"{len(reasons):,} examples"
-    )
+    several = f"{len(reasons):,} examples"
+    if len(reasons) <= IN_A_PARAGRAPH:
+        several = f"examples {', '.join(str(reason.example) for reason in reasons)}"
     facts |= numbers | {
         "who": f"example {first.example}" if one else several,
         "s": "s" if one else "",
@@ -176,7 +174,6 @@ def reason_text(*reasons: Reason) -> str:
 
 
 def _measured(reasons: Sequence[Reason]) -> str:
-    """What an example leaks by."""
     first = reasons[0]
     measure, values = MEASURES[first.measure or "psnr"], [reason.value or 0.0 for reason in reasons]
     if measure.digits is None:
@@ -259,10 +256,8 @@ def over_examples(reasons: Iterable[Reason]) -> list[tuple[str, str, str]]:
     for reason in reasons:
         alike = dataclasses.replace(reason, scenario=None)
         if reason.example is not None:
-            known: dict[str, Any] = {
-                name: None if getattr(reason, name) is None else 0 for name in ("value", "baseline")
-            }
-            alike = dataclasses.replace(alike, example=-1, **known)
+            known = [None if number is None else 0 for number in (reason.value, reason.baseline)]
+            alike = dataclasses.replace(alike, example=-1, value=known[0], baseline=known[1])
         groups.setdefault(alike, []).append(reason)
     return [
         (reason_text(*(members if alike.example is not None else members[:1])), str(alike.remedy or ""), alike.code)
@@ -285,12 +280,10 @@ class SharedFate:
 
 def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> list[SharedFate]:
     """Refused and failed jobs, a line for each attack and reason; of findings only what failed."""
-    counts: dict[tuple[Status, str, str], int] = {}
     told = [(row.status, row.job.attack_name, row.refusal) for row in rows if row.status != "done"]
     told += [(row.status, finding_words(row.kind), row.reason) for row in findings if row.status == "failed"]
-    for fate in told:
-        counts[fate] = counts.get(fate, 0) + 1
-    return [SharedFate(*fate, count) for fate, count in sorted(counts.items(), key=lambda item: item[0][0] == "failed")]
+    counts = sorted(Counter(told).items(), key=lambda item: item[0][0] == "failed")
+    return [SharedFate(*fate, count) for fate, count in counts]
 
 
 @in_words.register

@@ -84,9 +84,7 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     raw = span / max(1, count)
     power = 10.0 ** math.floor(math.log10(raw))
     step = min((m * power for m in (1, 2, 5, 10)), key=lambda s: abs(math.log(s / raw)))
-    first = math.ceil(low / step - 1e-9)
-    last = math.floor(high / step + 1e-9)
-    return [round(n * step, 12) for n in range(first, last + 1)]
+    return [round(n * step, 12) for n in range(math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9) + 1)]
 
 
 def log_ticks(low: float, high: float) -> list[float]:
@@ -97,8 +95,7 @@ def log_ticks(low: float, high: float) -> list[float]:
     >>> log_ticks(0.03, 0.3)
     [0.05, 0.1, 0.2]
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    steps = range(first, last + 1)
+    steps = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     powers = [10.0**n for n in steps if low <= 10.0**n <= high]
     if len(powers) < 2:
         finer = (float(f"{m}e{n}") for n in steps for m in (1, 2, 5))
@@ -119,7 +116,7 @@ def thin(values: Sequence[float], limit: int = MAX_POINTS) -> list[tuple[int, fl
 
 
 def colour(place: int) -> str:
-    """The style sheet's class for the line at this place; colours come back after six.
+    """Name the style sheet's class for the line at this place; colours come back after six.
 
     >>> colour(0), colour(7)
     ('c0', 'c1')
@@ -158,24 +155,21 @@ def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int
     low = min([0.0, *shown])
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
-    bottom = ends[-1]
-    x = Scale(low, high, left, width - 22)
-    allowed = f"The policy allows less than {policy:g} dB. " if math.isfinite(policy) else ""
-    described = allowed + " ".join(row.sentence for row in rows)
+    bottom, x = ends[-1], Scale(low, high, left, width - 22)
+    allowed = [f"The policy allows less than {policy:g} dB."] if math.isfinite(policy) else []
+    described = " ".join([*allowed, *(row.sentence for row in rows)])
     out = [opening(identity, width, bottom + 42, "PSNR of the strongest attack for each setting", described)]
     for tick in ticks(low, high, 8 if label_width else 4):
-        at = f"{x(tick):.1f}"
+        at = x(tick)
         out += [line_at("grid", at, at, top, bottom), text_at("tick", at, bottom + 16, f"{tick:g}", "middle")]
-    out.append(text_at("axis", f"{x.middle:.1f}", bottom + 34, f"PSNR, dB{beyond}", "middle"))
+    out.append(text_at("axis", x.middle, bottom + 34, f"PSNR, dB{beyond}", "middle"))
     if math.isfinite(policy):
         # The label turns to the other side where it would run out of the chart.
         anchor, shift = ("start", -3) if x(policy) < width * 0.6 else ("end", 1)
-        at = f"{x(policy):.1f}"
-        out.append(line_at("policy", at, at, top - 6, bottom))
-        out.append(text_at("policy-label", f"{x(policy) + shift:.1f}", top - 11, f"policy {policy:g} dB", anchor))
+        out.append(line_at("policy", x(policy), x(policy), top - 6, bottom))
+        out.append(text_at("policy-label", x(policy) + shift, top - 11, f"policy {policy:g} dB", anchor))
     for row, label, (start, end) in zip(rows, labels, pairwise(ends), strict=True):
-        y = (start + end) / 2 if label_width else end - 14
-        out.append(_dot_row(row, label, x, y, label_width))
+        out.append(_dot_row(row, label, x, (start + end) / 2 if label_width else end - 14.0, label_width))
     return Markup("".join(out) + "</svg>")
 
 
@@ -191,20 +185,20 @@ def _wrapped(label: str, room: int) -> list[str]:
 def _dot_row(row: DotRow, label: Sequence[str], x: Scale, y: float, label_width: int) -> str:
     parts = [f'<g class="row {_word(row.outcome)}"><title>{escape(row.sentence)}</title>']
     for place, text in enumerate(label):
+        below = len(label) - 1 - place
         if label_width:
-            height = y + 4 + LINE * (place - (len(label) - 1) / 2)
-            parts.append(text_at("label", label_width - 12, f"{height:.1f}", text, "end"))
+            parts.append(text_at("label", label_width - 12, y + 4 + LINE * (place - below) / 2, text, "end"))
         else:
-            parts.append(text_at("label", x.start, f"{y - 14 - LINE * (len(label) - 1 - place):.1f}", text))
+            parts.append(text_at("label", x.start, y - 14 - LINE * below, text))
     parts += [f'<circle class="point" cx="{x(p):.1f}" cy="{y:.1f}" r="3"/>' for p in row.points if p == p]
     if math.isfinite(row.low) and math.isfinite(row.high):
-        parts.append(line_at("interval", f"{x(row.low):.1f}", f"{x(row.high):.1f}", f"{y:.1f}", f"{y:.1f}"))
+        parts.append(line_at("interval", x(row.low), x(row.high), y, y))
     if math.isfinite(row.baseline):
         parts.append(f'<path class="baseline" d="M{x(row.baseline):.1f} {y - 6:.1f}l6 6l-6 6l-6 -6z"/>')
     if row.value == row.value:
         parts.append(f'<circle class="mean" cx="{x(row.value):.1f}" cy="{y:.1f}" r="6"/>')
     else:
-        parts.append(text_at("tick", x.start + 4, f"{y + 4:.1f}", "no measurement"))
+        parts.append(text_at("tick", x.start + 4, y + 4, "no measurement"))
     return "".join(parts) + "</g>"
 
 
@@ -213,11 +207,11 @@ def curve_plot(curves: Sequence[tuple[str, Sequence[float]]], *, title: str, ide
     width, height, left, right, top, bottom = 360, 200, 52, 350, 10, 160
     thinned = [(name, [(n, v) for n, v in thin(values) if math.isfinite(v)]) for name, values in curves]
     values = [v for _, points in thinned for _, v in points]
-    logarithmic = bool(values) and min(values) > 0
+    logarithmic = min(values, default=0.0) > 0
     scale = "logarithmic" if logarithmic else "linear"
     described = f"{len(curves)} curves on a {scale} scale."
     if not values:
-        return Markup(opening(identity, width, height, title, described) + _nothing(width))
+        return Markup(opening(identity, width, height, title, described) + nothing(width))
     described += f" Values from {min(values):.3g} to {max(values):.3g}."
     place = math.log10 if logarithmic else float
     low, high = place(min(values)), place(max(values))
@@ -257,14 +251,14 @@ def line_plot(
     values = [b for points in drawn for _, b in points]
     out = [opening(identity, width, height, title, " ".join(line.sentence for line in lines))]
     if not values:
-        return Markup(out[0] + _nothing(width))
+        return Markup(out[0] + nothing(width))
     low = next((floor for floor in floors if floor <= min(values)), floors[-1])
     start, end = x_range if x_range[0] < x_range[1] else (x_range[0] - 0.5, x_range[0] + 0.5)
     x, y = Scale(start, end, left, right), Scale(low, ceiling, bottom, top)
     out += [level(y(tick), f"{tick:g}", x) for tick in ticks(low, ceiling, 4)]
     for tick in ticks(start, end, 5):
         if not whole or tick == round(tick):
-            out.append(text_at("tick", f"{x(tick):.1f}", bottom + 17, f"{tick:g}", "middle"))
+            out.append(text_at("tick", x(tick), bottom + 17, f"{tick:g}", "middle"))
     for place, (line, points) in enumerate(zip(lines, drawn, strict=True)):
         out.append(_curve(place, line.sentence, [(x(a), y(b)) for a, b in points]))
         # A line of one point is invisible, so it is marked itself.
@@ -301,19 +295,22 @@ def opening(identity: str, width: int, height: int, title: str, description: str
     )
 
 
+def _at(place: object) -> str:
+    return f"{place:.1f}" if isinstance(place, float) else str(place)
+
+
 def text_at(kind: str, x: object, y: object, words: object, anchor: str = "") -> str:
     side = f' text-anchor="{anchor}"' if anchor else ""
-    return f'<text class="{kind}" x="{x}" y="{y}"{side}>{escape(words)}</text>'
+    return f'<text class="{kind}" x="{_at(x)}" y="{_at(y)}"{side}>{escape(words)}</text>'
 
 
 def line_at(kind: str, x1: object, x2: object, y1: object, y2: object) -> str:
-    return f'<line class="{kind}" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
+    return f'<line class="{kind}" x1="{_at(x1)}" x2="{_at(x2)}" y1="{_at(y1)}" y2="{_at(y2)}"/>'
 
 
 def level(y: float, words: str, x: Scale) -> str:
     """A line of the grid at a height, with its number."""
-    grid = line_at("grid", x.start, x.end, f"{y:.1f}", f"{y:.1f}")
-    return grid + text_at("tick", x.start - 6, f"{y + 4:.1f}", words, "end")
+    return line_at("grid", x.start, x.end, y, y) + text_at("tick", x.start - 6, y + 4, words, "end")
 
 
 def _points(places: Sequence[tuple[float, float]]) -> str:
@@ -321,20 +318,18 @@ def _points(places: Sequence[tuple[float, float]]) -> str:
 
 
 def _curve(number: int, title: str, places: Sequence[tuple[float, float]]) -> str:
-    """A group with a line and its title, not yet closed."""
-    group = f'<g class="curve {colour(number)}"><title>{escape(title)}</title>'
-    return f'{group}<polyline points="{_points(places)}"/>'
+    """Open a group with a line and its title."""
+    return f'<g class="curve {colour(number)}"><title>{escape(title)}</title><polyline points="{_points(places)}"/>'
 
 
 def _mark(x: float, y: float, name: str, width: int, above: bool) -> str:
-    """A dot on a line, with its name above or below it if it has one."""
     dot = f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5"/>'
     anchor = "start" if x < width * 0.4 else "end" if x > width * 0.7 else "middle"
-    return dot + (text_at("label", f"{x:.1f}", f"{y + (-12 if above else 22):.1f}", name, anchor) if name else "")
+    return dot + (text_at("label", x, y + (-12 if above else 22), name, anchor) if name else "")
 
 
-def _nothing(width: int) -> str:
-    return text_at("axis", width / 2, 90, "nothing finite", "middle") + "</svg>"
+def nothing(width: int, words: str = "nothing finite") -> str:
+    return text_at("axis", width / 2, 90, words, "middle") + "</svg>"
 
 
 def _word(text: str) -> str:
