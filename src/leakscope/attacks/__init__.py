@@ -33,138 +33,74 @@ from leakscope.contracts.registry import Entry, Registry
 
 @dataclass(frozen=True)
 class AttackEntry(Entry):
-    """``standard_for``: kinds of messages for which ``attacks="standard"`` has it; see :func:`standard_attacks`.
-
-    ``standard_with``: a power over the model without which it is not standard.
-    """
+    """``standard_for``: kinds of messages for which "standard" has it; ``standard_with``: a power it then needs."""
 
     standard_for: tuple[str, ...] = ()
     standard_with: str | None = None
 
 
-_ONE_UPDATE = ("gradient", "weight_delta")
+def _entry(
+    name: str, target: type[Attack], source: str, standard_for: tuple[str, ...] = (), **facts: Any
+) -> AttackEntry:
+    """Describe an attack by the first line of its docstring."""
+    line = (target.__doc__ or "").partition("\n")[0].removesuffix(".")
+    return AttackEntry(name, target, line[:1].lower() + line[1:], source, standard_for, **facts)
+
+
+_ONE = ("gradient", "weight_delta")
 #: In the order in which an audit runs them: closed forms first, then the strongest.
 ATTACKS: Registry[AttackEntry] = Registry(
     "attack",
     (
+        _entry("linear-layer", LinearLayer, "Phong et al., 2018; Geiping et al., 2020", _ONE),
+        _entry("cocktail-party", CocktailParty, "Kariyappa et al., Cocktail Party Attack, ICML 2023", _ONE),
         AttackEntry(
-            "linear-layer",
-            LinearLayer,
-            "closed form for a first linear layer: one input exactly, the span of a batch",
-            "Phong et al., 2018; Geiping et al., 2020",
-            standard_for=_ONE_UPDATE,
-        ),
-        AttackEntry(
-            "cocktail-party",
-            CocktailParty,
-            "unmix the first dense layer's gradient into the inputs of a batch, then solve for them exactly",
-            "Kariyappa et al., Cocktail Party Attack, ICML 2023",
-            standard_for=_ONE_UPDATE,
-        ),
-        AttackEntry(
-            "gauss-newton",
-            GaussNewton,
+            *("gauss-newton", GaussNewton),
             "second-order least squares on the gradient: exact in a handful of steps on smooth nets",
-            "Levenberg 1944, Marquardt 1963; this project's own use of them",
-            standard_for=_ONE_UPDATE,
+            *("Levenberg 1944, Marquardt 1963; this project's own use of them", _ONE),
         ),
         AttackEntry(
-            "head-first",
-            HeadFirst,
+            *("head-first", HeadFirst),
             "solve the head, match below it, decode ReLU masks and solve: the strongest on trained nets and batches",
-            "this project's own",
-            standard_for=_ONE_UPDATE,
+            *("this project's own", _ONE),
         ),
-        AttackEntry(
-            "inverting-gradients",
-            InvertingGradients,
-            "match the update's direction under total variation; gradients and unrolled weight updates",
-            "Geiping et al., Inverting Gradients, NeurIPS 2020",
-            standard_for=_ONE_UPDATE,
-        ),
-        AttackEntry(
-            "dlg",
-            DLG,
-            "search inputs and labels together by L-BFGS",
-            "Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019",
-        ),
-        AttackEntry(
-            "idlg",
-            IDLG,
-            "read the label off the last layer, then search the input by L-BFGS",
-            "Zhao, Mopuri, Bilen, iDLG, 2020",
-            # Behind head-first in dB on nets with kinks, and yet: under strong noise on a ConvNet 5 of 6 pictures were
-            # identified by it, where head-first and inverting-gradients had 1.
-            standard_for=_ONE_UPDATE,
-        ),
-        AttackEntry(
-            "sapag", SAPAG, "match tensor by tensor under an adaptive Gaussian kernel", "Wang et al., SAPAG, 2020"
-        ),
-        AttackEntry(
-            "learn-from-gradients",
-            LearnFromGradients,
-            "L-BFGS or Adam with a decaying norm or orthogonality prior",
-            "Qian, Hansen, What Can We Learn from Gradients?, 2021",
-        ),
-        AttackEntry(
-            "rgap",
-            RGAP,
-            "solve a chain of layers one by one from the output, without a search",
-            "Zhu, Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021",
-        ),
-        AttackEntry(
-            "hybrid",
-            Hybrid,
-            "solve layer by layer as R-GAP, search where the equations leave something open",
+        _entry("inverting-gradients", InvertingGradients, "Geiping et al., Inverting Gradients, NeurIPS 2020", _ONE),
+        _entry("dlg", DLG, "Zhu, Liu, Han, Deep Leakage from Gradients, NeurIPS 2019"),
+        # Behind head-first in dB on nets with kinks, and yet: under strong noise on a ConvNet 5 of 6 pictures were
+        # identified by it, where head-first and inverting-gradients had 1.
+        _entry("idlg", IDLG, "Zhao, Mopuri, Bilen, iDLG, 2020", _ONE),
+        _entry("sapag", SAPAG, "Wang et al., SAPAG, 2020"),
+        _entry("learn-from-gradients", LearnFromGradients, "Qian, Hansen, What Can We Learn from Gradients?, 2021"),
+        _entry("rgap", RGAP, "Zhu, Blaschko, R-GAP: Recursive Gradient Attack on Privacy, ICLR 2021"),
+        _entry(
+            *("hybrid", Hybrid),
             "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient "
             "Matching, BMVC 2022",
         ),
-        AttackEntry(
-            "sme",
-            SME,
-            "match a weight update by one gradient at a searched point between both ends; needs no recipe",
-            "Zhu, Yao, Blaschko, Surrogate Model Extension, ICML 2023",
-            standard_for=("weight_delta",),
-        ),
-        AttackEntry(
-            "dlfa",
-            DLFA,
-            "replay every local step of a weight update, one copy of the examples an epoch",
-            "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022",
-        ),
-        AttackEntry(
-            "systematic",
-            SystematicEvaluation,
-            "a network draws the pictures; tensors count by their size, and known features lead the way",
+        _entry("sme", SME, "Zhu, Yao, Blaschko, Surrogate Model Extension, ICML 2023", ("weight_delta",)),
+        _entry("dlfa", DLFA, "Dimitrov et al., Data Leakage in Federated Averaging, TMLR 2022"),
+        _entry(
+            *("systematic", SystematicEvaluation),
             "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
         ),
-        AttackEntry(
-            "learning-to-invert",
-            LearningToInvert,
-            "learn the way back from protected updates to inputs with examples of one's own; any defence, no channel",
+        _entry(
+            *("learning-to-invert", LearningToInvert),
             "Wu et al., Learning To Invert: Simple Adaptive Attacks for Gradient Inversion in Federated Learning, "
             "UAI 2023",
         ),
-        AttackEntry(
-            "cafe",
-            CAFE,
-            "vertical: solve each sample's part in the first dense layers from announced batches, then search the data",
-            "Jin et al., CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021",
+        _entry(
+            *("cafe", CAFE, "Jin et al., CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021"),
             standard_for=("rounds",),
         ),
-        AttackEntry(
-            "robbing-the-fed",
-            RobbingTheFed,
-            "malicious server: an imprint block before the model, from whose bins inputs are read off exactly",
+        _entry(
+            *("robbing-the-fed", RobbingTheFed),
             "Fowl et al., Robbing the Fed: Directly Obtaining Private Data in Federated Learning with Modified Models, "
             "ICLR 2022",
-            standard_for=_ONE_UPDATE,
+            standard_for=_ONE,
             standard_with="choose_structure",
         ),
-        AttackEntry(
-            "provable-reconstruction",
-            ProvableReconstruction,
-            "malicious server: a first layer of random units, whose gradient's moments tell a batch's inputs apart",
+        _entry(
+            *("provable-reconstruction", ProvableReconstruction),
             "Wang, Lee, Lei, Reconstructing Training Data from Model Gradient, Provably, AISTATS 2023",
         ),
     ),

@@ -49,41 +49,22 @@ from leakscope.network.layers import DenseEntry, dense_entry, output_jacobian, s
 
 #: Features alone, as the paper inverts them.
 FEATURES_ALONE = Weighting(name="features alone", features=1.0, ratio=1.0)
-#: The share of an input's values that is below the upper end of the value range, where its scale is a guess.
-BRIGHTEST = 0.99
 #: Outputs beyond which their derivatives cost more than they tell.
 MOST_OUTPUTS = 256
+_PUBLISHED = {"domain": "values", "start": "identity", "steps": 25_000, "lr": 1e-3, "solve": False}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CocktailParty(Attack):
-    """Unmix the gradient of the first dense layer, solve for the exact inputs, and invert embeddings."""
+    """Unmix the first dense layer's gradient into the inputs of a batch, then solve for them exactly."""
 
     requires = ()
     presets = MappingProxyType(
         {
-            "fc2-tiny-imagenet": {
-                "domain": "values",
-                "start": "identity",
-                "steps": 25_000,
-                "lr": 1e-3,
-                "independence": 1.47,
-                "temperature": 12.4,
-                "tv": 3.1,
-                "solve": False,
-            },
+            "fc2-tiny-imagenet": {**_PUBLISHED, "independence": 1.47, "temperature": 12.4, "tv": 3.1},
             "vgg16-imagenet": {
-                "domain": "values",
-                "start": "identity",
-                "steps": 25_000,
-                "lr": 1e-3,
-                "independence": 5.3,
-                "temperature": 7.7,
-                "nonnegativity": 0.13,
-                "sparsity": 5.0,
-                "solve": False,
-                "iterations": 25_000,
-                "picture_tv": 0.1,
+                **{**_PUBLISHED, "independence": 5.3, "temperature": 7.7, "nonnegativity": 0.13, "sparsity": 5.0},
+                **{"iterations": 25_000, "picture_tv": 0.1},
             },
         }
     )
@@ -200,23 +181,12 @@ class _Party:
         return count
 
     def _unmixed(self, count: int) -> Unmixed:
-        attack, inputs = self.attack, self.entry.reads_input
-        return unmix(
-            self.gradient,
-            count,
-            self.generator,
-            picture=self.entry.shape,
-            domain=attack.domain,
-            start=attack.start,
-            iterations=self._steps() if count > 1 else 0,
-            lr=attack.lr,
-            negentropy=attack.negentropy,
-            independence=attack.independence,
-            temperature=attack.temperature,
-            tv=attack.tv,
-            nonnegativity=0.0 if inputs else attack.nonnegativity,
-            sparsity=0.0 if inputs else attack.sparsity,
-        )
+        names = ("domain", "start", "lr", "negentropy", "independence", "temperature", "tv")
+        settings = {name: getattr(self.attack, name) for name in names}
+        if not self.entry.reads_input:
+            settings |= {"nonnegativity": self.attack.nonnegativity, "sparsity": self.attack.sparsity}
+        steps = self._steps() if count > 1 else 0
+        return unmix(self.gradient, count, self.generator, picture=self.entry.shape, iterations=steps, **settings)
 
     def _steps(self) -> int:
         if self.attack.steps is not None:
@@ -236,7 +206,7 @@ class _Party:
             return positive_peak(rows)
         pictures = rows.reshape(-1, *self.observation.input_shape)
         high = inputs.from_unit(torch.ones_like(pictures)).flatten(1)
-        brightest = round(BRIGHTEST * (rows.shape[1] - 1)) + 1
+        brightest = round(0.99 * (rows.shape[1] - 1)) + 1  # so many values are below the upper end of the range
         best, least = rows, torch.full_like(rows[:, :1], math.inf)
         for signed in (rows, -rows):
             peaks = (signed / high).kthvalue(brightest, dim=1, keepdim=True).values
@@ -247,12 +217,8 @@ class _Party:
 
     def _project(self, rows: Tensor) -> Tensor:
         if not self.entry.reads_input:
-            return rows.clamp_min(0) if self._nonnegative else rows
+            return rows.clamp_min(0) if self.attack.nonnegativity > 0 else rows  # behind a ReLU
         return self.observation.inputs.project(rows.reshape(-1, *self.observation.input_shape)).flatten(1)
-
-    @property
-    def _nonnegative(self) -> bool:
-        return self.attack.nonnegativity > 0
 
     def _separated(self, near: Tensor) -> Separated | None:
         outputs = math.prod(self.observation.output_shape)

@@ -73,7 +73,7 @@ _CIFAR = {
 
 @dataclass(frozen=True, kw_only=True)
 class DLFA(GradientMatching):
-    """Replay the client's local steps on one copy of the examples an epoch, and match the whole weight update."""
+    """Replay every local step of a weight update, one copy of the examples an epoch."""
 
     presets = MappingProxyType({"paper-femnist": _FEMNIST, "paper-cifar": _CIFAR})
 

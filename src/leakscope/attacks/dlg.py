@@ -26,7 +26,7 @@ _PAPER = {"iterations": 6000, **NORMAL_START, "line_search": "none", "patience":
 
 @dataclass(frozen=True, kw_only=True)
 class DLG(GradientMatching):
-    """Joint search of inputs and labels by L-BFGS on the squared distance of gradients."""
+    """Search inputs and labels together by L-BFGS."""
 
     presets = MappingProxyType({"paper": _PAPER})
 

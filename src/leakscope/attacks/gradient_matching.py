@@ -30,8 +30,6 @@ Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
 LabelChoice = Literal["recover", "joint"]
 #: Where most published code begins.
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
-#: A replayed local step in forward passes: two gradients of three each, and six to pull an adjoint back.
-LOCAL_STEP_FORWARDS = 12
 #: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
 MOST_TRIALS = 32
 #: The best four trials are tried again, with four times the steps: equal labels tell orders apart slowly. Where there
@@ -93,7 +91,7 @@ class GradientMatching(Attack):
                 targets=None if targets is None else torch.cat([targets] * copies),
                 output_shape=observation.output_shape,
                 generator=generator,
-                progress=None if progress is None else _later(progress, before, steps),
+                progress=None if progress is None else lambda done, _, value: progress(before + done, steps, value),
             )
 
         order_known = self.order_is_known(observation) or not isinstance(matcher.simulation, UnrolledSteps)
@@ -188,7 +186,9 @@ class GradientMatching(Attack):
         if not readings:
             require_searchable(observation)
         if shuffled and observation.labels is None:
-            readings = [_shuffled(reading, generator) for reading in readings]
+            orders = [torch.randperm(len(reading.labels), generator=generator) for reading in readings]
+            pairs = zip(readings, orders, strict=True)
+            readings = [replace(one, labels=one.labels[order.to(one.labels.device)]) for one, order in pairs]
         return readings, flags, notes
 
 
@@ -224,11 +224,6 @@ def find_targets(observation: Observation, generator: torch.Generator) -> Target
     return readings[0].labels, flags, notes, readings[0].method
 
 
-def _shuffled(reading: RecoveredLabels, generator: torch.Generator) -> RecoveredLabels:
-    order = torch.randperm(len(reading.labels), generator=generator).to(reading.labels.device)
-    return replace(reading, labels=reading.labels[order])
-
-
 @dataclass(frozen=True, eq=False)
 class _Trial:
     """Labels and a visiting order to try; None where they are searched along, or known."""
@@ -259,25 +254,15 @@ def _rounded(count: int) -> str:
 
 
 def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:
-    brief = _brief(matcher)
     if trials < 2:
         return []
-    if trials < FINALISTS:
-        return [(trials, brief)]
-    steps = min(matcher.iterations, FINALISTS * brief.iterations)
-    return [(trials, brief), (FINALISTS, replace(brief, iterations=steps))]
-
-
-def _later(progress: Progress, before: int, steps: int) -> Progress:
-    return lambda done, _, value: progress(before + done, steps, value)
-
-
-def _brief(matcher: Matcher) -> Matcher:
     simulation, iterations = matcher.simulation, matcher.iterations
     if isinstance(simulation, UnrolledSteps):
         simulation = replace(simulation, compiled=False)
     steps = min(iterations, max(10, iterations // 20))
-    return replace(matcher, iterations=steps, restarts=1, compile="never", simulation=simulation)
+    brief = replace(matcher, iterations=steps, restarts=1, compile="never", simulation=simulation)
+    finals = [(FINALISTS, replace(brief, iterations=min(iterations, FINALISTS * steps)))]
+    return [(trials, brief), *(finals if trials >= FINALISTS else [])]
 
 
 def as_gradient(observation: Observation) -> dict[str, Tensor]:
@@ -294,18 +279,15 @@ def as_gradient(observation: Observation) -> dict[str, Tensor]:
 
 
 def replay(
-    attack: GradientMatching,
-    observation: Observation,
-    order: Order,
-    rate: float,
-    checkpoint: bool = True,
+    attack: GradientMatching, observation: Observation, order: Order, rate: float, checkpoint: bool = True
 ) -> UnrolledSteps:
     """Replay the client's steps over ``order``; whether one is compiled follows from counts, so that a run repeats."""
     compiled = False
     if attack.compile == "auto" and checkpoint:
         like = next(iter(observation.message.update.values()))
         forward = forward_flops(Victim.of(observation).model, like.new_zeros(len(order[0]), *observation.input_shape))
-        work = attack.iterations * attack.restarts * len(order) * LOCAL_STEP_FORWARDS * forward
+        # A step is twelve forward passes: two gradients of three each, and six to pull an adjoint back.
+        work = attack.iterations * attack.restarts * len(order) * 12 * forward
         compiled = work / ASSUMED_FLOPS_PER_SECOND > WORTH_COMPILING_SECONDS
     return client_steps(observation, order, rate, checkpoint=checkpoint, compiled=compiled)
 

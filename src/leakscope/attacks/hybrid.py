@@ -79,7 +79,7 @@ _PAPER: dict[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Hybrid(Attack):
-    """Solve each layer's equations, last one first, and search where they leave something open.
+    """Solve layer by layer as R-GAP, search where the equations leave something open.
 
     ``iterations`` and ``weights`` have one entry a layer, the input's first; the last entry holds for all deeper ones.
     """

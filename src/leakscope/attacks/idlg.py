@@ -18,6 +18,6 @@ from leakscope.contracts.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class IDLG(DLG):
-    """DLG with the labels recovered first."""
+    """Read the label off the last layer, then search the input by L-BFGS."""
 
     labels: LabelChoice = setting("recover", LABELS)

@@ -50,7 +50,7 @@ _PAPER = {"iterations": 4000, "distance": "cosine", "gradient": "sign", "schedul
 
 @dataclass(frozen=True, kw_only=True)
 class InvertingGradients(GradientMatching):
-    """Match the direction of the update under a total-variation prior.
+    """Match the update's direction under total variation; gradients and unrolled weight updates.
 
     ``update``: "unroll" simulates the local steps of a weight update, "gradient" takes the update for one gradient,
     "auto" unrolls plain-SGD updates of several steps whose recipe is known.

@@ -24,7 +24,7 @@ from leakscope.matching import LBFGS, Adam, L2Norm, Matcher, Optimiser, Orthogon
 
 @dataclass(frozen=True, kw_only=True)
 class LearnFromGradients(GradientMatching):
-    """Gradient matching with a decaying norm or orthogonality prior, from a uniform start."""
+    """Search by L-BFGS or Adam with a decaying norm or orthogonality prior."""
 
     iterations: int = setting(2000, "Steps of the search.", ge=1)
     labels: LabelChoice = setting("joint", LABELS)

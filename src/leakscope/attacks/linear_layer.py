@@ -26,7 +26,7 @@ from leakscope.network.layers import structure
 
 @dataclass(frozen=True, kw_only=True)
 class LinearLayer(Attack):
-    """Solve for the input of a first linear layer; no search."""
+    """Closed form for a first linear layer: one input exactly, the span of a batch."""
 
     requires = ()
 

@@ -35,7 +35,7 @@ TOLD_APART = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class ProvableReconstruction(Attack):
-    """Send a layer of random units, and take its inputs apart by moments of its gradient."""
+    """Malicious server: a first layer of random units, whose gradient's moments tell a batch's inputs apart."""
 
     requires = ("num_examples", "choose_weights")
 

@@ -43,8 +43,6 @@ from leakscope.equations.linear_system import MAX_RANKED, Array, LinearSystem, S
 from leakscope.labels import mean_gradient_scale
 from leakscope.network.chain import BATCH_NORMS, Chain, Operation, ResidualStage, Stage, read_chain
 
-#: Possibilities at the logits that are followed to the next layer.
-_FOLLOWED = 4
 #: The error of a certified input, in units of the range: 80 dB.
 ACCURATE = 1e-4
 CLIP = "Largest size of a tanh output that is inverted; None: what the update's precision can tell from 1."
@@ -52,7 +50,7 @@ CLIP = "Largest size of a tanh output that is inverted; None: what the update's 
 
 @dataclass(frozen=True, kw_only=True)
 class RGAP(Attack):
-    """Solve for the input of every layer, last one first; no search."""
+    """Solve a chain of layers one by one from the output, without a search."""
 
     clip: float | None = setting(None, CLIP, gt=0, lt=1)
     ranks: bool = setting(True, "Compute the rank of each layer's equations.")
@@ -170,13 +168,9 @@ def _onward(walk: Walk, solution: Solution, signal: Array, *rows: dict[str, Any]
 
 def solver_basis(observation: Observation, clip: float | None, **allowed: bool) -> dict[str, Any]:
     """Return the model as a chain, the update as one mean gradient in float64, and the clip."""
-    try:
-        chain = read_chain(observation.model, observation.input_shape, **allowed)
-    except NotApplicable as error:
-        raise NotApplicable(str(error)) from error
-    scale, _ = mean_gradient_scale(observation)
-    factor = 1.0 if scale is None else scale
-    update = {n: v.detach().to("cpu", torch.float64) / factor for n, v in observation.message.update.items()}
+    chain = read_chain(observation.model, observation.input_shape, **allowed)
+    scale = 1.0 if (known := mean_gradient_scale(observation)[0]) is None else known
+    update = {n: v.detach().to("cpu", torch.float64) / scale for n, v in observation.message.update.items()}
     clip = 1 - 4 * torch.finfo(observation.dtype).eps if clip is None else clip
     return {"chain": chain, "update": update, "clip": clip}
 
@@ -225,7 +219,7 @@ def last_signals(observation: Observation, head: Stage, update: dict[str, Tensor
     if len(weight) == 1 and bias is None and head.activation.homogeneous:
         return logistic_signals(weight, gradient, labels or (0, 1), head.activation)
     signals = softmax_signals(weight, bias, gradient, labels, head.activation)
-    return [signal for signal in signals if signal.mismatch <= 10 * signals[0].mismatch + 1e-9][:_FOLLOWED]
+    return [signal for signal in signals if signal.mismatch <= 10 * signals[0].mismatch + 1e-9][:4]  # are followed
 
 
 def homogeneous(chain: Chain) -> bool:
@@ -306,11 +300,10 @@ def reconstruction(observation: Observation, walk: Walk, notes: tuple[str, ...])
 
 def _free_directions(walk: Walk) -> int | None:
     """Count free directions by the ranks of the layers; None where errors would grow too far."""
-    ranks = [row["rank"] for row in walk.layers]
-    free = None if None in ranks else sum(row["unknowns"] - row["rank"] for row in walk.layers)
-    if free == 0 and not walk.residual * _condition(walk) <= ACCURATE:
-        free = None
-    return free
+    if any(row["rank"] is None for row in walk.layers):
+        return None
+    free = sum(row["unknowns"] - row["rank"] for row in walk.layers)
+    return None if free == 0 and not walk.residual * _condition(walk) <= ACCURATE else int(free)
 
 
 def _condition(walk: Walk) -> float:

@@ -23,7 +23,7 @@ from leakscope.matching import Adam, GaussianKernel, Matcher, Pixels, RelativeSq
 
 @dataclass(frozen=True, kw_only=True)
 class SAPAG(GradientMatching):
-    """Match gradients tensor by tensor under an adaptive Gaussian kernel."""
+    """Match tensor by tensor under an adaptive Gaussian kernel."""
 
     iterations: int = setting(600, "Steps of the search.", ge=1)
     lr: float = setting(0.05, "Step size of Adam.", gt=0)

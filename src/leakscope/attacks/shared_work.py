@@ -111,12 +111,8 @@ def read_labels(seen: Observation, generator: torch.Generator) -> list[Recovered
     given = _given(labels=seen.labels, label_counts=seen.label_counts)
     tables = [seen.model.state_dict(), message.update, message.batchnorm_statistics or {}, given]
 
-    def work() -> list[RecoveredLabels]:
-        return label_candidates(seen, generator)
-
-    found: list[RecoveredLabels] = shared(
-        seen.shared, "labels", parts, seen.model, tables, generator, seen.num_examples or 1, work
-    )
+    facts = ("labels", parts, seen.model, tables, generator, seen.num_examples or 1)
+    found: list[RecoveredLabels] = shared(seen.shared, *facts, lambda: label_candidates(seen, generator))
     return found
 
 

@@ -46,7 +46,7 @@ _PAPER = {
 
 @dataclass(frozen=True, kw_only=True)
 class SME(GradientMatching):
-    """Match the update's direction by one gradient at a searched point between the weights before and after."""
+    """Match a weight update by one gradient at a searched point between both ends; needs no recipe."""
 
     presets = MappingProxyType(
         {

@@ -80,7 +80,7 @@ class KnownFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class SystematicEvaluation(GradientMatching):
-    """Search the weights of a network that draws the pictures, led by features of a dense layer."""
+    """A network draws the pictures; tensors count by their size, and known features lead the way."""
 
     presets = MappingProxyType(
         {

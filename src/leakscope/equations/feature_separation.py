@@ -39,8 +39,6 @@ Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 SAME = 1e-4
 #: A difference counts as a feature where it occurs at least so often.
 LEAST_OCCURRENCES = 3
-#: Passes at most, and in each those towards least absolute errors, so that units with a wrong slope lose their say.
-PASSES, ROBUST_PASSES = 25, 4
 #: A residual that is rounding.
 EXACT = 1e-10
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
@@ -162,7 +160,7 @@ def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
     if not layer.homogeneous and layer.bias_gradient is None:
         raise UserError("fit_gates: expected a bias gradient, or an activation whose slopes do not depend on lengths")
     best = _fitted(layer, directions)
-    for _ in range(PASSES):
+    for _ in range(25):
         vectors = torch.linalg.svd(_products(layer, best)[0])[2]
         found = _fitted(layer, vectors[:, 0])
         improved = found.residual < best.residual * (1 - 1e-9)
@@ -207,7 +205,7 @@ def _products(layer: SpanGradient, fit: GateFit) -> tuple[Tensor, Tensor]:
     design, rows = _design(layer, fit), layer.rows
     weights = torch.ones_like(rows[:, :1])
     floor = 1e-9 * rows.norm(dim=1).mean()
-    for _ in range(ROBUST_PASSES):
+    for _ in range(4):  # towards least absolute errors, so that units with a wrong slope lose their say
         solved = least_squares(design * weights.sqrt(), rows * weights.sqrt())
         weights = 1 / ((rows - design @ solved).norm(dim=1, keepdim=True) + floor)
     count, loadings = len(fit.directions), len(layer.loadings)

@@ -24,8 +24,6 @@ from torch import Tensor
 
 from leakscope.equations.dense import slope
 
-#: Directions beyond those asked for, and passes of the block power iteration.
-OVERSAMPLED, PASSES = 8, 12
 #: Singular values so small, relative to the largest, are rounding.
 ROUNDING = 1e-13
 #: Weights of entries that were set to zero, and passes with them: small numbers first, then unknown ones.
@@ -46,10 +44,10 @@ def leading_span(gradient: Tensor, count: int, generator: torch.Generator) -> tu
     >>> bool((inputs - inputs @ span.T @ span).norm() < 1e-12), bool(sizes[2] < 1e-12 * sizes[0])
     (True, True)
     """
-    width = min(count + OVERSAMPLED, *gradient.shape)
+    width = min(count + 8, *gradient.shape)
     start = torch.randn((gradient.shape[1], width), generator=generator, dtype=torch.float64)
     basis = torch.linalg.qr(start)[0]
-    for _ in range(PASSES):
+    for _ in range(12):  # block power iteration
         left, sizes, _ = torch.linalg.svd(gradient @ basis, full_matrices=False)
         carried = max(int((sizes > ROUNDING * sizes[0]).sum()), min(count, width))
         basis = torch.linalg.qr(gradient.T @ left[:, :carried])[0]
@@ -158,14 +156,10 @@ def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch
     return min(float(gaps[sizes > 0].median()), 1.0) if bool((sizes > 0).any()) else 1.0
 
 
-#: Rounds of refinement at most, and conjugate-gradient steps in each.
-ROUNDS, CONJUGATE_STEPS = 12, 25
 #: First every fourth unit alone, where these have four equations for each unknown; then all.
 COARSE = 4
 #: A round that lowers the residual by less than this share is the last.
 AT_REST = 1e-4
-#: Damping of a step, relative to the mean square of what an entry of a feature weighs.
-DAMPING = 1e-6
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,18 +225,14 @@ def refine_features(problem: TwoGradients, start: Tensor) -> Refined:
 
 def _refined(problem: TwoGradients, start: Tensor) -> Refined:
     best = fitted_output_gradients(problem, start)
-    for _ in range(ROUNDS):
-        step = _gauss_newton(problem, best)
-        found = best
+    for _ in range(12):
+        step, before = _gauss_newton(problem, best), best.residual
         for share in (1.0, 0.5, 0.2):
             found = fitted_output_gradients(problem, best.features + share * step)
-            if found.residual < best.residual:
+            if found.residual < before:
+                best = found
                 break
-        if not found.residual < best.residual:
-            break
-        done = found.residual > best.residual * (1 - AT_REST)
-        best = found
-        if done:
+        if not best.residual < before or best.residual > before * (1 - AT_REST):
             break
     return best
 
@@ -308,8 +298,8 @@ def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
     residual = scale * side
     direction, size = residual.clone(), residual.square().sum()
     stop = 1e-20 * float(size)
-    for _ in range(CONJUGATE_STEPS):
-        product = scale * normal(scale * direction) + DAMPING * direction
+    for _ in range(25):
+        product = scale * normal(scale * direction) + 1e-6 * direction  # damped a little
         length = size / (direction * product).sum().clamp_min(1e-300)
         step = step + length * direction
         residual = residual - length * product

@@ -31,7 +31,6 @@ MAX_EXACT = 700
 #: The ridge, relative to the largest eigenvalue of the Gram matrix. Corrections remove its trace from directions whose
 #: singular value is at least 1e-6 of the largest; a smaller ridge would let rounding errors into undetermined ones.
 _RIDGE = 1e-10
-_CORRECTIONS = 60
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +172,7 @@ class LinearSystem:
         if matrix.nnz == 0:
             return Solution(x=np.zeros(self.unknowns), residual=1.0, method="zero matrix")
         x, last = np.zeros(self.unknowns), math.inf
-        for _ in range(_CORRECTIONS):
+        for _ in range(60):
             step = self._ridge_step(target - matrix @ x)
             size = float(np.linalg.norm(step))
             if not size < last:

@@ -33,9 +33,6 @@ from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 
-#: Pairs of random combinations tried, and passes of least squares on the best.
-DRAWS, POLISH_PASSES = 30, 100
-
 
 def least_squares(design: Tensor, rows: Tensor) -> Tensor:
     """Solve ``design`` (m, k) times a solution nearest to ``rows`` (m, n); least norm where it is open.
@@ -64,7 +61,7 @@ def diagonalising_vectors(matrices: Tensor, generator: torch.Generator) -> tuple
     if count == 1:
         return torch.ones((1, 1), dtype=matrices.dtype), 0.0
     best, least = torch.linalg.eigh(matrices.square().sum(0))[1].T, torch.inf
-    for _ in range(DRAWS):
+    for _ in range(30):
         mixed = torch.randn((2, len(matrices)), generator=generator, dtype=matrices.dtype)
         first, second = torch.einsum("ps,sab->pab", mixed, matrices)
         try:
@@ -97,7 +94,7 @@ def _polished(matrices: Tensor, vectors: Tensor) -> Tensor:
     """Alternating least squares for the left factor with the right one held, both made equal again in between."""
     best, least = vectors, _residual(matrices, vectors)
     unfolded = matrices.transpose(0, 1).flatten(1)
-    for _ in range(POLISH_PASSES):
+    for _ in range(100):
         loadings = _loadings(matrices, vectors)
         rows = (loadings.T[:, :, None] * vectors[:, None, :]).flatten(1)
         left = torch.linalg.lstsq(rows.T, unfolded.T, driver="gelsd").solution

@@ -79,14 +79,11 @@ class Pixels:
         return inputs.from_unit(picture) if self.start == "grey" and self.space == "model" else picture
 
     def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
-        if not self.clamp:
-            return picture
-        return inputs.project_unit(picture) if self.space == "unit" else inputs.project(picture)
+        project = inputs.project_unit if self.space == "unit" else inputs.project
+        return project(picture) if self.clamp else picture
 
     def project_rows(self, rows: Tensor, inputs: InputSpace) -> Tensor:
-        if not self.clamp:
-            return rows
-        return self.project(rows.reshape(-1, *inputs.shape), inputs).reshape(rows.shape)
+        return self.project(rows.reshape(-1, *inputs.shape), inputs).reshape(rows.shape) if self.clamp else rows
 
     def draw(self, row: Tensor, count: int, inputs: InputSpace) -> Tensor:
         return row.reshape(count, *inputs.shape)

@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -22,12 +22,7 @@ from leakscope.matching.priors import Prior, assignment
 from leakscope.matching.problem import Evaluator, Problem
 from leakscope.matching.search import Evaluate, Evaluation, SearchResult, search
 from leakscope.matching.simulations import Simulation, SingleGradient
-from leakscope.matching.victim import Tensors, Victim
-from leakscope.matching.victim import forward_flops as forward_flops
-
-if TYPE_CHECKING:
-    from leakscope.matching.problem import Problem
-
+from leakscope.matching.victim import Tensors, Victim, forward_flops
 
 Progress = Callable[[int, int, float], None]
 CURVE_POINTS = 200

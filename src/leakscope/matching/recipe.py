@@ -19,9 +19,13 @@ def reliable_update(observation: Observation) -> dict[str, Tensor]:
 
 
 def several_steps(observation: Observation) -> bool:
+    facts, examples = observation.training, observation.num_examples
     if observation.message.kind == "gradient":
         return False
-    return not (_single_step(observation) and _plain_descent(observation))
+    if examples is None or facts.epochs is None or facts.batch_size is None:
+        return True
+    # The first step of momentum is a plain one.
+    return local_steps(examples, facts.epochs, facts.batch_size) != 1 or facts.optimizer not in (None, "sgd")
 
 
 def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | None:
@@ -41,16 +45,3 @@ def client_steps(
     facts = observation.training
     optimizer: Literal["sgd", "adam"] = "adam" if facts.optimizer == "adam" else "sgd"
     return UnrolledSteps(rate, order, checkpoint, optimizer, facts.momentum or 0.0, compiled)
-
-
-def _plain_descent(observation: Observation) -> bool:
-    facts = observation.training
-    # The first step of momentum is a plain one.
-    return facts.optimizer in (None, "sgd") and (not facts.momentum or _single_step(observation))
-
-
-def _single_step(observation: Observation) -> bool:
-    facts, examples = observation.training, observation.num_examples
-    if examples is None or facts.epochs is None or facts.batch_size is None:
-        return False
-    return local_steps(examples, facts.epochs, facts.batch_size) == 1

@@ -65,7 +65,7 @@ _VARIANT: dict[str, Any] = {"method": "gradients", "iterations": 2000, "lr": 0.0
 
 @dataclass(frozen=True, kw_only=True)
 class CAFE(Attack):
-    """Solve each sample's part in the first dense layers from sums over announced batches, then search the data.
+    """Vertical: solve each sample's part in the first dense layers from announced batches, then search the data.
 
     Presets "dlg", "cosine", "sapag", "batchnorm" and "group-consistency" match gradients on the same rounds.
     """
@@ -139,7 +139,7 @@ class CAFE(Attack):
             inputs=data.inputs,
             labels=labels.targets if searched is None else searched,
             scores=data.scores,
-            history={"objective": [_thinned(data.curve)]} if data.curve else {},
+            history={"objective": [data.curve[:: -(-len(data.curve) // 200)]]} if data.curve else {},
             flags=tuple(dict.fromkeys(flags)),
             notes=(*labels.notes, *notes),
             info=info,
@@ -249,8 +249,3 @@ def _opinion(rounds: Rounds, evidence: _Evidence) -> tuple[tuple[str, ...], tupl
     unknowns = rounds.samples * rounds.observation.inputs.size
     diagnosis = Diagnosis(outcome=outcome, reason=reason, unknowns=unknowns, residual=evidence.unexplained)
     return tuple(flags), tuple(notes), diagnosis
-
-
-def _thinned(curve: list[float]) -> list[float]:
-    every = -(-len(curve) // 200)
-    return curve[::every]

@@ -81,7 +81,7 @@ class Inversion:
 
 @dataclass(frozen=True, kw_only=True)
 class LearningToInvert(Attack):
-    """Regress inputs from protected updates of played clients; the defence needs no channel."""
+    """Learn the way back from protected updates to inputs with examples of one's own; any defence, no channel."""
 
     requires: ClassVar[tuple[str, ...]] = ("num_examples", "defense", "auxiliary_data")
     runs_defense: ClassVar[bool] = True

@@ -48,20 +48,13 @@ Placement = Literal["measured", "normal", "laplace"]
 #: Quantiles of the mean brightness of natural pictures with values in [0, 1], at equal steps (j + 1/2) / 9 of their
 #: probability: 10,000 training images of CIFAR-10.
 NATURAL_BRIGHTNESS = (0.2850, 0.3563, 0.4017, 0.4366, 0.4690, 0.5009, 0.5377, 0.5911, 0.6890)
-#: Where the outermost bins end, in distances between the lowest and the highest threshold of the others.
-OUTER = 10.0
-#: How far the block moves an input value when the measurement goes through the whole of its range (sparse), or by one
-#: (ReLU). Small, so that the model behind it keeps its use.
-PATTERN = 0.1
-
-
 #: Quantiles that :meth:`RobbingTheFed.fitted_to` takes of public examples.
 FITTED = 17
 
 
 @dataclass(frozen=True, kw_only=True)
 class RobbingTheFed(Attack):
-    """Put an imprint block before the model, and read each bin of it off the update."""
+    """Malicious server: an imprint block before the model, from whose bins inputs are read off exactly."""
 
     requires = ("num_examples", "choose_structure")
     # For inputs that are normalised, so that the measurement has mean 0 and variance 1.
@@ -128,7 +121,8 @@ class RobbingTheFed(Attack):
         PARAMETERS.check("bins: rows of the imprint", 2 * self.bins * math.prod(input_shape), "Choose fewer bins.")
         row = self._row(input_shape)
         draws = torch.Generator().manual_seed(self.seed + 1)
-        pattern = PATTERN * (2 * torch.randint(2, row.shape, generator=draws).double() - 1)
+        # A small shift of the input, so that the model behind it keeps its use.
+        pattern = 0.1 * (2 * torch.randint(2, row.shape, generator=draws).double() - 1)
         imprint = Imprint(
             row, self._edges(), pattern, gain=self._gain, sparse=self.variant == "sparse", connection=self.connection
         )
@@ -246,8 +240,8 @@ def bin_edges(inner: Sequence[float]) -> Tensor:
     >>> bin_edges([0.0, 0.5, 1.0]).tolist()
     [-10.0, 0.0, 0.5, 1.0, 11.0]
     """
-    span = (inner[-1] - inner[0]) if len(inner) > 1 else 1.0
-    return torch.tensor([inner[0] - OUTER * span, *inner, inner[-1] + OUTER * span], dtype=torch.float64)
+    far = 10.0 * (inner[-1] - inner[0]) if len(inner) > 1 else 10.0
+    return torch.tensor([inner[0] - far, *inner, inner[-1] + far], dtype=torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
