@@ -42,7 +42,6 @@ class AttackEntry(Entry):
 def _entry(
     name: str, target: type[Attack], source: str, standard_for: tuple[str, ...] = (), **facts: Any
 ) -> AttackEntry:
-    """Describe an attack by the first line of its docstring."""
     line = (target.__doc__ or "").partition("\n")[0].removesuffix(".")
     return AttackEntry(name, target, line[:1].lower() + line[1:], source, standard_for, **facts)
 

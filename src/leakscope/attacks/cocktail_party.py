@@ -200,7 +200,6 @@ class _Party:
         return self._rescale(unmixed.sources)
 
     def _rescale(self, rows: Tensor) -> Tensor:
-        """Rows with a sign and a scale that fill the value range, where there is one."""
         inputs = self.observation.inputs
         if not self.entry.reads_input or not inputs.bounded:
             return positive_peak(rows)

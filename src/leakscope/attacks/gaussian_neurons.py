@@ -36,8 +36,7 @@ def with_gaussian_neurons(
 ) -> nn.Module:
     """Return a copy of ``model`` with random units in the dense layer in front of its head; ``trained`` units stay.
 
-    ``size``: the constants' size; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random.
-    Large constants spoil a training of several steps, which moves the pairs apart.
+    ``size``: of the constants; by default 1 / sqrt(v) for "signs" and 1 / v for "published", v units being random.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3))
     >>> sent = with_gaussian_neurons(net, (4,), trained=2, head="published")

@@ -32,8 +32,7 @@ LabelChoice = Literal["recover", "joint"]
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
 MOST_TRIALS = 32
-#: The best four trials are tried again, with four times the steps: equal labels tell orders apart slowly. Where there
-#: are too many orders to try, a fourth as many are drawn: the right one is hardly among them, but some fit better.
+#: The best trials are tried again with as many times the steps; of too many orders one in so many trials is drawn.
 FINALISTS = 4
 #: Steps of a search in known noise that drowns the update: enough to show what it makes of noise; a longer one fits it.
 DROWNED_STEPS = 30
@@ -56,6 +55,7 @@ class GradientMatching(Attack):
         """The choice of distance, priors, canvas, optimiser and simulation that makes this attack."""
 
     def engine(self, **choice: Any) -> Matcher:
+        """Return the matcher of this choice with the settings that all attacks share."""
         return Matcher(iterations=self.iterations, restarts=self.restarts, compile=self.compile, **choice)
 
     def run(
@@ -130,9 +130,11 @@ class GradientMatching(Attack):
         )
 
     def cautions(self, observation: Observation) -> tuple[str, ...]:
+        """Return flags that follow from what is known before the search."""
         return ()
 
     def order_is_known(self, observation: Observation) -> bool:
+        """Check that nothing about the visiting order is left to search."""
         recipe = replay_recipe(observation)
         return recipe is None or recipe[2] >= recipe[0] or observation.training.batch_order is not None
 
@@ -160,9 +162,11 @@ class GradientMatching(Attack):
         return pairs, f"{exist}; {len({pair.order for pair in pairs})} were tried"
 
     def copies(self, observation: Observation) -> int:
+        """Return how many pictures of each example are searched."""
         return 1
 
     def merge(self, pictures: Tensor) -> Tensor:
+        """Make one picture of each example from (copies, examples, ...)."""
         return pictures[0]
 
     def _observed(self, observation: Observation, matcher: Matcher) -> dict[str, Tensor]:
@@ -197,7 +201,6 @@ def weighted(*priors: Any) -> tuple[Prior, ...]:
 
 
 def require_searchable(observation: Observation) -> None:
-    """NotApplicable where labels that are not known cannot be searched either."""
     task = observation.task
     if not task.searchable:
         raise NotApplicable(f"the labels are not known, and {task!r} does not say how to search them; grant them")
@@ -293,5 +296,4 @@ def replay(
 
 
 def hides_steps(observation: Observation) -> bool:
-    """Whether it is a weight update whose steps cannot be replayed, and that is more than one gradient."""
     return several_steps(observation) and replay_recipe(observation) is None

@@ -157,9 +157,8 @@ class _HybridSolver(Solver):
         return dataclasses.replace(walk, x=x, signal=signal, residual=worst, layers=(row, *walk.layers))
 
     def _projection(self, number: int) -> Callable[[Tensor], Tensor]:
-        """To the nearest valid inputs of the stage of this number, for rows of flat inputs."""
         if not self.settings.clamp:
-            return _anywhere
+            return lambda rows: rows
         if number > 0:
             before = self.chain.stages[number - 1].activation
             return lambda rows: before(before.inverse(rows, self.clip))
@@ -220,12 +219,11 @@ class _Search:
         return frozenset(name for name in own if name in self.update and bool(self.update[name].any()))
 
     def run(self, start: Array) -> tuple[Array, tuple[float, float], float]:
-        """The best input; the objective before and after; how far its update is from the observed one, relatively."""
         origin = torch.from_numpy(start)
         objective = self._objective()
         free = _null_space(self.system) if self.constrained else None
         # Clamping would break equations that are kept to the letter.
-        project = self.project if free is None else _anywhere
+        project = self.project if free is None else (lambda rows: rows)
         first = project(origin[None]) if free is None else torch.zeros_like(origin)[None]
 
         def point(row: Tensor) -> Tensor:
@@ -291,10 +289,6 @@ class _Search:
     def _mismatch(self, x: Tensor) -> float:
         candidate = self._candidate(x.reshape(self.shape))
         return math.sqrt(float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate)))
-
-
-def _anywhere(rows: Tensor) -> Tensor:
-    return rows
 
 
 def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:

@@ -68,7 +68,8 @@ class ProvableReconstruction(Attack):
         if len(inputs) < count:
             inputs = torch.cat((inputs, _grey(observation, count - len(inputs))))
             notes = (*notes, "grey pictures stand for examples that left nothing in the gradient")
-        gap = _unexplained(found)
+        # What the inputs leave of the gradient's rows; what their span leaves of it where slopes do not say.
+        gap = max(found.residual, 0.0 if found.quality is None else max(0.0, 1 - found.quality) ** 0.5)
         flags = ("ill-conditioned",) if gap > TOLD_APART else ()
         if count > 1 and (not found.separated or len(found.span) < count or found.quality is None or gap > TOLD_APART):
             flags = (*flags, "mixture")
@@ -85,12 +86,6 @@ class ProvableReconstruction(Attack):
                 **{"method": found.method, "residual": found.residual, "signed": found.signed},
             },
         )
-
-
-def _unexplained(found: RecoveredFeatures) -> float:
-    """What the inputs leave of the gradient's rows, relative; what their span leaves of it where slopes do not say."""
-    inside = 0.0 if found.quality is None else max(0.0, 1 - found.quality) ** 0.5
-    return max(found.residual, inside)
 
 
 def _pictures(found: RecoveredFeatures, observation: Observation) -> tuple[Tensor, tuple[str, ...]]:

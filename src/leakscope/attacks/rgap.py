@@ -167,7 +167,6 @@ def _onward(walk: Walk, solution: Solution, signal: Array, *rows: dict[str, Any]
 
 
 def solver_basis(observation: Observation, clip: float | None, **allowed: bool) -> dict[str, Any]:
-    """Return the model as a chain, the update as one mean gradient in float64, and the clip."""
     chain = read_chain(observation.model, observation.input_shape, **allowed)
     scale = 1.0 if (known := mean_gradient_scale(observation)[0]) is None else known
     update = {n: v.detach().to("cpu", torch.float64) / scale for n, v in observation.message.update.items()}

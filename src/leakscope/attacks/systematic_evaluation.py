@@ -123,7 +123,6 @@ class SystematicEvaluation(GradientMatching):
         return self.trained is not None
 
     def prepare(self, model: nn.Module, input_shape: tuple[int, ...]) -> nn.Module:
-        """The model with random units in the dense layer in front of its head, where ``trained`` asks for them."""
         if self.trained is None:
             return model
         return with_gaussian_neurons(model, input_shape, trained=self.trained, head=self.head, seed=self.seed)

@@ -115,10 +115,7 @@ def stage_system(
 
 
 def affine_map(stage: Stage, output_gradient: Array | Tensor, update: Mapping[str, Tensor]) -> AffineMap:
-    """Return ``stage`` without its activation, where the loss's derivative is ``output_gradient``.
-
-    A gradient's rows are those of :func:`gradient_block` times the matrices before its operation, offsets subtracted.
-    """
+    """Return ``stage`` without its activation, where the loss's derivative is ``output_gradient``."""
     _refuse_blocks(stage)
     matrices = [operation_matrix(operation) for operation in stage.operations]
     # Output gradients at the output of each operation, the last one's first.
@@ -286,7 +283,6 @@ class ResidualSystem:
         return stacked(blocks)
 
     def hidden_rank(self, limit: int) -> int | None:
-        """Return the rank of step 1 without what x accounts for; None above ``limit`` unknowns and rows."""
         whole = self.first.spectrum_up_to(limit)
         inputs = self.block.unknowns
         if whole is None:

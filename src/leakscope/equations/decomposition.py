@@ -36,8 +36,6 @@ class JacobianRank:
 
 @dataclass(frozen=True, eq=False)
 class Decomposition:
-    """Hold singular values of a Jacobian, largest first, and the directions of the inputs in columns."""
-
     values: Tensor
     vectors: Tensor | None
     tolerance: float

@@ -23,8 +23,6 @@ from leakscope.equations.unmixing import AT_REST, MOST_STEPS, ROUNDING, row_spac
 Jacobian = Callable[[Tensor], Tensor]
 #: So many rounds without a smaller residual are the end of it.
 PATIENCE = 5
-#: Passes of reweighted least squares at most.
-PASSES = 30
 #: An equation is obeyed where it is off by less than this share of the largest signal and so many times the noise.
 #: Solutions whose cosine is as near to one are the same.
 OBEYED, NOISES = 1e-4, 6.0
@@ -71,7 +69,6 @@ class Separated:
 
     @property
     def certified(self) -> bool:
-        """Whether the gradient is explained to its rounding, by far more equations than unknowns."""
         return self.residual < self.rounding and float(self.obeyed.min()) >= (NEAR if self.spare >= SPARE else SETTLED)
 
 
@@ -184,7 +181,6 @@ class _Problem:
         return found, share
 
     def solve(self, jacobian: Tensor, mixing: Tensor, examples: Tensor, *, inactive: bool) -> tuple[Tensor, Tensor]:
-        """Solutions of these examples beside the others' present ones, and the share of equations that they obey."""
         lengths = self.white[self.live].norm(dim=1, keepdim=True)
         white = (self.white[self.live] / lengths).expand(len(examples), -1, -1)
         own = jacobian[:, :, :0] if inactive else _orthonormal(jacobian / lengths)
@@ -243,10 +239,8 @@ def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
 
 def _least_absolute(equations: Tensor, usable: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:
     """The solution of least absolute gaps with <fixed, solution> = 1, for each example, and its gaps."""
-    weights = usable
-    solution = fixed
-    gaps = usable
-    for number in range(PASSES):
+    weights, solution, gaps = usable, fixed, usable
+    for number in range(30):
         before, solution = solution, _solved(equations, weights, fixed)
         if float((solution - before).norm()) < AT_REST * float(solution.norm()):
             break

@@ -88,8 +88,7 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
 
 
 def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
-    keys = _keys(rows, float(rows.abs().max()), generator)
-    _, group = keys.unique(return_inverse=True)
+    group = _keys(rows, float(rows.abs().max()), generator).unique(return_inverse=True)[1]
     places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
     return rows[places]
 
@@ -173,8 +172,7 @@ def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
 
 def _fitted(layer: SpanGradient, directions: Tensor) -> GateFit:
     fit = GateFit(directions, torch.inf)
-    if not layer.homogeneous:
-        assert layer.bias_gradient is not None
+    if not layer.homogeneous and layer.bias_gradient is not None:
         lengths = signed_lengths(layer.rows, directions, layer.bias_gradient)
         fit = GateFit(directions * lengths.sign()[:, None], torch.inf, lengths.abs())
     return dataclasses.replace(fit, residual=_residual(layer, _design(layer, fit)))
@@ -185,11 +183,9 @@ def _signed(layer: SpanGradient, fit: GateFit) -> GateFit:
     both = slope(layer.activation, torch.tensor([[1.0, -1.0]], dtype=torch.float64)).sum()
     wrong = least_squares(products.flatten(1).T, -constant.flatten()[:, None] / both).flatten() > 0.5
     fit = dataclasses.replace(fit, directions=torch.where(wrong[:, None], -fit.directions, fit.directions))
-    design = _design(layer, fit)[:, : -len(layer.loadings)]
-    fit = dataclasses.replace(fit, residual=_residual(layer, design))
-    if layer.bias_gradient is None:
-        return fit
-    return dataclasses.replace(fit, lengths=signed_lengths(layer.rows, fit.directions, layer.bias_gradient).abs())
+    residual, sums = _residual(layer, _design(layer, fit)[:, : -len(layer.loadings)]), layer.bias_gradient
+    lengths = fit.lengths if sums is None else signed_lengths(layer.rows, fit.directions, sums).abs()
+    return dataclasses.replace(fit, residual=residual, lengths=lengths)
 
 
 def _design(layer: SpanGradient, fit: GateFit) -> Tensor:

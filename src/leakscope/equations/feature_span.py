@@ -195,8 +195,6 @@ class TwoGradients:
 
 @dataclass(frozen=True, eq=False)
 class Refined:
-    """``features`` (n, d) with ``output_gradients`` (n, classes), and what they leave of the gradients, relative."""
-
     features: Tensor
     output_gradients: Tensor
     residual: float

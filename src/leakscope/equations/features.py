@@ -49,8 +49,7 @@ PRUNED = 0.01
 CLEARLY = 0.9
 #: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
 UNTOUCHED = 1e-5
-#: Refined features that leave less than this of both gradients are taken for the right ones; of entries that carry no
-#: noise they leave less than the second, or some feature may be wrong.
+#: Right refined features leave less than this of both gradients, and than the second of entries without noise.
 EXPLAINED, CERTAIN = 0.3, 0.05
 
 
@@ -146,7 +145,6 @@ def features_of(
     neurons: slice | None = None,
     generator: torch.Generator | None = None,
 ) -> RecoveredFeatures:
-    """Do as :func:`recover_features` with a layer's gradient that was read already."""
     draws = torch.Generator().manual_seed(0) if generator is None else generator
     notes: list[str] = []
     if count is None:
@@ -201,7 +199,6 @@ def features_of(
 
 
 def _confirmed(found: RecoveredFeatures) -> bool:
-    """Check that features explain what is left of the gradients of the layer and of the head."""
     return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
 
 
@@ -223,7 +220,6 @@ def _with_directions(
 def _refined(
     layer: DenseGradient, estimates: Sequence[RecoveredFeatures], mask: Tensor, zeros: float, draws: torch.Generator
 ) -> RecoveredFeatures:
-    """Return the first estimate, or one refined on the gradients of the layer and the head where these confirm it."""
     first = estimates[0]
     problem = _two_gradients(layer, mask, zeros)
     usable = [one for one in estimates if one.separated] if problem is not None else []
@@ -303,7 +299,6 @@ def _spans(
     draws: torch.Generator,
     notes: list[str],
 ) -> dict[Method, Tensor]:
-    """Return the span by each method that applies, the simplest first."""
     spans: dict[Method, Tensor] = {}
     if "svd" in methods or "unmixing" in methods:
         spans["svd"] = leading
@@ -330,7 +325,6 @@ def _spans(
 def _rows_inside(
     layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradient's rows in coordinates of the span, and which were taken: random ones with entries enough."""
     used = torch.zeros(len(mask), dtype=torch.bool)
     used[slice(None) if neurons is None else neurons] = True
     if method != "completion":

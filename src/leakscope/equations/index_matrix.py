@@ -22,7 +22,6 @@ from leakscope.contracts.errors import UserError
 from leakscope.equations.decomposition import rank_of
 
 Indices = Sequence[Sequence[int]]
-_SHOWN = 5
 #: How near to 1 the share of a sample in a row space must be to count as inside.
 INSIDE = 1e-7
 
@@ -98,7 +97,6 @@ def seen_rows(signals: Tensor) -> Tensor:
 
 
 def smallest_value(signals: Tensor) -> float:
-    """The smallest of N singular values; 0 where the rank is not N."""
     if signals.shape[0] > signals.shape[1]:
         return 0.0
     rank = rank_of(signals.detach())
@@ -118,11 +116,11 @@ def index_matrix(indices: Indices, samples: int) -> Tensor:
             continue
         wrong = [place for place in places if not 0 <= place < samples]
         if not places or wrong or len(set(places)) < len(places):
-            got = f"{wrong[:_SHOWN]}" if wrong else "a sample twice" if places else "none"
+            got = f"{wrong[:5]}" if wrong else "a sample twice" if places else "none"
             problems.append(f"round {number}: expected different samples of 0 to {samples - 1}, got {got}")
         else:
             matrix[number, places] = 1
-    refuse("indices", problems, _SHOWN)
+    refuse("indices", problems, 5)
     return matrix
 
 

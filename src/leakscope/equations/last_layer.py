@@ -23,8 +23,6 @@ LEAST_PRODUCT = -float(lambertw(math.exp(-1)).real)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LastSignal:
-    """One possibility: the derivative at what the last activation received, the label, and how badly it fits."""
-
     signal: np.ndarray
     label: int
     mismatch: float = 0.0

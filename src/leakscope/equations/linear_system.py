@@ -28,8 +28,7 @@ MAX_DENSE = 10_000
 MAX_RANKED = 6000
 #: Up to this many unknowns or rows singular values come from an exact decomposition of the matrix itself.
 MAX_EXACT = 700
-#: The ridge, relative to the largest eigenvalue of the Gram matrix. Corrections remove its trace from directions whose
-#: singular value is at least 1e-6 of the largest; a smaller ridge would let rounding errors into undetermined ones.
+#: Relative to the Gram matrix's largest eigenvalue: less would let rounding errors into undetermined directions.
 _RIDGE = 1e-10
 
 
@@ -106,7 +105,6 @@ class LinearSystem:
         return self.spectrum.condition
 
     def spectrum_up_to(self, limit: int) -> Spectrum | None:
-        """The spectrum where the smaller side is at most ``limit`` or the matrix is diagonal, else None."""
         small = min(self.rows, self.unknowns) <= min(limit, MAX_DENSE)
         return self.spectrum if small or self.diagonal is not None else None
 

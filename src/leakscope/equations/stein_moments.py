@@ -111,8 +111,7 @@ def _polished(matrices: Tensor, vectors: Tensor) -> Tensor:
 Elementwise = Callable[[Tensor], Tensor]
 #: Expected derivatives below this share of the largest count as zero.
 VANISHING = 1e-3
-#: Directions of the head's rows that are read, the strongest first, and features up to which slices of an order-four
-#: moment are of use: beyond it the layer would have to be far wider.
+#: Directions of the head's rows that are read, and features up to which an order-four moment is of use.
 MOST = 12
 
 
@@ -278,9 +277,8 @@ def _singles(product: Tensor) -> Tensor:
 
 def _symmetric(tensor: Tensor) -> Tensor:
     """The mean over the places that the gradient may take; the others are equal already."""
-    places = tensor.dim()
-    swapped = [tensor.transpose(0, place) for place in range(places)]
-    return sum(swapped, start=torch.zeros_like(tensor)) / places
+    swapped = [tensor.transpose(0, place) for place in range(tensor.dim())]
+    return sum(swapped, start=torch.zeros_like(tensor)) / tensor.dim()
 
 
 def _eye(count: int) -> Tensor:

@@ -195,8 +195,7 @@ def fast_ica(white: Tensor, generator: torch.Generator) -> tuple[Tensor, bool]:
     Symmetric fixed points of the contrast E log cosh(r), r the length of what a group has at one place.
     """
     groups, count, length = white.shape
-    start = torch.randn((count, count), generator=generator, dtype=torch.float64)
-    rotation = _orthogonal(start)
+    rotation = _orthogonal(torch.randn((count, count), generator=generator, dtype=torch.float64))
     for _ in range(MOST_STEPS):
         sources = torch.einsum("nm,gmd->gnd", rotation, white)
         radius = sources.square().sum(0).sqrt().clamp_min(1e-12)

@@ -115,8 +115,6 @@ PLANS: Mapping[DrawingSize, Plan] = MappingProxyType(
     {"tiny": Plan(16, (1, 2, 2), 1), "small": Plan(32, (1, 2, 2, 2), 1), "paper": Plan(128, (1, 2, 2, 2), 2)}
 )
 ATTENTIVE_LEVEL = 1
-#: The scale of the last layer's first weights: the first picture is nearly grey.
-FAINT = 0.3
 
 
 class Block(nn.Module):
@@ -219,10 +217,9 @@ class _Stage(nn.Module):
 class Drawing:
     """Draw with a U-Net: a row holds the noise that it draws from, which no derivative moves, and its weights.
 
-    ``features`` (examples, n): what is known of the examples, in the order of the labels, for each block to read; only
-    directions count. Pictures come through a sigmoid into [0, 1] where the valid box is known. Sides that cannot be
-    halved often enough are drawn larger and cropped; signals are pictures of one line, and axes before the last two are
-    channels.
+    ``features`` (examples, n): what is known of the examples, in the order of the labels; only directions count.
+    Pictures come through a sigmoid into [0, 1] where the valid box is known. Sides that cannot be halved often enough
+    are drawn larger and cropped; signals are pictures of one line, and axes before the last two are channels.
     """
 
     size: DrawingSize = "tiny"
@@ -248,7 +245,8 @@ class Drawing:
             if name.endswith(".feature.weight"):  # the net begins as one that knows nothing
                 parts.append(torch.zeros(math.prod(shape)))
             elif len(shape) > 1:
-                scale = (FAINT if name.startswith("last.") else 1.0) / math.sqrt(math.prod(shape[1:]))
+                # A faint last layer: the first picture is nearly grey.
+                scale = (0.3 if name.startswith("last.") else 1.0) / math.sqrt(math.prod(shape[1:]))
                 parts.append(scale * torch.randn(math.prod(shape), generator=generator))
             else:
                 parts.append(torch.full(shape, float(name.endswith("weight"))))

@@ -55,7 +55,6 @@ class CompiledFunctions:
         return len(self._functions)
 
     def get(self, function: Function, inputs: Sequence[Tensor]) -> Compiled:
-        """``function`` of the tensors ``inputs``, compiled; it is called with tensors of the same shapes."""
         with _explained("traced"):
             graph, constants = _trace(function, inputs)
         described = _described((*inputs, *constants))

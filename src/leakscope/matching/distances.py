@@ -21,8 +21,7 @@ from leakscope.contracts.errors import UserError
 Update = Mapping[str, Tensor]
 Weights = Literal["equal", "layers"]
 
-# Added under square roots: far below the square of any float32 update that carries information, yet it keeps the
-# derivative at an all-zero update finite.
+#: Added under square roots, far below any float32 update's square: keeps derivatives at a zero update finite.
 TINY = 1e-24
 
 

@@ -52,8 +52,7 @@ class GradientMap:
 
     ``output_gradient`` (classes) takes the place of the loss: the update of <output_gradient, logits>. For one example
     it is what the head's bias gradient shows, and with it held the update depends on the inputs far more simply.
-    ``scales`` are what each tensor of the update is divided by, for noise that differs from tensor to tensor.
-    ``steps`` are a client's local steps, replayed; the update is then that of its weights.
+    ``scales`` divide each tensor, for noise that differs between them. ``steps`` are a client's, replayed.
     """
 
     victim: Victim
@@ -95,7 +94,6 @@ class GradientMap:
 
     @property
     def visits(self) -> float:
-        """How often an example enters the update: the number of local epochs."""
         return 1.0 if self.steps is None else sum(map(len, self.steps.order)) / len(self.targets)
 
     def narrow(self) -> GradientMap:
@@ -193,7 +191,6 @@ class GradientMap:
         return matrix
 
     def columns(self, flat: Tensor) -> int:
-        """How many columns ``jacobian(flat)`` has: those of linear layers are compressed."""
         pairs = zip(self._tangents(flat), self.update(flat).values(), strict=True)
         return sum(place(value).numel() for place, value in pairs)
 

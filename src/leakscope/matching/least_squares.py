@@ -171,8 +171,7 @@ class LevenbergMarquardt:
     """Hold the settings of the search; :meth:`run` does the work.
 
     ``damping`` is mu, divided by ten after a step that lowers the objective and multiplied by ten after one that does
-    not. ``dense``: most unknowns for which the Jacobian is made. ``tolerance``: relative length of the residual at the
-    end.
+    not. ``dense``: most unknowns for which the Jacobian is made. ``tolerance``: relative residual at the end.
     """
 
     steps: int = 30

@@ -155,7 +155,6 @@ class Matcher:
         )
 
     def _evaluator(self, problem: Problem, like: Tensor) -> tuple[Evaluator, dict[str, str]]:
-        """How the problem is evaluated, and why its step was compiled for this run, or was not though it should."""
         if not self._compiles(problem.victim, problem.shape, like):
             return problem.evaluator(self.restarts, False), {}
         try:

@@ -79,7 +79,6 @@ def draw_orders(
 def candidate_orders(
     labels: Sequence[Hashable], batch_size: int, epochs: int, most: int, generator: torch.Generator
 ) -> tuple[list[Order], bool]:
-    """Return all orders and True where there are ``most`` at most; else so many that are drawn, and False."""
     found = list(itertools.islice(all_orders(labels, batch_size, epochs), most + 1))
     if len(found) <= most:
         return found, True

@@ -132,8 +132,6 @@ class Orthogonality:
 
 @dataclass(frozen=True, kw_only=True)
 class SoftRange:
-    """weight * mean squared excess over [0, 1]: a soft box instead of clamping; ``total`` adds over the pixels."""
-
     weight: float
     total: bool = False
 

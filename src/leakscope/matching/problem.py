@@ -100,8 +100,7 @@ def _batched(objective: Objective, facts: Any, numbers: bool) -> Step:
     return step
 
 
-#: From so many restarts on, for models up to so many weights and batches up to so many operations of a forward pass,
-#: restarts at once are faster than one after another. (Measured on all reference models; a rule of counts.)
+#: From so many restarts on, up to so many weights and forward operations, restarts at once are faster (measured).
 BATCHED_RESTARTS, BATCHED_WEIGHTS, BATCHED_OPERATIONS = 4, 350_000, 40_000_000
 #: Up to so many entries, an update is compared as one tensor: fewer calls, and a copy that still fits the cache.
 JOINED_ENTRIES = 2**20
@@ -144,7 +143,6 @@ class Problem:
         return torch.cat(parts)
 
     def unpack(self, row: Tensor) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        """Pictures, label logits (None where labels are given), and the unknown numbers by name."""
         place = len(row) - len(self.unknowns)
         return *self._example(row[:place]), self._numbers(row[place:])
 
@@ -169,7 +167,6 @@ class Problem:
         return torch.cat(parts, dim=1) if self.size < rows.shape[1] else parts[0]
 
     def evaluator(self, restarts: int, compiled: bool) -> Evaluator:
-        """For each of so many rows the objective, its judged form with and without priors, and the gradient."""
         return self.evaluator_by("compiled" if compiled else self._way(restarts))
 
     def evaluator_by(self, way: Way) -> Evaluator:
@@ -187,7 +184,6 @@ class Problem:
 
     @property
     def logits(self) -> int:
-        """How many numbers of a row stand for labels."""
         return self.count * math.prod(self.output_shape) if self.targets is None else 0
 
     def _way(self, restarts: int) -> Way:
@@ -258,8 +254,6 @@ def _joined(update: Tensors, names: tuple[str, ...]) -> Tensors:
 
 @dataclass(frozen=True, eq=False)
 class Evaluator:
-    """A problem's evaluation by one way; ``compiled`` tells how its step was compiled."""
-
     way: Way
     compiled: Compiled | None
     _whole: Step

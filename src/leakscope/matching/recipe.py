@@ -41,7 +41,6 @@ def replay_recipe(observation: Observation) -> tuple[int, int, int, float] | Non
 def client_steps(
     observation: Observation, order: Order, rate: float, *, checkpoint: bool = True, compiled: bool = False
 ) -> UnrolledSteps:
-    """Return the client's steps over ``order`` by its own optimiser."""
     facts = observation.training
     optimizer: Literal["sgd", "adam"] = "adam" if facts.optimizer == "adam" else "sgd"
     return UnrolledSteps(rate, order, checkpoint, optimizer, facts.momentum or 0.0, compiled)

@@ -16,8 +16,7 @@ from torch import Tensor
 
 from leakscope.matching.optimisers import Optimiser, Project
 
-#: mallopt's numbers of the two settings, and what they are set to: blocks up to 32 MB come from the process's own heap,
-#: which is given back to the system only beyond 512 MB of free space at its end.
+#: mallopt's settings: blocks up to 32 MB come from the heap, which keeps 512 MB of free space at its end.
 TRIM_THRESHOLD, MMAP_THRESHOLD = (-1, 2**29), (-3, 2**25)
 #: By these a user has chosen otherwise.
 CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -42,8 +41,7 @@ def keep_freed_memory() -> bool:
 
 #: Examples searched or evaluated at a time where none influences another: so many fit into a processor's cache.
 AT_ONCE = 32
-#: Objectives (rows,), judged values (rows, k), gradients (rows, n). The optimiser descends the objective; the first
-#: judged value says which point is best, the others go along with it.
+#: Objectives (rows,), judged values (rows, k), of which the first says which point is best, gradients (rows, n).
 Evaluation = tuple[Tensor, Tensor, Tensor]
 #: From points (rows, n) and the number of the step.
 Evaluate = Callable[[Tensor, int], Evaluation]
@@ -53,11 +51,7 @@ Watch = Callable[[int, Tensor, Tensor], None]
 
 @dataclass(frozen=True, eq=False)
 class SearchResult:
-    """Hold one row per start: its point, the judged values there, and whether its numbers stayed finite.
-
-    ``settled`` are the best points three quarters through; ``curves`` the first judged values of each step (or the
-    best).
-    """
+    """Hold one row per start: its point, judged values, whether they stayed finite, the best at three quarters."""
 
     points: Tensor
     judged: Tensor

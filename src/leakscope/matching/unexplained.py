@@ -24,10 +24,8 @@ from leakscope.matching.victim import Tensors, Victim
 MOST_REPLAYS = 32
 #: Points between the weights before (0) and after (1) whose gradient is tried where the recipe is not known.
 SEGMENT = (0.0, 0.5, 1.0)
-#: A result may leave this share of the update beyond what the truth or known noise leaves: one that leaves more says
-#: little of the place where the inputs lie (as ``EXPLAINED`` in ``limits/diagnosis.py``). It does not tell right from
-#: wrong: on FedAvg clients results above 20 dB left .03 to .31, those below it .13 to .45 (benchmarks/fedavg_orders.py,
-#: 16 x 16), and at 32 x 32 some at 11 to 19 dB left as little as .10. The floor is the second guard.
+#: Share that a result may leave beyond what the truth or known noise leaves. It does not tell right from wrong: FedAvg
+#: results above 20 dB left .03 to .31, those below it .10 to .45 (benchmarks/fedavg_orders.py).
 UNEXPLAINED_SHARE = 0.1
 #: ... or so many standard deviations of what noise leaves: chance exceeds them once in a thousand times.
 DEVIATIONS = 3.0
@@ -65,7 +63,6 @@ def explain(
     *,
     order: Sequence[Sequence[int]] | None = None,
 ) -> Explanation:
-    """What the best of the ways leaves in which inputs may have become the update; see :func:`unexplained`."""
     victim, observed = Victim.of(observation), reliable_update(observation)
     recipe = replay_recipe(observation)
     updates: Iterable[Tensors]
@@ -90,7 +87,6 @@ def _replayed(steps: UnrolledSteps, victim: Victim, inputs: Tensor, targets: Ten
 
 
 def noise_share(observation: Observation) -> float:
-    """Return what the known noise of the channel leaves of the update on average; see :func:`unexplained`."""
     channel, squares, count = observation.channel, 0.0, 0
     for name, value in reliable_update(observation).items():
         size = float(value.square().mean())

@@ -34,7 +34,6 @@ def in_transform() -> bool:
 
 
 def recording(tensors: Iterable[Tensor | None]) -> bool:
-    """Whether somebody will differentiate through what is computed of these."""
     return torch.is_grad_enabled() and any(value is not None and value.requires_grad for value in tensors)
 
 

@@ -200,12 +200,7 @@ class _Labels:
 
 @dataclass(frozen=True, eq=False)
 class _Evidence:
-    """Hold what steps I and II say of their own result.
-
-    ``determined`` (workers, samples): whose representation follows. ``unexplained``: the share of the gradients that
-    the result does not explain; ``least_unexplained``: that of the best solution; ``expected_error``: of
-    representations.
-    """
+    """Hold what steps I and II say of their own result; ``determined`` (workers, samples), the others are shares."""
 
     determined: Tensor
     unexplained: float
@@ -214,7 +209,6 @@ class _Evidence:
 
 
 def _head_bias(rounds: Rounds) -> str:
-    """Return the name of the last layer's bias, whose gradient shows the labels; ValueError where it does not."""
     observation = rounds.observation
     if not observation.task.has_classes:
         raise UserError(f"{observation.task!r} has no classes")

@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """Inputs in the model's space, the objective of each sample and by step, label logits where they are searched."""
-
     inputs: Tensor
     scores: Tensor
     curve: list[float]
@@ -69,12 +67,8 @@ class Terms:
         return weight * size * (size.detach() >= settings.threshold)
 
     def misfit(self, candidate: Tensor, target: Tensor) -> Tensor:
-        """How far a worker's representation is from the one to match, for each sample."""
         square = (candidate - target).square().sum(1)
         return square / target.square().sum(1).clamp_min(1e-30) if self.settings.relative else square
-
-
-# --- each sample by itself -------------------------------------------------------------------------------------------
 
 
 def invert(
@@ -108,7 +102,6 @@ class _Inversion:
     determined: Tensor
 
     def read_off(self) -> Data:
-        """The representations as they are; of what no round determines, the middle of the valid range."""
         rounds, model = self.terms.rounds, self.model
         grey = 0.5 if rounds.observation.inputs.bounded else 0.0
         middle = self.terms.to_model(rounds.like.new_full((1, *model.input_shape), grey))
@@ -189,9 +182,6 @@ def reads_features(model: VerticalModel, layer: FirstDense) -> bool:
     return bool(torch.equal(inputs, probe.flatten(1)))
 
 
-# --- round by round --------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
 class _Visit:
     step: int
@@ -249,7 +239,6 @@ class RoundSearch:
             table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
 
     def _visit(self, step: int, message: Message, weights: dict[str, Tensor], tables: Sequence[RunningSteps]) -> float:
-        """Move the samples of one round, in every picture of the group; the smallest objective among them."""
         settings, like = self.settings, self.rounds.like
         batch = torch.tensor(message.indices)
         rows = batch.to(like.device)
@@ -298,7 +287,6 @@ class RoundSearch:
 
 
 def _statistics(victim: Victim, message: Message) -> dict[str, tuple[Tensor, Tensor]]:
-    """Of the BatchNorm layers: those of this batch where they are known, else the running ones."""
     own = message.batchnorm_statistics
     if own is None:
         return dict(victim.batchnorm_targets)

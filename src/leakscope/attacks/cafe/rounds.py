@@ -25,7 +25,6 @@ from leakscope.network.layers import FirstDense, first_dense
 if TYPE_CHECKING:
     from leakscope.attacks.cafe import CAFE
 
-
 Steps = Literal["projection", "descent"]
 
 
@@ -67,7 +66,6 @@ class Rounds:
 
     @property
     def whole(self) -> list[Message]:
-        """Those that hold every tensor, not only some that were kept of them."""
         return [message for message in self.messages if not message.partial]
 
     @property
@@ -115,7 +113,6 @@ class Tables:
 
 
 def solve(rounds: Rounds) -> Tables:
-    """Steps I and II outright, by linear least squares."""
     tables, unexplained, error = rounds.solve_output_gradients([f"{layer.name}.bias" for layer in rounds.layers])
     output_gradients = [_above_rounding(rounds, table) for table in tables]
     solutions = [
@@ -206,10 +203,9 @@ CUTOFF = 1e-11
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Hold one row per sample, and the share of the gradients it leaves unexplained.
+    """Hold one row per sample, the share of the gradients it leaves, and the expected error if that is noise.
 
-    ``error``: expected, relative, if what is unexplained is independent noise; ``determined`` (samples,): whose row of
-    step II follows; the others are zero.
+    ``determined`` (samples,): whose row of step II follows; the others are zero.
     """
 
     rows: Tensor
@@ -307,5 +303,4 @@ def share_unexplained(
 
 
 def _ratio(part: float, whole: float) -> float:
-    """Of two squared norms, the ratio of the norms."""
     return (part / whole) ** 0.5 if whole else 0.0

@@ -58,8 +58,6 @@ UNLIKE = 2.0
 
 @dataclass(frozen=True, eq=False)
 class Inversion:
-    """What was learned: the regression, what it reads, and how well it does on examples it was not fitted to."""
-
     featuriser: Featuriser
     regressor: Regressor
     scaled: bool
@@ -216,7 +214,6 @@ class PlayedClient:
 
     @classmethod
     def of(cls, observation: Observation) -> PlayedClient:
-        """NotApplicable where the protocol or the defence is not known well enough to play it."""
         if observation.defense is None:
             raise NotApplicable(
                 "the observation does not carry the defence's code, only at most its channel (files do not hold it). "
@@ -236,7 +233,6 @@ class PlayedClient:
         return cls(observation, model, weights, observation.task, observation.defense)
 
     def update(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Gradient:
-        """What is sent of these examples."""
         self.model.load_state_dict(self.weights)  # local steps move the weights, BatchNorm its statistics
         client = ClientSide(self.model, x, y, self.task, self.defense, generator)
         with own_randomness(generator):

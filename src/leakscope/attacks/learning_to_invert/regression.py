@@ -52,7 +52,6 @@ class Featuriser:
 
     @classmethod
     def of(cls, update: Mapping[str, Tensor], count: int, generator: torch.Generator) -> Featuriser:
-        """For updates like this one; each tensor has its share of the ``count`` features, and at least one."""
         sizes = [value.numel() for value in update.values()]
         total = sum(sizes)
         shares = sizes if total <= count else [max(1, count * size // total) for size in sizes]
@@ -67,7 +66,6 @@ class Featuriser:
         return cls(hashes, tuple(shares))
 
     def __call__(self, update: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """The features of one update, and the root mean square of each tensor."""
         parts, scales = [], []
         for (name, rule), count in zip(self.hashes.items(), self.counts, strict=True):
             flat = update[name].flatten()
@@ -78,14 +76,11 @@ class Featuriser:
         return torch.cat(parts), torch.stack(scales)
 
     def unscaled(self, features: Tensor, scales: Tensor) -> Tensor:
-        """Rows of features as they were before their tensors were scaled."""
         counts = torch.tensor(self.counts, device=scales.device)
         return features * scales.repeat_interleave(counts, dim=1)
 
 
 class Regressor(Protocol):
-    """From rows of features to rows of targets."""
-
     @property
     def name(self) -> str:
         """What a user reads."""
@@ -133,8 +128,6 @@ class KernelRidge:
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """The answers of a regression with a network's correction to them."""
-
     base: Regressor
     layers: nn.Sequential
 
@@ -151,8 +144,6 @@ class Corrected:
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """Rows of features with their targets: those that are learned from, and those held out."""
-
     rows: Tensor
     targets: Tensor
     held_rows: Tensor = field(repr=False)

@@ -45,8 +45,7 @@ from leakscope.models.split import VerticalModel
 Measurement = Literal["mean", "dct", "random"]
 Placement = Literal["measured", "normal", "laplace"]
 
-#: Quantiles of the mean brightness of natural pictures with values in [0, 1], at equal steps (j + 1/2) / 9 of their
-#: probability: 10,000 training images of CIFAR-10.
+#: Quantiles at (j + 1/2) / 9 of the mean brightness of 10,000 training images of CIFAR-10, values in [0, 1].
 NATURAL_BRIGHTNESS = (0.2850, 0.3563, 0.4017, 0.4366, 0.4690, 0.5009, 0.5377, 0.5911, 0.6890)
 #: Quantiles that :meth:`RobbingTheFed.fitted_to` takes of public examples.
 FITTED = 17

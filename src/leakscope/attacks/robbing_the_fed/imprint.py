@@ -92,15 +92,13 @@ class Imprinted(nn.Module):
         return self.model(self.imprint(x))
 
 
-#: Root-mean-square distance from the grid of 8-bit values, in its steps, below which a picture lies on it, where at
-#: least so many different values say so; values that lie anywhere have 0.29.
+#: RMS distance from the 8-bit grid, in its steps, of a picture with so many values on it; 0.29 for any values.
 ON_GRID, GRID_VALUES = 0.1, 16
 #: A bin's own gradient and that of its picture agree up to this share. By chance they do once in some thousand times.
 GRADIENTS_AGREE = 1e-4
 #: Rounding in a sum of examples, in units of the precision.
 ROUNDING = 8
-#: A picture is plausible up to this distance from its bin, in mean widths of a bin, and from the range of values, in
-#: units of it. Contrast below this share of its values is none.
+#: A picture is plausible this near to its bin (in widths) and to the value range; contrast below this share is none.
 NEAR = 0.01
 
 
@@ -127,7 +125,6 @@ class BinReading:
     cumulative: bool
 
     def best_first(self) -> Tensor:
-        """Order bins by alone, then plausible, then strength."""
         share = self.strengths / self.strengths.max().clamp_min(1e-30) if len(self.strengths) else self.strengths
         return (4.0 * self.alone + 2.0 * self.plausible + share).argsort(descending=True, stable=True)
 
@@ -214,7 +211,6 @@ def empty_size(sizes: Tensor, examples: int | None) -> float:
 
 
 def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
-    """Bound what rounding did to each bin's bias gradient."""
     precision = torch.finfo(observation.dtype).eps
     if block.sparse:
         return ROUNDING * precision * bias.abs()
@@ -246,7 +242,6 @@ def _scaled(
 
 
 def _width(block: Imprint) -> float:
-    """Return the mean width of a bin, the two outermost apart."""
     inner = block.edges.double()[1:-1]
     return float(inner[-1] - inner[0]) / (len(inner) - 1) if len(inner) > 1 else 1.0
 
@@ -271,7 +266,6 @@ def _beyond(pictures: Tensor, observation: Observation) -> Tensor:
 
 
 def _on_grid(pictures: Tensor, observation: Observation) -> Tensor:
-    """Check for values of an 8-bit picture, by those strictly within the range."""
     answers = torch.zeros(len(pictures), dtype=torch.bool, device=pictures.device)
     if not observation.inputs.bounded:
         return answers
@@ -341,14 +335,12 @@ def _undisturbed(
 
 
 def is_one_step(observation: Observation) -> bool:
-    """Check that a weight update is known to be one step along the gradient of all examples."""
     training, examples = observation.training, observation.num_examples or 0
     whole = training.batch_size is not None and training.batch_size >= examples
     return training.epochs == 1 and whole and training.optimizer == "sgd"
 
 
 def _factor(observation: Observation) -> float | None:
-    """Return the weight of one example's gradient in the update; None where unknown."""
     task, training, examples = observation.task, observation.training, observation.num_examples
     if not isinstance(task, Classification) or observation.num_classes < 2 or observation.batchnorm == "train":
         return None
