@@ -2,8 +2,7 @@
 
 A layer's equations may be met by inputs that are not the client's: one unit alone explains any gradient, and a layer
 that is used twice, a mixture of examples or a defence change the update in ways that its own equations do not show. The
-gradient of the solved inputs, taken through the whole model, does; so it is replayed before anything is certified. What
-no adversary can see stays open: a client that altered its input before the model read it.
+gradient of the solved inputs through the whole model is therefore replayed before anything is certified.
 """
 
 from __future__ import annotations
@@ -21,20 +20,17 @@ from leakscope.contracts.certificate import EXPLAINED, Certificate
 from leakscope.contracts.observation import Observation
 from leakscope.labels import recover_labels
 from leakscope.matching import GradientMap
-from leakscope.matching.determinacy import free_directions
+from leakscope.matching.determinacy import ACCURATE, free_directions
 from leakscope.matching.priors import total_variation
 from leakscope.matching.unexplained import unexplained
 
 #: What solved inputs may leave of the whole update, each tensor relative to its size. Rounding leaves 1e-7 to 1e-5; an
-#: update that is off by more says less than 80 dB of an input that one unit alone determines. With a residual of the
-#: equations below this masks are right but for a few, and it tells more than the whole update, in which one wrong mask
-#: outweighs all pixels.
-REPLAYED = 1e-4
+#: update that is off by more says less than 80 dB of an input that one unit alone determines. A residual below this
+#: also tells more than the whole update, in which one wrong mask outweighs all pixels.
+REPLAYED = ACCURATE
 #: A picture of least squares may be so many times as rough as another one before that counts against it: on a ViT that
 #: was not trained they leave half of what a search leaves and are 3 dB behind it, sixteen times as rough.
 ROUGHER = 3.0
-#: Products that counting behind a first dense layer may take: its own equations are well conditioned.
-DENSE_PROBES = 200
 
 Counts = Sequence[int | None]
 #: What the stages of an attack share.
@@ -68,7 +64,7 @@ class Candidate:
     info: Mapping[str, Any] = field(default_factory=dict)
 
     def better_than(self, other: Candidate | None) -> bool:
-        """Whether this one is preferred: the more probable, the smaller residual where it is small, the less is left.
+        """Prefer the more probable, the smaller residual where it is small, then what leaves less of the update.
 
         Least squares must leave less than their fit of noise explains, and where they are far rougher still less.
         """
@@ -92,7 +88,7 @@ class Stage(ABC, Generic[Case]):
 
     @abstractmethod
     def applies(self, case: Case) -> bool:
-        """Whether there is anything to do; the case's notes say why not, where somebody may ask."""
+        """Return whether there is anything to do."""
 
     @abstractmethod
     def propose(self, case: Case) -> Iterator[Candidate]:
@@ -100,7 +96,7 @@ class Stage(ABC, Generic[Case]):
 
 
 def rougher(pictures: Tensor, others: Tensor) -> float:
-    """How many times as much neighbours differ as in other pictures.
+    """Return how many times as much neighbours differ as in other pictures.
 
     >>> stripes = torch.tensor([[[[0.0, 1.0], [0.0, 1.0]]]])
     >>> rougher(stripes, stripes / 4)
@@ -111,7 +107,7 @@ def rougher(pictures: Tensor, others: Tensor) -> float:
 
 
 def fair_ratio(equations: int, unknowns: int) -> float:
-    """What least squares leave of noise, relative to what the true inputs leave of it; root mean squares.
+    """Return what least squares leave of noise, relative to what the true inputs leave of it; root mean squares.
 
     >>> round(fair_ratio(8308, 256), 4), fair_ratio(100, 400)
     (0.9845, 0.0)
@@ -132,26 +128,25 @@ def certify(
 ) -> tuple[Certificate, ...]:
     """Certify each of the ``inputs``, which leave this ``share`` of the equations that were solved.
 
-    There are none where the equations are not explained, or where the inputs do not give the whole update; without
-    ``replay`` the equations are all of it. ``free``: the directions that the equations leave to each example, or how to
-    count them; None for those that the whole update leaves.
+    There are none where the equations are not explained, or, with ``replay``, where the inputs do not give the whole
+    update. ``free``: the directions left to each example, or how to count them; None for those of the whole update.
     """
-    if not share <= tolerance or len(inputs) != observation.num_examples:
-        return ()
-    if replay and not gives_update(observation, inputs, labels):
+    explained = share <= tolerance and len(inputs) == observation.num_examples
+    if not explained or (replay and not gives_update(observation, inputs, labels)):
         return ()
     if free is None:
         targets = _targets(observation, labels)
         assert targets is not None  # or the update would not have been replayed
         wide = observation.to(dtype=torch.float64)
         mapping = GradientMap.of(wide, targets.to(wide.device))
-        free = free_directions(mapping, mapping.flat(inputs.detach().to(wide.device).double()), limit=DENSE_PROBES)
+        # 200 products suffice: the equations behind a first dense layer are well conditioned.
+        free = free_directions(mapping, mapping.flat(inputs.detach().to(wide.device).double()), limit=200)
     counts = free() if callable(free) else free
     return tuple(Certificate.of_share(share, count, method, tolerance) for count in counts)
 
 
 def gives_update(observation: Observation, inputs: Tensor, labels: Tensor | None) -> bool:
-    """Whether the update of these inputs, computed in float64, is the observed one but for rounding."""
+    """Return whether the update of these inputs, computed in float64, is the observed one but for rounding."""
     targets = _targets(observation, labels)
     if targets is None:
         return False
@@ -164,7 +159,6 @@ def gives_update(observation: Observation, inputs: Tensor, labels: Tensor | None
 
 
 def _targets(observation: Observation, labels: Tensor | None) -> Tensor | None:
-    """The labels that are known, those that an attack found, or those that the update tells; None without any."""
     if observation.labels is not None or labels is not None:
         return labels if observation.labels is None else observation.labels
     try:

@@ -1,21 +1,18 @@
 """Gauss-Newton: the inputs by least squares on the gradient, with second-order steps.
 
 An attack of this project's own. The residual r(x) = G(x) - g has far more entries than unknowns, so near a solution
-Levenberg-Marquardt squares its error with every step: on smooth nets a handful of steps go from noise to the last digit
-where first-order searches take thousands. See :mod:`leakscope.matching.least_squares` for the numerics. Everything
-runs in float64 whatever the update's precision.
+Levenberg-Marquardt squares its error with every step (:mod:`leakscope.matching.least_squares`), in float64.
 
 One example behind a head with a bias: the bias's gradient *is* the output gradient of the logits, so it is held and the
 loss does not enter at all: no label is needed, and a saturated softmax does not flatten the equations.
 
 Where the adversary knows the defence, its noise counts by tensor; ``noise`` says it by hand. Least squares is then the
 maximum-likelihood estimate, which no unbiased attack can beat (:mod:`leakscope.limits.cramer_rao`).
-``smoothness`` adds a Gaussian prior on the differences of neighbouring pixels, with that standard deviation: the most
-probable input instead of the most likely.
+``smoothness`` adds a Gaussian prior on the differences of neighbouring pixels: the most probable input instead of the
+most likely.
 
 It fails where the gradient is not smooth (ReLU, max pooling: by default it declines) and may stall where examples are
-told apart badly (equal labels, identical examples). Such a result has the flag "ill-conditioned": nothing follows from
-it about safety.
+alike. Such a result has the flag "ill-conditioned": nothing follows from it about safety.
 """
 
 from __future__ import annotations
@@ -53,9 +50,7 @@ LEAST_STEPS = 20
 class GaussNewton(Attack):
     """Levenberg-Marquardt on the difference of gradients, for nets without kinks.
 
-    ``restarts`` are tries from different starts: one that explains the update ends them, or two that come to rest at
-    the same inputs; what they leave is then noise. ``dense`` is the largest number of unknowns (examples x input size)
-    for which the Jacobian is made. ``smooth_only`` declines models with ReLU and the like; without it they are tried.
+    A restart that explains the update ends them, or two that come to rest at the same inputs; what they leave is noise.
     """
 
     reads_channel: ClassVar[bool] = True
@@ -137,15 +132,12 @@ class GaussNewton(Attack):
     def _certificates(
         self, observation: Observation, mapping: GradientMap, best: Fit, relative: float, method: str
     ) -> tuple[Certificate, ...]:
-        """Certify inputs that explain one gradient without noise to its rounding."""
         if relative > EXPLAINED or mapping.scales is not None or several_steps(observation):
             return ()
-        inputs, labels = mapping.pictures(best.x), None if method == "joint" else mapping.targets
-
-        def free() -> tuple[int | None, ...]:
-            return free_directions(mapping, best.x, best.preconditioner)
-
-        return certify(observation, inputs, labels, relative, free, "Gauss-Newton")
+        facts = (mapping.pictures(best.x), None if method == "joint" else mapping.targets, relative)
+        return certify(
+            observation, *facts, lambda: free_directions(mapping, best.x, best.preconditioner), "Gauss-Newton"
+        )
 
     def _search(
         self,
@@ -155,7 +147,7 @@ class GaussNewton(Attack):
         generator: torch.Generator,
         progress: Progress | None,
     ) -> tuple[list[Fit], bool]:
-        """The fits, and whether the best can be trusted: it explains the update, or another start ended there too."""
+        """Return the fits, and whether the best explains the update, or another start ended there too."""
         search = LevenbergMarquardt(steps=self.steps, damping=self.damping, dense=self.dense)
         noisy = mapping.scales is not None
         prior = Roughness(mapping.shape, 1 / self.smoothness) if self.smoothness and noisy else None
@@ -173,7 +165,7 @@ class GaussNewton(Attack):
         return fits, False
 
     def _noise_levels(self, observation: Observation) -> dict[str, float] | None:
-        """The noise on each tensor as far as it is known: by hand, or from the defence's channel; None without any."""
+        """Return the known noise on each tensor, by hand or from the defence's channel; None without any."""
         channel = Channel(noise=self.noise) if observation.channel is None or self.noise else observation.channel
         if not channel.noisy:
             return None
@@ -182,7 +174,6 @@ class GaussNewton(Attack):
         return {name: max(level, least) for name, level in levels.items()}
 
     def _output_gradient(self, observation: Observation) -> Tensor | None:
-        """The derivative of the loss by the logits of one example, where the head's bias shows it."""
         if observation.num_examples != 1:
             return None
         try:
@@ -193,7 +184,6 @@ class GaussNewton(Attack):
 
 
 def _explains(fit: Fit, observed: Tensor, enough: float, noisy: bool) -> bool:
-    """Whether what is left of the residual is rounding, or the noise that is known to be there."""
     residual = float(fit.residual.norm())
     if not noisy:
         return residual <= enough * float(observed.norm())

@@ -1,8 +1,7 @@
 """What attacks that know of MixUp do with it (:mod:`leakscope.equations.mixtures`).
 
-The gradient of the head gives the soft label of every mixture. With them the mixtures are examples like any others. A
-solver's mixtures are taken apart as they are; a search looks for the parts themselves, so that its prior is one of
-pictures and not of their sums.
+The gradient of the head gives the soft label of every mixture. A solver's mixtures are taken apart as they are; a
+search looks for the parts themselves, so that its prior is one of pictures and not of their sums.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from leakscope.contracts.settings import setting
 from leakscope.equations.embedding import recover_mixtures
 from leakscope.equations.mixtures import MOST_GROWTH, Shares, possible_shares, take_apart
 
-#: The error that mixtures of a search without a certificate are taken to have, in units of the range.
+#: The error that mixtures without a certificate are taken to have, in units of the range.
 SEARCHED = 0.1
 #: An attack on an observation.
 Run = Callable[[Observation], Reconstruction]
@@ -50,16 +49,14 @@ class Mixing:
 
 
 def is_mixed(observation: Observation) -> bool:
-    """Whether the client is known to have trained on mixtures of its examples."""
     channel = observation.channel
     return channel is not None and channel.mixed > 1 and (observation.num_examples or 1) > 1
 
 
 def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
-    """What the head tells of the mixtures; without ways where it tells nothing, and a note says why."""
+    """Read the mixtures off the head; without ways where that fails, and a note says why."""
     assert observation.channel is not None
-    channel = dataclasses.replace(observation.channel, mixed=1)
-    bare = observation.with_facts(channel=channel)
+    bare = observation.with_facts(channel=dataclasses.replace(observation.channel, mixed=1))
     try:
         head = recover_mixtures(observation, generator)
     except NotApplicable as error:
@@ -75,15 +72,14 @@ def read_mixing(observation: Observation, generator: torch.Generator) -> Mixing:
 
 
 def search_parts(observation: Observation, generator: torch.Generator, search: Run) -> Reconstruction:
-    """What a search finds of the parts themselves; of the mixtures, taken apart, where several divisions are open."""
+    """Search for the parts themselves; for the mixtures, taken apart, where several divisions are open."""
     mixing = read_mixing(observation, generator)
-    clips = mixing.observation.channel is not None and mixing.observation.channel.clips_examples
-    if len(mixing.ways) != 1 or clips:
-        return _apart(mixing, search(mixing.observation), SEARCHED)
-    way = mixing.ways[0]
     channel = mixing.observation.channel
     assert channel is not None
-    shares = tuple(tuple(float(share) for share in row) for row in way.matrix)
+    if len(mixing.ways) != 1 or channel.clips_examples:
+        return _apart(mixing, search(mixing.observation), SEARCHED)
+    way = mixing.ways[0]
+    shares = tuple(map(tuple, way.matrix.tolist()))
     labels = torch.nn.functional.one_hot(way.labels, observation.num_classes)
     like = next(iter(observation.message.update.values()))
     facts = {field.name: getattr(channel, field.name) for field in dataclasses.fields(Channel)}
@@ -100,14 +96,13 @@ def search_parts(observation: Observation, generator: torch.Generator, search: R
 
 
 def solve_parts(observation: Observation, generator: torch.Generator, solve: Run) -> Reconstruction:
-    """What a solver finds of the mixtures, taken apart; its residual tells how near they are."""
+    """Solve for the mixtures and take them apart; the residual tells how near they are."""
     mixing = read_mixing(observation, generator)
     result = solve(mixing.observation)
     return _apart(mixing, result, SEARCHED if result.residual is None else min(result.residual, SEARCHED))
 
 
 def _apart(mixing: Mixing, result: Reconstruction, error: float) -> Reconstruction:
-    """The parts of the mixtures that were found, or the mixtures with a note why not."""
     space, notes = mixing.observation.inputs, (*result.notes, *mixing.notes)
     if not mixing.ways:
         return dataclasses.replace(result, notes=(*notes, "what was found are mixtures"), certificates=())

@@ -1,9 +1,8 @@
 """One dense layer further down: from what it gave and what came back to it, each example's inputs; float64.
 
 With outputs f_i = act(z_i), z_i = W x_i + b, and what came back to them g_i, the layer's signals are d_i = g_i
-act'(z_i), and its weight gradient G = D'X is linear in the inputs X: many more rows than examples. A unit whose slope
-is guessed wrongly (a ReLU near its kink, say) spoils its own row only, so rows that do not fit are left out until the
-inputs that the others give settle them.
+act'(z_i), and its weight gradient G = D'X is linear in the inputs X. A unit whose slope is guessed wrongly (a ReLU near
+its kink) spoils its own row only: such rows are left out until the inputs that the others give settle them.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.head_system import EXACT, LEAST_RANK
 
 #: Largest relative gap (L1) between the outputs that the inputs give and those that were known.
-TOLERANCE = 1e-4
+TOLERANCE = 10 * EXACT
 #: The slopes are settled after a few passes, or never; the rows that fit after half as many.
 PASSES = 12
 
 
 @dataclass(frozen=True, eq=False)
 class DenseSolution:
-    """``inputs`` (n, d) of the layer and what came back to them, ``adjoints`` (n, d); ``signals`` (n, units).
+    """``inputs`` (n, d) of the layer; ``adjoints`` (n, d) came back to them, ``signals`` (n, units) to its outputs.
 
-    The signals are what came back to the layer's outputs. They decide whether the gradient determines the inputs.
     ``residual`` is the certificate: the relative gap (L1) between the known outputs and those that the inputs give.
     """
 
@@ -49,7 +47,7 @@ def peel_dense(
     tolerance: float = TOLERANCE,
     seen: Tensor | None = None,
 ) -> DenseSolution:
-    """The layer's inputs from its ``outputs`` behind the activation and their ``adjoints``, both (n, units).
+    """Solve for the layer's inputs from its ``outputs`` behind the activation and their ``adjoints``, both (n, units).
 
     ``seen``: ones where outputs are known; elsewhere their adjoints are zero.
 
@@ -62,7 +60,7 @@ def peel_dense(
     True
     """
     weight, observed = weight.detach().double().cpu(), weight_gradient.detach().double().cpu()
-    shift = torch.zeros(len(weight), dtype=torch.float64) if bias is None else bias.detach().double().cpu()
+    shift = 0.0 if bias is None else bias.detach().double().cpu()
     sums = None if bias_gradient is None else bias_gradient.detach().double().cpu()
     inner, certain = undo(activation, outputs)
     usable = certain.all(0)
@@ -72,11 +70,9 @@ def peel_dense(
         rows = _fitting(signals, observed, sums, usable)
         inputs = _solved(signals[:, rows], observed[rows])
         reached = inputs @ weight.T + shift
-        apart = activation(reached) - outputs
-        apart = apart if seen is None else apart * seen
+        apart = (activation(reached) - outputs) * (1 if seen is None else seen)
         gap = float(apart.abs().sum() / outputs.abs().sum().clamp_min(1e-300))
-        # NaN is no improvement either.
-        if not (best is None or gap < best.residual):
+        if not (best is None or gap < best.residual):  # NaN is no improvement either
             break
         settled = adjoints * slope(activation, reached)
         best = DenseSolution(inputs, settled @ weight, settled, gap)
@@ -90,7 +86,7 @@ def peel_dense(
 
 
 def undo(activation: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tensor, Tensor]:
-    """What the activation received, by bisection where it rises, and whether this is certain.
+    """Return what the activation received, by bisection where it rises, and whether this is certain.
 
     What a ReLU set to zero stays unknown, but has the slope zero. An activation that falls before it rises (GELU, SiLU)
     is taken on the rising side; below what it tends to on the left, the other side would do as well.
@@ -101,9 +97,8 @@ def undo(activation: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tenso
     """
     grid = torch.linspace(-30, 30, 1201, dtype=torch.float64)
     curve = activation(grid[:, None].expand(-1, outputs.shape[1]).contiguous())
-    lowest = curve.argmin(0)
     falls = curve[0] > curve.min(0).values + 1e-9
-    low = torch.where(falls, grid[lowest], -1e3).expand_as(outputs).clone()
+    low = torch.where(falls, grid[curve.argmin(0)], -1e3).expand_as(outputs).clone()
     high = torch.full_like(outputs, 1e3)
     # Next to the value of a flat piece rounding decides; it is taken for flat.
     goal = torch.where((outputs - curve[0]).abs() <= EXACT * outputs.abs().max(), curve[0].expand_as(outputs), outputs)
@@ -115,7 +110,6 @@ def undo(activation: Callable[[Tensor], Tensor], outputs: Tensor) -> tuple[Tenso
 
 
 def slope(activation: Callable[[Tensor], Tensor], inner: Tensor) -> Tensor:
-    """The activation's derivative at each entry."""
     with torch.enable_grad():
         z = inner.detach().clone().requires_grad_()
         (gradient,) = torch.autograd.grad(activation(z).sum(), z)
@@ -123,8 +117,6 @@ def slope(activation: Callable[[Tensor], Tensor], inner: Tensor) -> Tensor:
 
 
 def _fitting(signals: Tensor, observed: Tensor, sums: Tensor | None, usable: Tensor) -> Tensor:
-    """Units whose signals explain their own row: of the bias gradient, and of the weight gradient beside the
-    others'."""
     seen = (signals.abs().sum(0) > 0) & (observed.abs().sum(1) > 0)
     rows = usable & seen
     if sums is not None:

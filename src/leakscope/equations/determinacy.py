@@ -20,15 +20,9 @@ from torch import Tensor
 #: An example has no free direction once so few are left of its unknowns; see above for what this overlooks.
 SEEN = 1e-3
 #: A direction is free where moving the inputs along it by the whole range, root mean square, changes the update by less
-#: than this share: inputs that are 70 dB off would then leave 1e-6 of it, as much as exact ones do, and those of 80 dB
-#: the 3e-7 that is usual. With 1e-2 images of 115 dB behind femnist-cnn were not certified.
+#: than this share: inputs that are 70 dB off then leave 1e-6 of it, as exact ones do. With 1e-2 images of 115 dB behind
+#: femnist-cnn were not certified.
 INVISIBLE = 3e-3
-#: Probes: a second one where the first found nothing.
-PROBES = 2
-#: Iterations between two looks at what is left.
-LOOK = 20
-#: How many times as many products a count may take that a preconditioner does not help.
-RECOUNT = 4
 #: Unknowns up to which the system is decomposed: a fraction of a second, and fewer products than a probe may take.
 SMALL = 256
 
@@ -46,9 +40,8 @@ def count_free_directions(
 ) -> tuple[int | None, ...]:
     """Count the free directions of each example; None where ``limit`` products do not tell.
 
-    ``normal`` multiplies a flat row of unknowns of ``shape`` (examples, ...) by A'A. ``change`` is the relative change
-    of the update that a flat row causes. ``precondition`` multiplies by an approximate inverse of A'A. Large counts are
-    estimates, to a few per cent.
+    ``normal`` multiplies a flat row of unknowns of ``shape`` (examples, ...) by A'A, ``precondition`` by an approximate
+    inverse. ``change``: the relative change of the update by a row. Large counts are estimates, to a few per cent.
 
     >>> sees = torch.tensor([1.0, 1.0, 0.0, 2.0], dtype=torch.float64)
     >>> change = lambda row: float((sees * row).norm())
@@ -58,7 +51,7 @@ def count_free_directions(
     if math.prod(shape) <= SMALL:
         return _decomposed(normal, change, shape, like)
     counts: tuple[int | None, ...] = (0,) * shape[0]
-    for seed in range(PROBES):
+    for seed in range(2):  # a second probe where the first found nothing
         counts = _probed(normal, change, shape, like, limit, precondition, seed)
         if any(count != 0 for count in counts):
             break
@@ -94,7 +87,7 @@ def _probed(
             turned = turn(rest)
             before, size = size, float(rest @ turned)
             direction = turned + (size / before) * direction
-        if settled or count % LOOK == 0 or count == limit:
+        if settled or count % 20 == 0 or count == limit:
             shares = unknowns * left.reshape(shape[0], -1).square().sum(1) / length
             if bool((shares <= SEEN).all()):
                 return (0,) * shape[0]
@@ -103,7 +96,7 @@ def _probed(
                     return _whole(shares)
                 # What is left is free, but its length was changed on the way: it is not the share that counts. Without
                 # the preconditioner the count takes longer.
-                counts = _probed(normal, change, shape, like, RECOUNT * limit, None, seed)
+                counts = _probed(normal, change, shape, like, 4 * limit, None, seed)
                 return _whole(shares.clamp_max(unknowns)) if None in counts else counts
         if settled:
             break

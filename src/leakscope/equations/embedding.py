@@ -1,7 +1,7 @@
 """What the last linear layers of a model leak by themselves: each example's features in front of them.
 
-The head's gradient gives each example's output gradient and features (equations/head.py), and where dense layers lie
-below, the same of each of them in turn (equations/dense.py). The lowest layer that is reached is the cut.
+The head's gradient gives each example's output gradient and features (equations/head.py), and so does that of each
+dense layer below it in turn (equations/dense.py). The lowest layer that is reached is the cut.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
@@ -31,7 +32,7 @@ from leakscope.network.recorder import probe
 LOOSEST = 0.03
 #: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
 #: dropped, or of silent units.
-SILENT, SILENT_ERRORS = 1e-6, 4.0
+SILENT, SILENT_ERRORS = EXPLAINED, 4.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,8 +42,7 @@ class Embedding(HeadSolution):
     ``features`` (n, d): flat, float64. ``adjoints`` (n, d): what came back to them, so that the observed gradient of
     every weight below the cut is that of sum_i <adjoints_i, h(x_i)> with h the model up to the cut. ``signals``
     (n, units): what came back to the outputs of ``layer``. ``residual`` is that of all layers down to the cut.
-    ``peeled``: dense layers that were solved for, the head's neighbour first. ``reaches_input``: the features are the
-    examples. ``seen`` (d,) or (n, d): which features were, where a defence set entries to zero; None where all were.
+    ``reaches_input``: the features are the examples. ``seen`` (d,) or (n, d): which features were; None for all.
     """
 
     layer: str
@@ -55,7 +55,7 @@ class Embedding(HeadSolution):
 
     @property
     def silence(self) -> float:
-        """The share of the largest feature below which one may be zero: rounding, or the noise of the update."""
+        """Return the share of the largest feature below which one may be zero: rounding, or the update's noise."""
         if self.exact:
             return SILENT
         error = self.error * float(self.features.square().mean().sqrt())
@@ -65,9 +65,9 @@ class Embedding(HeadSolution):
 def recover_embedding(
     observation: Observation, generator: torch.Generator | None = None, *, peel: bool = True
 ) -> Embedding:
-    """Each example's features at the lowest cut that stays exact, or NotApplicable with what the adversary saw instead.
+    """Recover each example's features at the lowest cut that stays exact, at the head without ``peel``.
 
-    ``generator`` draws the starts of the search; without one a fixed seed is used. ``peel``: continue below the head.
+    NotApplicable says what the adversary saw instead.
 
     >>> from torch import nn
     >>> draws = torch.Generator().manual_seed(0)
@@ -99,22 +99,19 @@ def _at_head(solution: HeadSolution, weight: Tensor, **facts: Any) -> Embedding:
 
 
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
-    """Of a batch of mixtures, each one's soft labels and features at the head."""
+    """Recover each mixture's soft labels and features at the head."""
     channel = observation.channel
     if channel is None or channel.mixed < 2:
         raise NotApplicable("the client is not known to train on mixtures of its examples")
     if not isinstance(observation.task, Classification):
         raise NotApplicable("the task has no classes whose shares would tell how examples were mixed")
-    plain = observation.with_facts(channel=dataclasses.replace(channel, mixed=1))
-    head = _observed_head(plain)
+    head = _observed_head(observation.with_facts(channel=dataclasses.replace(channel, mixed=1)))
     if channel.clip is not None or channel.survivors(observation.message.update):
         raise NotApplicable("the head's gradient is clipped or has holes, and its scale or its values are not known")
-    scale, why = mean_gradient_scale(observation)
+    scale, why = _scale(observation)
     if scale is None:
         raise NotApplicable(f"the scale of the head's gradient is not known: {why}")
-    problem = _problem(
-        observation, head, scale / (observation.num_examples or 1) if observation.reduction == "sum" else scale
-    )
+    problem = _problem(observation, head, scale)
     present = observation.labels
     if present is None and observation.label_counts is not None:
         present = observation.label_counts.nonzero()[:, 0]
@@ -122,17 +119,15 @@ def recover_mixtures(observation: Observation, generator: torch.Generator | None
 
 
 def _completed(observation: Observation, channel: Channel, head: Head) -> Embedding:
-    """The embedding at the head where entries of its gradient were set to zero; layers below it are not solved for."""
+    zeros = "entries of the head's gradient were set to zero"
     if observation.num_examples != 1 or not isinstance(observation.task, Classification):
-        raise NotApplicable(
-            "entries of the head's gradient were set to zero: only one example with a class is completed"
-        )
+        raise NotApplicable(f"{zeros}: only one example with a class is completed")
     scale, why = mean_gradient_scale(observation)
     if scale is None or channel.clip is not None:
-        raise NotApplicable(f"entries of the head's gradient were set to zero, and its scale is not known: {why}")
+        raise NotApplicable(f"{zeros}, and its scale is not known: {why}")
     labels, _ = _labels(observation, torch.Generator().manual_seed(0))
     if labels is not None and labels.is_floating_point():
-        raise NotApplicable("entries of the head's gradient were set to zero, and the label is a soft one")
+        raise NotApplicable(f"{zeros}, and the label is a soft one")
     stretched = 1 / (1 - channel.dropout) if channel.dropout_scaled else 1.0
     problem = _problem(observation, head, scale * stretched)
     solution, seen = complete_head(problem, None if labels is None else int(labels[0]))
@@ -141,7 +136,7 @@ def _completed(observation: Observation, channel: Channel, head: Head) -> Embedd
 
 
 def peel_embedding(observation: Observation, found: Embedding) -> Embedding:
-    """The embedding at the head, taken down as far as each dense layer's certificate holds."""
+    """Take the embedding at the head down as far as each dense layer's certificate holds."""
     if observation.channel is not None and observation.channel.survivors(observation.message.update):
         return found  # entries of the layers' gradients are missing
     path = dense_path(observation.model, found.layer)
@@ -157,17 +152,8 @@ def peel_embedding(observation: Observation, found: Embedding) -> Embedding:
             reason = f"{step.name!r} is frozen: the update says nothing of it"
             break
         try:
-            below = peel_dense(
-                layer.weight,
-                layer.bias,
-                gradient,
-                sums,
-                step.activation,
-                found.features,
-                found.adjoints,
-                tolerance=tolerance,
-                seen=found.seen,
-            )
+            facts = (layer.weight, layer.bias, gradient, sums, step.activation, found.features, found.adjoints)
+            below = peel_dense(*facts, tolerance=tolerance, seen=found.seen)
         except NotApplicable as error:
             reason = f"{step.name!r} was not solved: {error}"
             break
@@ -187,7 +173,7 @@ def peel_embedding(observation: Observation, found: Embedding) -> Embedding:
 
 
 def _undropped(found: Embedding, channel: Channel | None) -> Embedding:
-    """The embedding of the network without dropout, where the client's dropped inputs of this layer.
+    """Return the embedding of the network without dropout, where the client's dropped inputs of this layer.
 
     An input that was dropped is zero, as one is behind a silent unit: either way nothing comes back to it.
     """
@@ -209,9 +195,7 @@ def _observed_head(observation: Observation) -> Head:
     if observation.has_rounds:
         raise NotApplicable("the update is that of several rounds, or of batches of the examples")
     if observation.num_examples is None:
-        raise NotApplicable(
-            "num_examples: expected a number, got None: how many examples there are decides what follows"
-        )
+        raise NotApplicable("num_examples: expected a number, got None: what follows depends on it")
     if len(observation.output_shape) != 1:
         raise NotApplicable(f"the model's outputs are no row: their shape is {observation.output_shape}")
     try:
@@ -219,26 +203,30 @@ def _observed_head(observation: Observation) -> Head:
     except ValueError as error:
         raise NotApplicable(str(error)) from error
     if not head.last:
-        raise NotApplicable(
-            f"something follows the last linear layer {head.module_name!r}, so its outputs are no logits"
-        )
+        raise NotApplicable(f"something follows the last linear layer {head.module_name!r}: its outputs are no logits")
     if head.weight_name not in observation.message.update:
         raise NotApplicable(f"the head {head.module_name!r} is frozen: the update says nothing of it")
-    channel = observation.channel
-    if channel is not None and channel.unreliable:
+    channel = observation.channel or Channel()
+    if channel.unreliable:
         raise NotApplicable(f"the defence alters what the update says of {', '.join(channel.unreliable)}")
-    if channel is not None and channel.mixed > 1:
+    if channel.mixed > 1:
         raise NotApplicable("the client trained on mixtures of its examples, whose targets are not known")
-    if channel is not None and channel.rounding == "sign":
+    if channel.rounding == "sign":
         raise NotApplicable("only the signs of the update are seen, and equations need its values")
     return head
 
 
-def _solve(observation: Observation, head: Head, generator: torch.Generator) -> HeadSolution:
-    """With the scale that the threat model grants; where this does not fit, with the scale as one more unknown."""
-    scale, _ = mean_gradient_scale(observation)
+def _scale(observation: Observation) -> tuple[float | None, tuple[str, ...]]:
+    """Return the scale of the mean gradient, without a sum's n, or why it is not known."""
+    scale, why = mean_gradient_scale(observation)
     if scale is not None and observation.reduction == "sum":
         scale /= observation.num_examples or 1
+    return scale, why
+
+
+def _solve(observation: Observation, head: Head, generator: torch.Generator) -> HeadSolution:
+    """Solve with the scale that the threat model grants; where this does not fit, with the scale as an unknown."""
+    scale, _ = _scale(observation)
     factors = (scale,) if scale is None else _factors(observation, scale)
     refused: NotApplicable | None = None
     best: HeadSolution | None = None
@@ -270,7 +258,7 @@ def _solve(observation: Observation, head: Head, generator: torch.Generator) -> 
 
 
 def _factors(observation: Observation, scale: float) -> tuple[float | None, ...]:
-    """The scales to try: clipping multiplies the update, and may be what nobody tells of."""
+    """Return the scales to try: clipping multiplies the update, and may not be known."""
     channel = observation.channel
     if observation.message.kind == "weight_delta":
         return (scale,) if channel is None or channel.clip is None else (scale, None)
@@ -283,7 +271,6 @@ def _factors(observation: Observation, scale: float) -> tuple[float | None, ...]
 
 
 def _problem(observation: Observation, head: Head, scale: float | None) -> HeadProblem:
-    """The head's gradient, multiplied by this scale; a mean's 1/n is not in it."""
     update, examples = observation.message.update, observation.num_examples or 1
     module = observation.model.get_submodule(head.module_name)
     assert isinstance(module, nn.Linear)
@@ -300,7 +287,6 @@ def _problem(observation: Observation, head: Head, scale: float | None) -> HeadP
 
 
 def _labels(observation: Observation, generator: torch.Generator) -> tuple[Tensor | None, list[Tensor]]:
-    """Labels that are known, or readings of them."""
     if not observation.task.has_classes:
         return None, []
     if observation.labels is not None:
@@ -314,7 +300,6 @@ def _labels(observation: Observation, generator: torch.Generator) -> tuple[Tenso
 
 
 def _is_nonnegative(observation: Observation, head: Head) -> bool:
-    """Whether the head's inputs are never negative, as behind a ReLU, told from dummies."""
     like = next(observation.model.parameters())
     dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(like)
     record = probe(observation.model, dummies, lambda name, _: name == head.module_name)

@@ -14,29 +14,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.equations.determinacy import count_free_directions
+from leakscope.equations.head_system import EXACT
 from leakscope.network.gates import GatedNetwork, Gates, WeightedLayer
 
-#: Directions of a layer's signals below this share of the largest hold equations without content.
-NO_SIGNAL = 1e-6
 #: Whitening never goes further down than the first, nor stays above the second.
 WHITENING = (3e-3, 0.3)
-#: A unit of the layer whose residual is so many times the median is left out of the equations.
+#: A unit of the layer whose residual is so many times the median, and more than rounding, is left out of the equations.
 TRIM = 2.5
-#: ... unless it is so small that no mask can be wrong.
-NEVER_TRIMMED = 1e-5
-#: Flips tried one by one after the regression was rounded.
-MOST_FLIPS = 40
 #: A unit with more free masks than this keeps those of the approximate input: too much work.
 MOST_FREE = 2000
 
 
 @dataclass(frozen=True, eq=False)
 class LayerEquations:
-    """The weight gradient of one layer as equations in its masks.
+    """The gradients of one layer, (units, inputs) and (units,), as equations in its masks.
 
     ``signal`` (examples, units, places): the derivative at the output if every unit were active; ``patches``
-    (examples, inputs, places); ``gradient`` (units, inputs); ``bias_gradient`` (units,) is one more equation.
+    (examples, inputs, places).
     """
 
     signal: Tensor
@@ -44,13 +40,8 @@ class LayerEquations:
     gradient: Tensor
     bias_gradient: Tensor | None
 
-    def flat(self, values: Tensor) -> Tensor:
-        """(examples, units, places) as (units, examples x places)."""
-        return values.transpose(0, 1).flatten(1)
-
     def system(self) -> tuple[Tensor, Tensor]:
-        """Columns (inputs, examples x places) and right-hand sides (units, inputs)."""
-        columns = self.patches.transpose(0, 1).flatten(1)
+        columns = _flat(self.patches)
         if self.bias_gradient is None:
             return columns, self.gradient
         # As large as the other rows together are on average, so that it counts.
@@ -75,19 +66,16 @@ class Masks:
 def decode_masks(
     equations: LayerEquations, forward: Tensor, free: Tensor, doubt: Tensor, most_free: float = MOST_FREE
 ) -> Masks:
-    """Masks that explain the gradient, from those of an approximate input.
+    """Decode masks that explain the gradient, from the masks ``forward`` of an approximate input.
 
-    ``forward``: the masks of that input; ``free``: units that may differ; ``doubt``: 1 + (pre-activation / its
-    error)^2 of each, the cost of a flip in units of the noise. A unit of the layer with more than ``most_free`` free
-    masks keeps those of the input.
+    ``free``: units that may differ; ``doubt``: 1 + (pre-activation / its error)^2 of each, the cost of a flip in units
+    of the noise. A unit of the layer with more than ``most_free`` free masks keeps those of the input.
     """
-    shape = forward.shape
     columns, right = equations.system()
-    signal, masks, free, doubt = (equations.flat(part) for part in (equations.signal, forward, free, doubt))
+    signal, masks, free, doubt = (_flat(part) for part in (equations.signal, forward, free, doubt))
     rest = right - (signal * masks) @ columns.T
     correlation = signal * (rest @ columns)
-    rows = len(columns)
-    noise = rest.square().sum(1) / rows
+    noise = rest.square().sum(1) / len(columns)
     active = masks.clone()
     for unit in range(len(signal)):
         places = torch.nonzero(free[unit] & (signal[unit] != 0)).flatten()
@@ -99,9 +87,9 @@ def decode_masks(
     size = (signal * active).norm(dim=1)
     share = rest.norm(dim=1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     seen = size > 0
-    kept = seen & (share <= (TRIM * share[seen].median()).clamp_min(NEVER_TRIMMED)) if bool(seen.any()) else seen
+    kept = seen & (share <= (TRIM * share[seen].median()).clamp_min(EXACT)) if bool(seen.any()) else seen
     return Masks(
-        active.reshape(shape[1], shape[0], shape[2]).transpose(0, 1),
+        active.unflatten(1, forward.shape[::2]).transpose(0, 1),
         kept,
         _relative(rest[kept], right[kept]),
         _relative(rest, right),
@@ -118,9 +106,7 @@ class _UnitProblem:
     doubt: Tensor
 
     def solve(self, rest: Tensor, correlation: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """The masks and the residual that they leave; ``rest`` is that of the present masks."""
-        change = torch.zeros_like(self.doubt)
-        left = rest
+        """Return the masks and the residual that they leave; ``rest`` is that of the present masks."""
         for _ in range(2):  # the second time with the noise that the first left
             ridge = self.gram + torch.diag(4 * noise * self.doubt)
             change = torch.linalg.solve_ex(ridge, correlation)[0]
@@ -130,15 +116,13 @@ class _UnitProblem:
         step = rounded.to(rest) - self.before.to(rest)
         first = self._descend(rounded, rest - self.columns @ step, noise)
         second = self._descend(self.before.clone(), rest, noise)
-        masks, left, _ = min(first, second, key=lambda found: float(found[2]))
-        return masks, left
+        return min(first, second, key=lambda found: float(found[2]))[:2]
 
     def _descend(self, masks: Tensor, rest: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Flip one mask after another while that pays; masks, residual and its cost."""
-        cost = noise * (self.doubt - 1)
-        diagonal = self.gram.diagonal()
+        """Flip one mask after another while that pays, 40 at most; return masks, residual and its cost."""
+        cost, diagonal = noise * (self.doubt - 1), self.gram.diagonal()
         pull = self.columns.T @ rest
-        for _ in range(MOST_FLIPS):
+        for _ in range(40):
             way = 1 - 2 * masks.to(rest)
             gain = 2 * way * pull - diagonal - torch.where(masks == self.before, cost, -cost)
             best = int(gain.argmax())
@@ -150,6 +134,11 @@ class _UnitProblem:
         return masks, rest, rest @ rest + (cost * (masks != self.before)).sum()
 
 
+def _flat(values: Tensor) -> Tensor:
+    """Reshape (examples, units, places) to (units, examples x places)."""
+    return values.transpose(0, 1).flatten(1)
+
+
 def _relative(rest: Tensor, whole: Tensor) -> float:
     size = float(whole.norm())
     return float(rest.norm()) / size if size else 0.0
@@ -157,9 +146,9 @@ def _relative(rest: Tensor, whole: Tensor) -> float:
 
 @dataclass(frozen=True, eq=False)
 class LayerState:
-    """One layer at the present input: the signal at its output, the gradient it should give, the relative residual.
+    """One layer: the signal at its output and the gradient it should give, both zero for units not counted on.
 
-    Both are zero for units that are not counted on; ``whole`` is the residual of all units.
+    ``residual``: what the other units leave, relative; ``whole``: that of all units.
     """
 
     layer: WeightedLayer
@@ -179,10 +168,9 @@ class Block:
 
 
 def blocks_of(layers: Sequence[LayerState], whitening: float, trust: float, fair: float = 0.0) -> list[Block]:
-    """Equations of norm one each, whitened down to ``whitening`` times the layer's residual.
+    """Return equations of norm one each, whitened down to ``whitening`` times the layer's residual.
 
-    A layer that is explained worse than the highest counts less, by the ratio of residuals to the power of ``trust``;
-    not so with residuals up to ``fair``.
+    A layer that is explained worse than the highest and ``fair`` counts less, by the ratio to the power of ``trust``.
     """
     highest = max(layers[0].residual, fair)
     blocks = []
@@ -196,17 +184,17 @@ def blocks_of(layers: Sequence[LayerState], whitening: float, trust: float, fair
 
 
 def whitening_matrix(signal: Tensor, least: float) -> Tensor:
-    """(B B' + least^2 lambda_max)^(-1/2) of the signals B (units, examples x places), in the basis of its eigenvectors.
+    """Return (B B' + least^2 lambda_max)^(-1/2) of signals B (units, examples x places), in its eigenvectors' basis.
 
     >>> signal = torch.diag(torch.tensor([3.0, 4.0])).double()[None]
     >>> white = whitening_matrix(signal, 1e-6) @ signal[0]
     >>> torch.allclose(white @ white.T, torch.eye(2).double())
     True
     """
-    rows = signal.transpose(0, 1).flatten(1)
+    rows = _flat(signal)
     values, vectors = torch.linalg.eigh(rows @ rows.T)
     largest = values[-1].clamp_min(1e-300)
-    seen = values > NO_SIGNAL**2 * largest
+    seen = values > EXPLAINED**2 * largest  # the others hold equations without content
     return vectors[:, seen].T * (values[seen] + least**2 * largest).rsqrt()[:, None]
 
 
@@ -232,16 +220,16 @@ class LinearStep:
         slack: Mapping[int, Tensor],
         steps: int,
     ) -> Tensor:
-        """The next input. ``slack``: how far what each gate lets through may be off; zero where it is trusted."""
+        """Return the next input. ``slack``: how far what each gate lets through may be off; zero where trusted."""
         unknowns = _Unknowns(z, slack)
         with torch.enable_grad():
             point = unknowns.start.requires_grad_()
             value = self._half_square(self.network, unknowns, point, gates, blocks, bias=True)
             (gradient,) = torch.autograd.grad(value, point)
-        free = self._free(z, gradient[: z.numel()])
+        # Projected Newton: inputs that descent would push out of their bounds stay where they are.
+        downhill = z - 1e-6 * gradient[: z.numel()].reshape(z.shape).sign()
         moves = torch.ones(len(point))
-        moves[: z.numel()] = free.flatten().float()
-
+        moves[: z.numel()] = (self.project(downhill) == downhill).flatten().float()
         normal = self._normal(unknowns, gates, blocks)
         step = conjugate_gradients(
             lambda row: moves * normal(moves * row) + damping * moves * row, -moves * gradient.float(), steps
@@ -257,16 +245,14 @@ class LinearStep:
 
         def change(row: Tensor) -> float:
             inputs, features = self.network.held(row.double().reshape(z.shape), gates, bias=False)
-            parts = [self._weight * float(features.norm())]
-            for one, size in zip(layers, sizes, strict=True):
-                parts.append(float(one.layer.weight_gradient(inputs[one.layer.step], one.signal).norm()) / size)
-            return max(parts)
+            changed = (one.layer.weight_gradient(inputs[one.layer.step], one.signal).norm() for one in layers)
+            shares = (float(value) / size for value, size in zip(changed, sizes, strict=True))
+            return max(self._weight * float(features.norm()), *shares)
 
         normal = self._normal(_Unknowns(z, {}), gates, blocks)
         return count_free_directions(normal, change, tuple(z.shape), z.float(), limit=limit)
 
     def _normal(self, unknowns: _Unknowns, gates: Gates, blocks: Sequence[Block]) -> Callable[[Tensor], Tensor]:
-        """Multiply by A'A, with A the equations in float32."""
         narrow_gates = {n: gate.float() if gate.is_floating_point() else gate for n, gate in gates.items()}
         narrow_blocks = [Block(self._layers[b.layer.step], b.signal.float(), b.right) for b in blocks]
 
@@ -279,11 +265,6 @@ class LinearStep:
 
         return product
 
-    def _free(self, z: Tensor, gradient: Tensor) -> Tensor:
-        """Inputs that descent does not push out of their bounds (projected Newton: the others stay where they are)."""
-        downhill = z - 1e-6 * gradient.reshape(z.shape).sign()
-        return self.project(downhill) == downhill
-
     def _half_square(
         self,
         network: GatedNetwork,
@@ -294,7 +275,7 @@ class LinearStep:
         *,
         bias: bool,
     ) -> Tensor:
-        """Half of the squared residual; without ``bias`` the quadratic form of the equations alone."""
+        """Return half of the squared residual; without ``bias`` the quadratic form of the equations alone."""
         x, slack = unknowns.split(point)
         inputs, features = network.held(x, gates, bias=bias, slack=slack)
         parts = [self._weight * (features.flatten(1) - (self.features if bias else 0))]
@@ -321,7 +302,7 @@ class _Unknowns:
 def conjugate_gradients(
     product: Callable[[Tensor], Tensor], right: Tensor, steps: int, tolerance: float = 1e-3
 ) -> Tensor:
-    """The solution of A x = right for a positive definite A, given as a product, from zero.
+    """Solve A x = right for a positive definite A, given as a product, from zero.
 
     >>> conjugate_gradients(lambda x: 2 * x, torch.tensor([2.0, 4.0]), steps=3).tolist()
     [1.0, 2.0]

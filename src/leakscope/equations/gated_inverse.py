@@ -2,9 +2,8 @@
 
 With the gates of a piecewise-linear network and the derivative at a cut held, the values at the cut and the gradient of
 every weight below it are linear in the input: for a small ConvNet a hundred thousand equations for three thousand
-unknowns. Three things stand in the way. The masks of the last layers must be right, and they follow from the weight
-gradients themselves. Masks of lower layers that are still wrong must not spoil the equations: units near zero are given
-slack. And the equations are badly conditioned, which whitening by the known signals mends
+unknowns. The masks of the last layers must be right, and follow from the weight gradients. Wrong masks of lower layers
+must not spoil the equations: units near zero are given slack. Bad conditioning is mended by whitening
 (:mod:`leakscope.equations.gated_equations`). Masks and input are found in turn; the residual of the gradients is a
 certificate that needs no truth. This is this project's own; docs/strength.md says how far it carries.
 """
@@ -39,24 +38,17 @@ FIRST_PASS = (6.0, 3.0)
 #: are held (of one example), and the conditioning of the equations is what counts.
 FAR = 2e-3
 #: Where progress stalls, layers explained up to this share count in full (one example far away, and else): the highest
-#: alone may not determine the input, and the better it is explained the less would the others count. The smaller one is
-#: also what an exact solution may leave of the features and of layers that read the input, which only rule out what the
-#: others do not see.
+#: alone may not determine the input. The smaller one is also what an exact solution may leave of the features and of
+#: layers that read the input.
 FAIR = (1e-2, 1e-3)
 #: A certificate that falls to more than this share in one pass has stalled (far away, and near).
 STALLED = (0.9, 0.5)
-#: Of all products with the equations, those of one pass for one example are at most this share far away, where masks
-#: are still to be found and passes count for more than their precision.
-FAR_SHARE = 1 / 20
-#: The masks of a layer that reads the input are decoded for units with at most this share of free masks for each
-#: equation: it has few.
+#: A layer that reads the input has few equations: units with more free masks for each than this are not decoded.
 FREE_OF_FIRST = 0.25
 #: Passes after which a solution that does not come nearer is given up, and over how many it must have done so.
 PATIENCE, WINDOW = 12, 5
 #: Multiplications that all products with the equations may take; half as many again once the end is near.
 WORK = 6e10
-#: A slack of a gate is at most this share of the spread of what it receives.
-MOST_SLACK = 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,8 +75,8 @@ class GatedSolution:
     """The input, its certificate, and what each pass left of the units that the solver counted on.
 
     The certificate is the largest relative residual of the gradients of the layers above the first, all units counted;
-    or that of the features or of a first layer where these are not explained. What it certifies is that the input
-    explains them. Whether these gradients determine it is another question: :meth:`GatedProblem.free_directions`.
+    or that of the features or of a first layer where these are not explained. Whether these gradients determine the
+    input is another question: :meth:`GatedProblem.free_directions`.
     """
 
     inputs: Tensor
@@ -96,8 +88,7 @@ class GatedSolution:
 class GatedProblem:
     """What is known: the network below the cut, features and adjoints there (examples, n), and the weights' gradients.
 
-    The gradients are those of <adjoints, features>, by the names of the weights. ``project`` moves an input to the
-    nearest valid one. Features below ``silence``, a share of the largest, are zero as far as their errors tell.
+    ``project`` moves an input to the nearest valid one. Features below ``silence``, a share of the largest, may be 0.
     """
 
     network: GatedNetwork
@@ -109,15 +100,14 @@ class GatedProblem:
 
     @property
     def quiet(self) -> float:
-        """The size of a feature that may as well be zero."""
         return self.silence * float(self.features.abs().max())
 
     def affordable_products(self) -> int:
-        """Products with the equations that take some ten seconds in all; by counts, so that a run repeats."""
+        """Return how many products take some ten seconds in all; by counts, so that a run repeats."""
         return int(WORK / (self.network.work * len(self.features)))
 
     def solve(self, start: Tensor, settings: SolverSettings | None = None) -> GatedSolution:
-        """Decode and solve in turn from ``start``; the input with the smallest certificate."""
+        """Decode and solve in turn from ``start``; return the input with the smallest certificate."""
         settings = settings or SolverSettings()
         z = best = start.double()
         linear = LinearStep(self.network, self.features, self.project)
@@ -145,7 +135,7 @@ class GatedProblem:
         return linear.free_directions(z, gates, layers, limit=min(SolverSettings.products, self.affordable_products()))
 
     def certificate(self, z: Tensor) -> float:
-        """What the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
+        """Return what the input ``z`` leaves unexplained, see :class:`GatedSolution`."""
         now = self.network.run(z)
         _, layers, _ = self._decode(now, near=True)
         features = float((now.features.flatten(1) - self.features).norm() / self.features.norm())
@@ -157,19 +147,18 @@ class GatedProblem:
     def _decode(
         self, now: Pass, first: bool = False, near: bool = False
     ) -> tuple[Gates, list[LayerState], dict[int, float]]:
-        """Gates for the solve, the highest decoded; the layers from the cut downwards; and the error at each gate.
+        """Return gates for the solve, the layers from the cut downwards, and the error at each gate.
 
-        ``first``: it is the first pass. ``near``: hardly a unit is in doubt, so that layers that read the input, which
-        have few equations, are decoded too, and all gates are the decoded ones. Further away only the highest is: with
-        it right the equations change continuously when lower masks flip, and wrongly decoded ones would mislead.
+        ``first``: it is the first pass. ``near``: hardly a unit is in doubt, so that layers that read the input are
+        decoded too, and all gates are the decoded ones. Further away only the highest is: with it right the equations
+        change continuously when lower masks flip, and wrongly decoded ones would mislead.
         """
-        steps = self.network.steps
         gates = dict(now.gates)
         loud = self.features.abs() > self.quiet
         shut = self.network.shut_gates(~loud)
         for number, (never, single) in shut.items():
             open_gates = torch.ones_like(gates[number]) if single else gates[number]
-            gates[number] = torch.where(never, steps[number].slope, open_gates)
+            gates[number] = torch.where(never, self.network.steps[number].slope, open_gates)
         error = 2 * float((now.features.flatten(1) - self.features)[loud].square().mean().sqrt())
         highest: float | None = None
         errors: dict[int, float] = {}
@@ -177,14 +166,12 @@ class GatedProblem:
         for layer in reversed(self.network.layers):
             if layer.weight_name not in self.gradients:
                 continue
-            if layer.gate is None:
-                found.append(self._plain(layer, now, signal_gates))
-                continue
-            spread = float(now.received[layer.gate].std())
-            own = max(error * spread / (highest or spread), 1e-300)
-            if highest is not None:
-                errors[layer.gate] = own
-            if layer.first and not near:
+            if layer.gate is not None:
+                spread = float(now.received[layer.gate].std())
+                own = max(error * spread / (highest or spread), 1e-300)
+                if highest is not None:
+                    errors[layer.gate] = own
+            if layer.gate is None or (layer.first and not near):
                 found.append(self._plain(layer, now, signal_gates))
                 continue
             factor = FIRST_PASS[highest is not None] if first else 1.0
@@ -199,7 +186,7 @@ class GatedProblem:
     def _gated(
         self, layer: WeightedLayer, now: Pass, gates: Gates, error: float, shut: tuple[Tensor, bool] | None
     ) -> tuple[LayerState, Tensor]:
-        """The layer with its masks decoded, and what its gate then multiplies by."""
+        """Return the layer with its masks decoded, and what its gate then multiplies by."""
         assert layer.gate is not None
         slope = self.network.steps[layer.gate].slope
         received = now.received[layer.gate]
@@ -232,9 +219,7 @@ class GatedProblem:
         return state, gate.reshape(received.shape)
 
     def _plain(self, layer: WeightedLayer, now: Pass, gates: Gates) -> LayerState:
-        """A layer whose masks are those of the present input, or that has none."""
-        signal = self.network.signal(layer, gates, self.adjoints)
-        gradient = self._gradient(layer)
+        signal, gradient = self.network.signal(layer, gates, self.adjoints), self._gradient(layer)
         rest = layer.weight_gradient(now.inputs[layer.step], signal) - gradient
         size = float(gradient.norm())
         residual = float(rest.norm()) / size if size else math.inf
@@ -245,13 +230,11 @@ class GatedProblem:
 
 
 def _above(layers: list[LayerState]) -> list[LayerState]:
-    """The layers that certify an input: those above the first, or the first where there are no others."""
+    """Return the layers that certify an input: those above the first, or the first where there are no others."""
     return [one for one in layers if not one.layer.first] or layers
 
 
 class _Pace:
-    """How many conjugate gradients, how much slack, and when to stop, by how the certificate falls."""
-
     def __init__(self, settings: SolverSettings, products: int, single: bool) -> None:
         self.settings, self.products, self.single = settings, products, single
         self.history: list[float] = []
@@ -260,7 +243,7 @@ class _Pace:
         self._spent = self._stalls = 0
 
     def told(self, certificate: float) -> bool:
-        """Whether this certificate is the lowest so far; plans the next pass, or the end."""
+        """Plan the next pass, or the end; return whether this certificate is the lowest so far."""
         settings, before = self.settings, self.lowest
         far, exact = certificate > FAR, certificate < settings.exact
         stalled = certificate > STALLED[not far] * before
@@ -276,7 +259,8 @@ class _Pace:
         if exact:
             self.steps = settings.most_steps
         elif self._stalls and (self.single or not far):
-            most = min(settings.most_steps, int(FAR_SHARE * self.products) if far else self.products)
+            # Far away, where masks are still to be found, passes count for more than their precision.
+            most = min(settings.most_steps, int(1 / 20 * self.products) if far else self.products)
             self.steps = max(self.steps, min(2 * self.steps, most))
         if exact:
             self.reach = 0.0
@@ -291,15 +275,14 @@ class _Pace:
 
 
 def _slack(now: Pass, errors: Mapping[int, float], reach: float) -> dict[int, Tensor]:
-    """How far what a gate lets through may be off, for units near zero; nothing for the others."""
-    slack: dict[int, Tensor] = {}
+    """Return how far what a gate lets through may be off for units near zero: a fifth of their spread at most."""
+    slack = dict[int, Tensor]()
     for number, error in errors.items() if reach else ():
         received = now.received[number]
-        width = min(reach * error, MOST_SLACK * float(received.std()))
+        width = min(reach * error, 0.2 * float(received.std()))
         slack[number] = torch.where(received.abs() < NEAR_ZERO * width, width, 0.0)
     return slack
 
 
 def _by_places(values: Tensor) -> Tensor:
-    """(examples, units, places), with one place for a dense layer."""
     return values.flatten(2) if values.dim() > 2 else values[:, :, None]

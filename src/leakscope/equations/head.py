@@ -2,14 +2,13 @@
 
 One example behind a head with a bias is closed form for any loss: the bias gradient is the output gradient delta, and
 f = delta'G / |delta|^2. A batch of n < C examples under cross-entropy is a small nonlinear system
-(equations/head_system.py). Either way the features must give, through the head's own weights, the output gradients that
-were found with them. That is the certificate: what remains of it says whether the solution is right.
+(equations/head_system.py). Either way the certificate is that the features give, through the head's own weights, the
+output gradients that were found with them.
 
-Where entries of one example's G = delta f' were set to zero, what is left of a matrix of rank one is completed. Under
-cross-entropy the example's own class has the largest |delta|, so that pruning by magnitude leaves its row longest. From
-that row, with delta there read off the bias gradient or off what the features say through the head's own weights,
-alternating least squares fill in all numbers with an entry in their row or column. What has none is small: a number of
-delta is taken from the softmax of the features, one of f is left open.
+Where entries of one example's G = delta f' were set to zero, the matrix of rank one is completed. Under cross-entropy
+the example's own class has the largest |delta|, so that pruning by magnitude leaves its row longest. From that row,
+with delta there from the bias gradient or from what the features give back, alternating least squares fill in all
+numbers with an entry in their row or column. Of the others, delta is the softmax of the features, and f is left open.
 """
 
 from __future__ import annotations
@@ -57,11 +56,10 @@ def solve_head(
     cross_entropy: bool = True,
     generator: torch.Generator | None = None,
 ) -> HeadSolution:
-    """Each example's features and output gradients, or :class:`NotApplicable`.
+    """Solve for each example's features and output gradients, or raise :class:`NotApplicable`.
 
     ``labels`` (n,) where they are known, or soft ones (n, C); else those of ``readings``, likeliest first, and their
-    neighbours are tried, and the residual decides. Without ``cross_entropy`` nothing is known of the loss, and only one
-    example can be solved. ``generator`` draws the starts; without one a fixed seed is used.
+    neighbours are tried, and the residual decides. Without ``cross_entropy`` only one example can be solved.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((4, 6), generator=draws).double(), torch.rand((2, 6), generator=draws).double()
@@ -99,21 +97,18 @@ def _check(problem: HeadProblem, cross_entropy: bool) -> None:
             f"so that it determines at most {max(most, 0)} examples{'' if bias else ' without a bias'}"
         )
     if not problem.starts:
-        raise NotApplicable(
-            f"{examples} examples of {classes} classes: solving the head's equations would take minutes"
-        )
+        raise NotApplicable(f"{examples} examples of {classes} classes: solving the head would take minutes")
 
 
 def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: bool) -> HeadSolution:
-    """Closed form; where no hard label explains the output gradient, the rank of the weight gradient certifies it."""
+    """Solve in closed form; where no hard label explains delta, the rank of the weight gradient certifies it."""
     observed, chosen = problem.observed, None if labels is None else labels.detach().cpu()
-    if problem.sums is None:
+    delta = problem.sums
+    if delta is None:
         known, gradient = None if chosen is None else (int(chosen[0]),), (observed / problem.amplitude).numpy()
         weights = problem.weight.numpy(), problem.bias.numpy()
         best = softmax_signals(*weights, gradient, known, Activation("identity"))[0]
         delta, chosen = torch.from_numpy(best.signal) * problem.amplitude, torch.tensor([best.label])
-    else:
-        delta = problem.sums
     features = delta @ observed / delta.square().sum()
     gap = observed - torch.outer(delta, features)
     rank_one = float(gap.norm() / observed.norm())
@@ -162,7 +157,7 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
 
 
 def _search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Generator) -> HeadSolution:
-    """One start for every choice of labels, then more; the first solution that noise explains is taken."""
+    """Try one start for every choice of labels, then more; return the first solution that noise explains."""
     nearest, tried = math.inf, 0
     source, kept = iter(choices), list[Tensor]()
     for number in range(STARTS):
@@ -190,7 +185,7 @@ def _search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Ge
 def _from_start(
     problem: HeadProblem, labels: Tensor, number: int, generator: torch.Generator
 ) -> tuple[HeadSolution | None, bool]:
-    """Where the search from one start ends, and whether noise explains what is left."""
+    """Return where the search from one start ends, and whether noise explains what is left."""
     system = problem.system(problem.targets(labels), number)
     mean = problem.mean_softmax(system.targets, system.amplitude)
     mean = torch.softmax(problem.bias, 0) if mean is None else mean.clamp_min(1e-6)
@@ -212,7 +207,7 @@ def _from_start(
 
 
 def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The readings, then what the bias gradient allows, nearest to a reading first; each once, ascending."""
+    """Yield the readings, then what the bias gradient allows, nearest to a reading first; each once, ascending."""
     classes = len(problem.weight)
     known = torch.stack([torch.bincount(reading.long(), minlength=classes) for reading in readings or [_read(problem)]])
     yield from (counts_to_labels(counts) for counts in known)
@@ -231,7 +226,7 @@ def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[
 
 
 def _allowed_counts(problem: HeadProblem) -> Tensor | None:
-    """All label counts that leave each class a positive mean softmax; None where they are too many or none."""
+    """Return all label counts that leave each class a positive mean softmax; None where they are too many or none."""
     if problem.sums is None:
         return None
     classes, n = len(problem.weight), problem.examples
@@ -242,22 +237,17 @@ def _allowed_counts(problem: HeadProblem) -> Tensor | None:
     free = n - int(certain.sum())
     if free < 0 or math.comb(free + classes - 1, free) > MOST_COUNTS:
         return None
-    rows = [
-        certain + torch.bincount(torch.tensor(added, dtype=torch.long), minlength=classes)
-        for added in combinations_with_replacement(range(classes), free)
-    ]
-    return torch.stack(rows)
+    added = (torch.tensor(one, dtype=torch.long) for one in combinations_with_replacement(range(classes), free))
+    return torch.stack([certain + torch.bincount(one, minlength=classes) for one in added])
 
 
 def _exchanged(counts: Tensor) -> Tensor:
-    """All counts that differ in one label."""
     unit = torch.eye(len(counts), dtype=counts.dtype)
     rows = [counts - unit[old] + unit[new] for old in counts.nonzero()[:, 0] for new in range(len(counts))]
     return torch.stack(rows).unique(dim=0)
 
 
 def _read(problem: HeadProblem) -> Tensor:
-    """Without any reading: one by one the class whose entry is most negative."""
     entries = (problem.observed.sum(1) if problem.sums is None else problem.sums).clone()
     entries = entries / (entries.abs().max() if problem.scale is None else problem.amplitude)
     labels = []
@@ -268,9 +258,7 @@ def _read(problem: HeadProblem) -> Tensor:
 
 
 def complete_head(problem: HeadProblem, label: int | None = None) -> tuple[HeadSolution, Tensor]:
-    """One example's solution from what is left of the head's gradient, and which of its features were seen at all.
-
-    Zeros are what is missing. NotApplicable where the entries are not those of one example.
+    """Solve for one example from what is left of the head's gradient (zeros are missing); also which features it shows.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((4, 40), generator=draws).double(), torch.rand(40, generator=draws).double()
@@ -317,7 +305,6 @@ def complete_head(problem: HeadProblem, label: int | None = None) -> tuple[HeadS
 
 
 def _alternate(observed: Tensor, entries: Tensor, chosen: int, own: float) -> tuple[Tensor, Tensor, Tensor]:
-    """delta, f, and which of f have an entry, by least squares in turn from the row of the example's own class."""
     seen = entries.any(0)
     delta = torch.zeros(len(observed), dtype=torch.float64)
     delta[chosen] = own
@@ -333,7 +320,7 @@ def _alternate(observed: Tensor, entries: Tensor, chosen: int, own: float) -> tu
 
 
 def _filled(problem: HeadProblem, delta: Tensor, features: Tensor, seen: Tensor, chosen: int) -> Tensor:
-    """delta with the classes of which nothing was seen by the softmax of the features; it adds up to zero."""
+    """Fill in the classes of which nothing was seen by the softmax of the features; delta adds up to zero."""
     missing = ~seen
     missing[chosen] = False
     left = -delta[~missing].sum().clamp(max=0.0)
@@ -342,7 +329,7 @@ def _filled(problem: HeadProblem, delta: Tensor, features: Tensor, seen: Tensor,
 
 
 def _own_delta(problem: HeadProblem, row: Tensor, chosen: int) -> float:
-    """delta of the example's own class where no bias tells it: the one that its features give back."""
+    """Return delta of the example's own class where no bias tells it: the one that its features give back."""
     tried = -torch.logspace(-4, -1e-6, 400, dtype=torch.float64)  # from a sure model to a wrong one
     back = torch.softmax((row / tried[:, None]) @ problem.weight.T + problem.bias, 1)[:, chosen] - 1
     return float(tried[(torch.log(-tried) - torch.log((-back).clamp_min(1e-12))).abs().argmin()])

@@ -4,9 +4,8 @@ With D (n, C) the derivatives of the loss at each example's logits and F (n, d) 
 is G = D'F and the bias gradient D'1. G = U S W has rank n, so D = A U' and F = A^-T S W for some square A: n^2
 unknowns, and each example's own row of D must be softmax minus one-hot of the logits that its own row of F gives.
 
-Of examples with one label in an untrained network these equations hardly tell one rotation of A from another. Where
-features come out of a ReLU, that none of them is negative does: a third of them are zero, in different places for each
-example.
+Of examples with one label in an untrained network these equations hardly tell one rotation of A from another. That no
+feature behind a ReLU is negative does: a third of them are zero, in different places for each example.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EXACT, REFUSED = 1e-5, 0.1
 #: Expected relative errors of features: up to the first they count as exact, above the second they are left out.
 EXACT_FEATURES, USELESS_FEATURES = 1e-3, 0.3
 #: Features behind a ReLU are not negative; a larger share of negative ones (L1) shows that they are wrong.
-NEGATIVE_SHARE = 1e-4
+NEGATIVE_SHARE = 10 * EXACT
 #: The smallest singular value of a gradient that still carries an example: relative to the largest, and to noise.
 LEAST_RANK, LEAST_SIGNAL = 1e-7, 3.0
 #: Starts for one choice of labels, choices of unknown ones, and starts for all of these together.
@@ -47,12 +46,11 @@ Equations = Callable[[Tensor], tuple[Tensor, Callable[[], Tensor]]]
 class HeadSolution:
     """What the head's gradient says of each of n examples, in the order of ``labels``.
 
-    ``output_gradients`` (n, C): each example's share of the gradient at the logits; they add up to the bias gradient,
-    so that the 1/n of a mean is inside. ``features`` (n, d): the head's inputs, None where only the output gradients
-    follow. ``labels`` and ``losses`` (n,), None for a loss that is not cross-entropy. ``residual`` is the certificate:
-    the largest relative gap between what was observed and what the solution gives. ``error``: the relative error of the
-    features to be expected from rounding or noise. ``exact``: the residual is that of rounding, and the error small.
-    ``scale``: what the gradient was multiplied by.
+    ``output_gradients`` (n, C) add up to the bias gradient, so that the 1/n of a mean is inside. ``features`` (n, d):
+    the head's inputs, None where only the output gradients follow. ``labels`` and ``losses`` (n,): None for a loss that
+    is not cross-entropy. ``residual``, the certificate: the largest relative gap between what was observed and what the
+    solution gives. ``error``: the relative error of the features to be expected from rounding or noise. ``exact``: the
+    residual is that of rounding, and the error small. ``scale``: what the gradient was multiplied by.
     """
 
     output_gradients: Tensor
@@ -67,9 +65,9 @@ class HeadSolution:
 
 
 def exact_residual(signal: float, examples: int, rounding: float) -> float:
-    """The residual that rounding leaves: softmax minus one is rounded to the last digits of one, however small it is.
+    """Return the residual that rounding leaves of a ``signal``, the norm of softmax minus one-hot of all examples.
 
-    ``signal`` is the norm of softmax minus one-hot of all examples.
+    Softmax minus one is rounded to the last digits of one, however small it is.
 
     >>> exact_residual(1.0, 1, 3e-8), exact_residual(1e-3, 1, 3e-8)
     (1e-05, 0.0006)
@@ -104,7 +102,6 @@ class HeadSystem:
         return unknowns[: n * n].reshape(n, n)
 
     def factor(self, unknowns: Tensor) -> float:
-        """The amplitude."""
         return self.amplitude * (math.exp(float(unknowns[-1].clamp(-50, 50))) if self.free_scale else 1.0)
 
     def features(self, unknowns: Tensor) -> Tensor:
@@ -117,7 +114,7 @@ class HeadSystem:
         return self.matrix(unknowns) @ self.left.T
 
     def start(self, mean: Tensor, spread: float, generator: torch.Generator) -> Tensor:
-        """Unknowns of random logits whose mean softmax is this one."""
+        """Return unknowns of random logits whose mean softmax is this one."""
         logits = spread * torch.randn(self.targets.shape, generator=generator, dtype=torch.float64)
         for _ in range(5):
             logits = logits + torch.log(mean) - torch.log(torch.softmax(logits, 1).mean(0))
@@ -125,7 +122,7 @@ class HeadSystem:
         return torch.cat([flat, flat.new_zeros(1)]) if self.free_scale else flat
 
     def equations(self, unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
-        """Of the output gradients, then of their sum, both divided by the amplitude."""
+        """Return the equations of the output gradients, then of their sum, both divided by the amplitude."""
         matrix, amplitude, n = self.matrix(unknowns), self.factor(unknowns), len(self.sizes)
         inverse, along = _inverse(matrix), (self.sizes[:, None] * self.right) @ self.weight.T
         softmax = torch.softmax(inverse @ along + self.bias, 1)
@@ -149,10 +146,9 @@ class HeadSystem:
         return torch.cat(rows), derivative
 
     def signed(self, each: Tensor, feature: Tensor | None) -> Equations:
-        """The equations, those of each example times ``each`` (n,), and its negative features times ``feature`` (n,).
+        """Weigh each example's equations with ``each`` (n,), and its negative features with ``feature`` (n,).
 
-        Negative features are many equations of few unknowns: of each example only the triangle of their orthogonal
-        factors is kept, which has the same squares.
+        Negative features are many equations of few unknowns: only the triangle of their orthogonal factors is kept.
         """
         n, classes = len(self.sizes), len(self.bias)
 
@@ -180,7 +176,7 @@ class HeadSystem:
         return weighted
 
     def deviations(self, unknowns: Tensor) -> tuple[Tensor, Tensor]:
-        """What noise and rounding make of an equation and of a feature, for each example: standard deviations (n,)."""
+        """Return the standard deviations (n,) that noise and rounding give an equation and a feature."""
         matrix = self.matrix(unknowns)
         feature = self.noise * _inverse(matrix).norm(dim=1)
         softmax = torch.softmax(self.logits(unknowns), 1)
@@ -191,7 +187,7 @@ class HeadSystem:
         return torch.sqrt(self.rounding**2 + direct**2 + through**2), feature
 
     def expected_error(self, unknowns: Tensor, nonnegative: bool) -> float:
-        """The largest relative error of an example's features that noise and rounding let expect."""
+        """Return the largest relative error of an example's features that noise and rounding let expect."""
         n = len(self.sizes)
         each, feature = self.deviations(unknowns)
         columns = self.signed(1 / each, 1 / feature if nonnegative else None)(unknowns)[1]()
@@ -225,8 +221,7 @@ class HeadProblem:
         scale: float | None,
     ) -> None:
         self.rounding = torch.finfo(observed.dtype).eps / 4
-        weight, observed = _wide(weight), _wide(observed)
-        self.weight, self.observed = weight, observed
+        self.weight, self.observed = weight, observed = _wide(weight), _wide(observed)
         self.bias = torch.zeros(len(weight), dtype=torch.float64) if bias is None else _wide(bias)
         self.sums = None if sums is None else _wide(sums)
         self.examples, self.nonnegative, self.unit, self.scale = examples, nonnegative, unit, scale
@@ -240,8 +235,7 @@ class HeadProblem:
 
     @property
     def starts(self) -> int:
-        """How many starts there is time for: a step factorises a matrix with n^2 columns."""
-        n = self.examples
+        n = self.examples  # a step factorises a matrix with n^2 columns
         return min(STARTS_IN_ALL, int(WORK / (STEPS * n**4 * (n * len(self.weight) + n * (n + 1)))))
 
     def check_rank(self) -> None:
@@ -256,17 +250,14 @@ class HeadProblem:
             )
 
     def targets(self, labels: Tensor) -> Tensor:
-        """One-hot (n, C); soft labels are targets already."""
-        if labels.is_floating_point():
-            return labels.double()
-        return torch.nn.functional.one_hot(labels.long(), len(self.weight)).double()
+        soft = labels.is_floating_point()
+        return (labels if soft else torch.nn.functional.one_hot(labels.long(), len(self.weight))).double()
 
     def mean_softmax(self, targets: Tensor, amplitude: float) -> Tensor | None:
-        """It follows from the bias gradient and the label counts."""
         return None if self.sums is None else self.sums / (amplitude * self.examples) + targets.mean(0)
 
     def possible(self, labels: Tensor) -> bool:
-        """Whether the mean softmax that these labels call for is one."""
+        """Return whether the mean softmax that these labels call for is one."""
         if self.scale is None:
             return True
         mean = self.mean_softmax(self.targets(labels), self.amplitude)
@@ -274,9 +265,8 @@ class HeadProblem:
         return mean is None or bool((mean > -1e-5 - 5 * noise).all())
 
     def system(self, targets: Tensor, number: int) -> HeadSystem:
-        """The equations; an unknown amplitude starts somewhat above the least that the targets allow."""
-        n, amplitude, classes = self.examples, self.amplitude, len(self.weight)
-        left = self.left[:, :n]
+        """Return the equations; an unknown amplitude starts somewhat above the least that the targets allow."""
+        n, amplitude, classes, left = self.examples, self.amplitude, len(self.weight), self.left[:, : self.examples]
         if self.scale is None:
             amplitude = self._least_amplitude(targets) * classes / (classes - 1) * 1.5 ** (number % 4)
         return HeadSystem(
@@ -294,13 +284,13 @@ class HeadProblem:
         )
 
     def solution(self, system: HeadSystem, unknowns: Tensor, targets: Tensor) -> HeadSolution:
-        """What these unknowns say, with soft labels; features are left out where they cannot be right."""
+        """Return what these unknowns say, with soft labels; features are left out where they cannot be right."""
         amplitude, logits = system.factor(unknowns), system.logits(unknowns)
         delta, features = system.output_gradients(unknowns), system.features(unknowns)
         signal = torch.softmax(logits, 1) - targets
         size = signal.norm()
-        gaps = [(delta / amplitude - signal).norm() / size]
-        gaps.append((delta.T @ features - self.observed).norm() / self.observed.norm())
+        explained = (delta.T @ features - self.observed).norm() / self.observed.norm()
+        gaps = [(delta / amplitude - signal).norm() / size, explained]
         if self.sums is not None:
             gaps.append((delta.sum(0) - self.sums).norm() / (amplitude * size))
         residual = max(float(gap) for gap in gaps)
@@ -325,7 +315,7 @@ class HeadProblem:
         )
 
     def _least_amplitude(self, targets: Tensor) -> float:
-        """No class may have a negative mean softmax; without a bias a guess from the sizes of gradient and weights."""
+        # No class may have a negative mean softmax; without a bias it is a guess from the size of the gradient.
         if self.sums is None:
             return float(self.sizes[0]) / math.sqrt(self.examples * self.observed.shape[1])
         counts = targets.sum(0)
@@ -333,7 +323,7 @@ class HeadProblem:
 
 
 def least_squares(equations: Equations, unknowns: Tensor, steps: int) -> tuple[Tensor, float]:
-    """Levenberg–Marquardt with columns of norm one: where it ended, and the sum of squares there.
+    """Descend by Levenberg–Marquardt with columns of norm one; return where it ended and the sum of squares there.
 
     Each step is solved by orthogonal factors, not by normal equations, which would square a condition of 1e8.
 
@@ -380,6 +370,6 @@ def _wide(value: Tensor) -> Tensor:
 
 
 def _inverse(matrix: Tensor) -> Tensor:
-    """The transpose of the inverse; not finite where there is none."""
+    """Return the transpose of the inverse; not finite where there is none."""
     inverse: Tensor = torch.linalg.inv_ex(matrix).inverse.T
     return inverse

@@ -1,19 +1,17 @@
 """MixUp undone: the shares of each class in the mixtures of a batch, and from these the examples themselves.
 
 MixUp trains on weighted means of examples, whose targets are the same means of one-hot labels. Of the equations of a
-head (equations/head_system.py) only those then remain that need no target: a class that no example has is in no
-mixture, so that there the output gradient is the softmax itself. With n mixtures and C classes these are n (C - n)
-equations, and n more of the bias gradient, for n^2 unknowns; that no target and, behind a ReLU, no feature is negative
-tells the rest. Which classes are present is tried, the likeliest first: those whose bias gradient is lowest. The
-certificate is that in every mixture no more classes than it has examples have a share, to the rounding of the gradient.
+head (equations/head_system.py) those remain that need no target: a class that no example has is in no mixture, so that
+there the output gradient is the softmax itself. With n mixtures and C classes these are n (C - n) equations, and n more
+of the bias gradient, for n^2 unknowns; that no target and, behind a ReLU, no feature is negative tells the rest. Which
+classes are present is tried, those with the lowest bias gradient first. The certificate is that in every mixture no
+more classes than it has examples have a share, to the rounding of the gradient.
 
 The n mixtures of n examples are then n equations for n unknown pictures, M x = mixtures, and M follows from the soft
 labels: column by column where every example has a class of its own. Where examples share a class, its column is that of
-their sum, and each example is in so many mixtures as a mixture has examples: the ways to divide them are tried, and
-what a picture can be decides: nothing outside its box, and a wrong way leaves traces of one example in another, which
-are rough. A mixture of two examples of one class is tried with a grid of shares, for its label tells none. With M near
-to singular there is no way back. Where mixtures are not exact, directions in which their errors would grow beyond the
-pictures are damped.
+their sum, and the ways to divide it are tried. A picture lies in its box, and a wrong way leaves rough traces of one
+example in another. A mixture of two examples of one class is tried with a grid of shares. Where mixtures are not exact,
+directions in which their errors would grow beyond the pictures are damped.
 """
 
 from __future__ import annotations
@@ -41,8 +39,6 @@ from leakscope.equations.head_system import (
 
 #: How many more classes than mixtures the tried sets of classes are made of.
 MORE_CLASSES = 5
-#: A set of classes gets another start before sets that come so many places later get their first.
-HEAD_START = 4
 #: Searches in all: at most the first, and fewer for many mixtures, each of whose steps takes some n^4 multiplications.
 MOST_SEARCHES, SEARCHES_OF_ONE = 150, 2.5e5
 #: Steps of a search, and of its refinement with the classes of each mixture known.
@@ -53,23 +49,21 @@ MOST_MIXTURES = 16
 NO_SHARE = 1e-3
 #: Ways to divide the classes that are tried.
 MOST_WAYS = 2000
-#: The largest factor by which errors of mixtures may grow in their parts.
-MOST_GROWTH = 1e3
-#: What parts may stick out of their box, root mean square, where shares are known; mixtures with a smaller error can
-#: refute a way. With shares of the grid it is so many times as much.
-OUTSIDE, GRID_FACTOR = 1e-3, 20
+#: The largest factor by which errors of mixtures may grow in their parts: what is no share would fill the range.
+MOST_GROWTH = 1 / NO_SHARE
+#: What parts may stick out of their box, root mean square, where shares are known (20 times as much with shares of the
+#: grid); mixtures with a smaller error can refute a way.
+OUTSIDE = NO_SHARE
 #: The shares of two examples of one class that are tried.
 GRID = tuple(place / 40 for place in range(4, 37))
-#: The spread of pictures about their mean, in units of their range.
-SPREAD = 0.25
 
 
 def solve_mixed_head(
     problem: HeadProblem, *, images: int, present: Tensor | None = None, generator: torch.Generator | None = None
 ) -> HeadSolution:
-    """Features, output gradients and soft labels (n, C) of each of n mixtures of at most ``images`` examples.
+    """Solve for features, output gradients and soft labels (n, C) of n mixtures of at most ``images`` examples.
 
-    ``present``: the classes of the batch, where they are known. NotApplicable where no such mixtures explain the head.
+    ``present``: the classes of the batch, where they are known.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((6, 9), generator=draws).double(), torch.rand((2, 9), generator=draws).double()
@@ -83,13 +77,11 @@ def solve_mixed_head(
     (True, [[0.45, 0.55], [0.6, 0.4]])
     """
     _check(problem, images)
-    draws = torch.Generator().manual_seed(0) if generator is None else generator
-    choices = list(_choices(problem, present))
-    nearest = math.inf
+    draws = generator or torch.Generator().manual_seed(0)
+    choices, nearest = list(_choices(problem, present)), math.inf
     searches = min(MOST_SEARCHES, int(SEARCHES_OF_ONE / problem.examples**4))
-    order = sorted(
-        itertools.product(range(STARTS), range(len(choices))), key=lambda pair: HEAD_START * pair[0] + pair[1]
-    )
+    # A set of classes gets another start before sets that come four places later get their first.
+    order = sorted(itertools.product(range(STARTS), range(len(choices))), key=lambda pair: 4 * pair[0] + pair[1])
     for number, place in order[:searches]:
         found, explained = _from_start(problem, choices[place], images, number, draws)
         if found is not None and explained:
@@ -113,24 +105,21 @@ def _check(problem: HeadProblem, images: int) -> None:
 
 
 def _choices(problem: HeadProblem, present: Tensor | None) -> Iterator[Tensor]:
-    """Classes that may be in the batch, one set a mixture or more than are there; the lowest bias gradients first."""
+    """Yield sets of classes that may be in the batch, the lowest bias gradients first."""
     if present is not None:
         yield present.unique().long().cpu()
         return
     assert problem.sums is not None
-    sums, n = problem.sums, problem.examples
-    likely = sums.argsort()[: n + MORE_CLASSES]
-    lowest = [float(value) for value in sums[likely]]
-    sets = sorted(
-        itertools.combinations(range(len(likely)), n), key=lambda chosen: sum(lowest[place] for place in chosen)
-    )
-    yield from (likely[list(chosen)] for chosen in sets)
+    likely = problem.sums.argsort()[: problem.examples + MORE_CLASSES]
+    lowest = problem.sums[likely].tolist()
+    sets = itertools.combinations(range(len(likely)), problem.examples)
+    for chosen in sorted(sets, key=lambda chosen: sum(lowest[place] for place in chosen)):
+        yield likely[list(chosen)]
 
 
 def _from_start(
     problem: HeadProblem, classes: Tensor, images: int, number: int, generator: torch.Generator
 ) -> tuple[HeadSolution | None, bool]:
-    """Where the search from one start ends, and whether noise and rounding explain what is left."""
     n, width = problem.examples, len(problem.weight)
     system = problem.system(torch.zeros((n, width), dtype=torch.float64), 0)
     open_shares = torch.zeros((n, width), dtype=torch.bool)
@@ -165,12 +154,12 @@ def _from_start(
 
 
 def _shares(system: HeadSystem, unknowns: Tensor) -> Tensor:
-    """What the softmax has more than the output gradient: the targets (n, C)."""
+    """Return the targets (n, C): what the softmax has more than the output gradient."""
     return torch.softmax(system.logits(unknowns), 1) - system.output_gradients(unknowns) / system.factor(unknowns)
 
 
 def _equations(system: HeadSystem, open_shares: Tensor, each: Tensor, feature: Tensor | None) -> Equations:
-    """Those of the head without targets: shares that are not open are zero, open ones not negative."""
+    """Return the head's equations without targets: shares that are not open are zero, open ones not negative."""
     whole, entries = system.signed(each, feature), open_shares.numel()
 
     def equations(unknowns: Tensor) -> tuple[Tensor, Callable[[], Tensor]]:
@@ -196,16 +185,17 @@ class Shares:
 
     @property
     def growth(self) -> float:
-        """The largest factor by which an error of the mixtures grows in their parts; infinite where M is singular."""
+        """Return the largest factor by which an error of the mixtures grows; infinite where M is singular."""
         smallest = float(torch.linalg.svdvals(self.matrix)[-1])
         return 1 / smallest if smallest > 1e-12 else float("inf")
 
     def parts(self, mixtures: Tensor, error: float = 0.0) -> Tensor:
-        """The examples, by least squares about the mean of the mixtures; ``error`` is that of the mixtures."""
+        """Solve for the examples by least squares about the mean of the mixtures, which have this ``error``."""
         flat = mixtures.double().flatten(1).cpu()
         mean = flat.mean(0)
         left, sizes, right = torch.linalg.svd(self.matrix)
-        factors = sizes / (sizes.square() + (error / SPREAD) ** 2)
+        # Pictures spread about their mean by a quarter of their range.
+        factors = sizes / (sizes.square() + (error / 0.25) ** 2)
         rest = flat - self.matrix.sum(1, keepdim=True) * mean
         solved: Tensor = mean + right.T @ (factors[:, None] * (left.T @ rest))
         return solved.reshape(mixtures.shape)
@@ -221,7 +211,7 @@ class Parts:
 
 
 def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
-    """All M that soft labels (n, C) of mixtures of ``images`` examples allow; NotApplicable where it is not known.
+    """Return all M that soft labels (n, C) of mixtures of ``images`` examples allow.
 
     >>> soft = torch.tensor([[0.6, 0.0, 0.4], [0.5, 0.5, 0.0], [0.0, 0.4, 0.6]])
     >>> found = possible_shares(soft, 2)
@@ -253,7 +243,7 @@ def possible_shares(soft_labels: Tensor, images: int) -> list[Shares]:
 
 
 def _divided(column: Tensor) -> Iterator[tuple[Tensor, bool]]:
-    """The ways to divide a class's shares into examples of two shares each: (n, examples), and whether all are known.
+    """Yield ways to divide a class's shares into examples of two shares each: (n, examples), and whether all are known.
 
     A mixture that is of this class alone holds one example twice, or two of them in shares that are tried.
     """
@@ -276,7 +266,7 @@ def _divided(column: Tensor) -> Iterator[tuple[Tensor, bool]]:
 
 
 def _pairings(rows: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
-    """All ways to make pairs.
+    """Yield all ways to make pairs.
 
     >>> len(list(_pairings([0, 1, 2, 3]))), len(list(_pairings(range(6))))
     (3, 15)
@@ -291,7 +281,7 @@ def _pairings(rows: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
 
 
 def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounded: bool = True) -> Parts:
-    """The examples in mixtures (n, ...) given in [0, 1]; NotApplicable where there is no way back.
+    """Solve for the examples in mixtures (n, ...) given in [0, 1]; NotApplicable where there is no way back.
 
     ``error``: that of the mixtures, root mean square; where it is small, parts outside of [0, 1] refute a way.
     ``bounded``: examples lie in [0, 1] at all.
@@ -307,7 +297,8 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
         raise NotApplicable("the shares do not determine the examples: their matrix is singular, or nearly so")
     tried = [(way, way.parts(mixtures, error)) for way in usable]
     if error < OUTSIDE and bounded:
-        tried = [(way, parts) for way, parts in tried if outside(parts) <= _allowed(way, error)]
+        allowed = [max(OUTSIDE * (1 if way.certain else 20), error * way.growth) for way in usable]
+        tried = [one for one, most in zip(tried, allowed, strict=True) if outside(one[1]) <= most]
         if not tried:
             raise NotApplicable("no division of the classes gives examples within their bounds")
     scores = [_strangeness(parts, bounded) for _, parts in tried]
@@ -317,12 +308,8 @@ def take_apart(mixtures: Tensor, ways: Sequence[Shares], *, error: float, bounde
     return Parts(parts.clamp(0, 1) if bounded else parts, way, forced)
 
 
-def _allowed(way: Shares, error: float) -> float:
-    return max(OUTSIDE * (1 if way.certain else GRID_FACTOR), error * way.growth)
-
-
 def outside(pictures: Tensor) -> float:
-    """The root mean square by which values stick out of [0, 1].
+    """Return the root mean square by which values stick out of [0, 1].
 
     >>> outside(torch.tensor([0.5, 1.0, -0.2, 1.2]))
     0.1414...
@@ -331,7 +318,6 @@ def outside(pictures: Tensor) -> float:
 
 
 def _strangeness(pictures: Tensor, bounded: bool) -> float:
-    """How unlike pictures they are: outside of their box, and rough where they have neighbours."""
     strange = outside(pictures) if bounded else 0.0
     for axis in range(2, pictures.dim()):
         strange += float(pictures.diff(dim=axis).abs().mean())

@@ -1,8 +1,7 @@
 """Whether inputs explain a noisy update: what they leave of it must look like the noise, and like no more.
 
 For the true inputs the sum over entries of ((observed - simulated) / sigma)^2 is chi-square with as many degrees of
-freedom as there are entries, and for inputs fitted to the update with so many less as were fitted. Inputs that leave
-significantly more miss something that the update tells.
+freedom as there are entries, less the unknowns for inputs fitted to the update.
 """
 
 from __future__ import annotations
@@ -19,11 +18,9 @@ from leakscope.contracts.observation import Observation
 
 #: Inputs are refuted where what they leave would be this rare.
 RARE = 1e-3
-#: Noise drowns an update whose norm is at most this many levels. Somebody who has to tell which of two known batches
-#: was sent then errs in at least 31 % of cases, which is Phi(-0.5).
+#: Noise drowns an update whose norm is at most this many levels: to tell which of two known batches was sent, one then
+#: errs in at least 31 % of cases, which is Phi(-0.5).
 DROWNED = 0.5
-#: The fourth moment of Laplace noise in units of its squared variance; that of Gaussian noise is 3.
-LAPLACE_KURTOSIS = 6.0
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class NoiseTest:
         return self.p_value >= RARE
 
     def describe(self) -> str:
-        """In one sentence.
+        """Describe the outcome in one sentence.
 
         >>> NoiseTest(1.01, 0.2).describe()
         'the inputs explain the update down to its noise (chi-square test, p = 0.2)'
@@ -51,9 +48,7 @@ class NoiseTest:
 def noise_test(
     observed: Mapping[str, Tensor], simulated: Mapping[str, Tensor], channel: Channel, fitted: int = 0
 ) -> NoiseTest | None:
-    """The test of what ``simulated`` leaves of ``observed`` with ``fitted`` unknowns; None where there is none.
-
-    Entries without noise, or set to zero before or after it, make the sum something else: there is no test then.
+    """Test what ``simulated`` leaves of ``observed`` with ``fitted`` unknowns; None where entries are not all noisy.
 
     >>> import torch
     >>> noise = torch.randn(4000, generator=torch.Generator().manual_seed(0))
@@ -70,12 +65,11 @@ def noise_test(
         float(((value.double() - simulated[name].double()) / levels[name]).square().sum())
         for name, value in observed.items()
     )
-    entries = sum(value.numel() for value in observed.values())
-    free = entries - fitted
+    free = sum(value.numel() for value in observed.values()) - fitted
     if free <= 0:
         return None  # so many unknowns explain anything
     if channel.noise_law == "laplace":
-        p_value = ndtr((free - total) / math.sqrt((LAPLACE_KURTOSIS - 1) * free))
+        p_value = ndtr((free - total) / math.sqrt(5 * free))  # the variance of a square: its kurtosis, 6, minus 1
     else:
         # The survival function of chi-square, without scipy.stats, which is slow to load.
         p_value = gammaincc(free / 2, total / 2)

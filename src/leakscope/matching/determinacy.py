@@ -13,17 +13,15 @@ from leakscope.equations.determinacy import count_free_directions
 from leakscope.matching.gradient_map import GradientMap, Linearisation
 from leakscope.matching.least_squares import Preconditioner, solve
 
-#: Products with the Jacobian that a count may take.
-MOST_PROBES = 1000
 #: Where an update that is off by what a certificate allows moves an example by more than this (80 dB), none is given.
-ACCURATE, NOISE_STEPS = 1e-4, 200
-#: Units of a layer up to which its gradient is whitened, and the share of its largest singular value that is not gone
-#: below: a trained ConvNet takes half as many products with it.
+ACCURATE = 1e-4
+#: Units of a layer up to which its gradient is whitened, and the share of its largest singular value that is the least:
+#: a trained ConvNet takes half as many products with it.
 WHITENED_UNITS, LEAST = 1024, 3e-3
 
 
 def free_directions(
-    mapping: GradientMap, x: Tensor, preconditioner: Preconditioner | None = None, *, limit: int = MOST_PROBES
+    mapping: GradientMap, x: Tensor, preconditioner: Preconditioner | None = None, *, limit: int = 1000
 ) -> tuple[int | None, ...]:
     """Count the free directions of each example at the flat row ``x``; None where ``limit`` products do not tell.
 
@@ -60,7 +58,7 @@ def movement(
     draws = torch.Generator().manual_seed(0)
     disturbance = torch.randn(products.value.shape, generator=draws, dtype=torch.float64).to(products.value)
     right = products.backward(disturbance * (noise / disturbance.norm()))
-    moved = solve(products, right, 0.0, tolerance=1e-12, limit=NOISE_STEPS, preconditioner=preconditioner).step
+    moved = solve(products, right, 0.0, tolerance=1e-12, limit=200, preconditioner=preconditioner).step
     return moved.reshape(shape[0], -1).square().mean(1).sqrt().tolist()
 
 

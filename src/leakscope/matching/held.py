@@ -1,9 +1,9 @@
 """Matching below a cut: what a layer received, and its derivative there, are known and held.
 
-In a trained network the derivative of a matching distance mostly says "change the logits", for the softmax answers to
-every pixel. Where features and their adjoints are known exactly (equations/embedding.py), the client's loss is replaced
-by sum_i <adjoint_i, h(x_i)>: the same weight gradients, without that path. Bias gradients then do not depend on the
-input's content at all and are left out, and the first layer misleads where it is a convolution. See docs/strength.md.
+In a trained network the derivative of a matching distance mostly changes the logits, for the softmax answers to every
+pixel. Where features and their adjoints are known exactly (equations/embedding.py), the client's loss is replaced by
+sum_i <adjoint_i, h(x_i)>: the same weight gradients, without that path. Bias gradients then do not depend on the input
+and are left out, and the first layer misleads where it is a convolution. See docs/strength.md.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from leakscope.network.recorder import change_input, inputs_of, record_layers
 
 #: Rows of a gradient below this share of the largest are left out: they are rounding.
 SMALLEST_ROW = 1e-4
-#: The share of step size and prior that remains for a start that is nearly right, and a mask's step relative to a
-#: pixel's.
+#: The share of step size and prior for a start that is nearly right, and a mask's step relative to a pixel's.
 NEAR = PACE = 0.2
 
 
@@ -35,7 +34,7 @@ NEAR = PACE = 0.2
 class Weighting:
     """How much each term counts: the features, and then the layers from the cut down, each ``ratio`` times the next.
 
-    ``level_rows`` divides each output unit's gradient by the square root of its size, so that quiet units count too;
+    ``level_rows`` divides each output unit's gradient by the square root of its size, so that quiet units count too.
     ``first`` includes the layers that read the input.
     """
 
@@ -46,7 +45,7 @@ class Weighting:
     first: bool = False
 
     def layers(self, count: int) -> list[float]:
-        """Weights of ``count`` layers, those nearest to the cut first.
+        """Return the weights of ``count`` layers, those nearest to the cut first.
 
         >>> [round(w, 2) for w in Weighting(name="depth", features=0.4, ratio=2.0).layers(2)]
         [0.4, 0.2]
@@ -75,11 +74,10 @@ class _Term:
 class HeldMatching:
     """The search for inputs with known features and adjoints (examples, n) at what ``layer`` receives.
 
-    ``gradients`` are those of the weights below the cut, from the input on, with those that read the input in
-    ``first``; ``model`` is a private copy. ``tv``: the weight of total variation, which falls over the search to the
-    share ``least_tv`` of it. ``angle``: features are compared by one minus their cosine, for features whose length is
-    not known. ``survivors``: ones where entries of a gradient were seen and zeros elsewhere, by its name; ``seen``
-    (n,) or (examples, n) the same of features.
+    ``gradients``: of the weights below the cut, from the input on, those that read the input in ``first``. ``model`` is
+    a private copy. ``tv``: the weight of total variation, which falls over the search to the share ``least_tv``.
+    ``angle`` compares features by one minus their cosine, where their length is not known. ``survivors``: ones where
+    entries of a gradient were seen and zeros elsewhere; ``seen`` (n,) or (examples, n) the same of features.
     """
 
     model: nn.Module
@@ -105,15 +103,13 @@ class HeldMatching:
         return (len(self.features), *self.inputs.shape)
 
     def start(self, generator: torch.Generator) -> Tensor:
-        """A flat row to begin from."""
         return self.canvas.initial(len(self.features), self.inputs, generator, self.features).flatten()[None]
 
     def start_near(self, inputs: Tensor) -> Tensor:
-        """The flat row of known inputs, in the model's space."""
         return self.inputs.to_unit(inputs).flatten()[None]
 
     def near(self) -> HeldMatching:
-        """The same search for a start that is nearly right, which steps and prior of one from afar would lose."""
+        """Return the search for a start that is nearly right, which steps and prior of one from afar would lose."""
         return replace(self, optimiser=replace(self.optimiser, lr=NEAR * self.optimiser.lr), tv=NEAR * self.tv)
 
     def run(self, start: Tensor, weighting: Weighting, iterations: int, watch: Watch | None = None) -> SearchResult:
@@ -133,7 +129,7 @@ class HeldMatching:
                     for term, value in zip(terms, own, strict=True):
                         if value is not None:  # a weight that acts behind the cut only
                             distance = distance + ((value - term.target).abs() * term.scale).sum()
-                # The prior leads the way from afar, and near the end it would only be in the way.
+                # The prior leads from afar, and near the end it misleads.
                 prior = self.tv * max(self.least_tv, schedule_factor("cosine", step, iterations))
                 objective = distance + prior * total_variation(pictures) if prior else distance
                 (gradient,) = torch.autograd.grad(objective, point)
@@ -154,7 +150,6 @@ class HeldMatching:
         return ((apart if self.seen is None else apart * self.seen).sum(1) / sizes).mean()
 
     def at_cut(self, row: Tensor) -> Tensor:
-        """What the layer receives of the candidate (examples, n)."""
         return inputs_of(self.layer, self.model, self.to_model(self.pictures(row))).flatten(1)
 
     def pictures(self, row: Tensor) -> Tensor:
@@ -168,10 +163,8 @@ class HeldMatching:
         return self.canvas.project(pictures, self.inputs).reshape(rows.shape)
 
     def _terms(self, weighting: Weighting) -> list[_Term]:
-        names = [name for name in self.gradients if weighting.first or name not in self.first]
-        weights = weighting.layers(len(names))
-        terms = []
-        for name, weight in zip(reversed(names), weights, strict=True):
+        names, terms = [name for name in self.gradients if weighting.first or name not in self.first], []
+        for name, weight in zip(reversed(names), weighting.layers(len(names)), strict=True):
             target = self.gradients[name]
             scale = _row_scale(target, weighting.level_rows) * self.survivors.get(name, 1.0)
             size = (target.abs() * scale).sum()
@@ -185,9 +178,8 @@ class DroppedMatching(HeldMatching):
     """The search in a network that dropped units: for the inputs and the masks of ``dropped`` layers.
 
     Scheliga, Maeder, Seeland, "Dropout Is NOT All You Need to Prevent Gradient Leakage", AAAI 2023: a mask between 0
-    and 1 stands for each input that went with ``probability``, and all are moved together with the pixels. Unlike
-    there, features and adjoints at the cut are known and held, masks of the cut itself included, which were read. A row
-    holds the pixels, then the masks in units of their pace.
+    and 1 stands for each input that went with ``probability``, and moves together with the pixels. Unlike there,
+    features, adjoints and masks at the cut are known and held. A row holds the pixels, then the masks over PACE.
     """
 
     dropped: Sequence[str]
@@ -218,8 +210,7 @@ class DroppedMatching(HeldMatching):
         return row.flatten()[: self.pixels].reshape(self.shape)
 
     def at_cut(self, row: Tensor) -> Tensor:
-        sizes = [shape.numel() for shape in self._shapes.values()]
-        parts = row.flatten()[self.pixels :].split(sizes)
+        parts = row.flatten()[self.pixels :].split([shape.numel() for shape in self._shapes.values()])
         for (name, shape), part in zip(self._shapes.items(), parts, strict=True):
             self._masks[name] = part.reshape(shape) * PACE / (1 - self.probability)
         try:
@@ -235,19 +226,18 @@ class DroppedMatching(HeldMatching):
         return x * self._masks.get(name, 1.0)
 
     def _with_masks(self, pixels: Tensor) -> Tensor:
-        """All masks at their mean to begin with."""
         count = sum(shape.numel() for shape in self._shapes.values())
         return torch.cat([pixels, pixels.new_full((1, count), (1 - self.probability) / PACE)], 1)
 
 
 def searched_layers(model: nn.Module, layer: str, dropped: Sequence[str], blank: Tensor) -> list[str]:
-    """Those of the ``dropped`` layers that act below the cut, in the order of the network."""
+    """List the ``dropped`` layers that act below the cut, in the order of the network."""
     order = [call.name for call in record_layers(model, blank, evaluate=True).calls]
     return [name for name in order[: order.index(layer)] if name in dropped]
 
 
 def _row_scale(target: Tensor, level: bool) -> Tensor:
-    """One factor a row: zero for rows that are rounding, and the inverse root of its share where rows are levelled."""
+    """Return a factor a row: zero where it is rounding, the inverse root of its share where rows are levelled."""
     rows = target.abs().flatten(1).sum(1)
     share = rows / rows.max().clamp_min(torch.finfo(rows.dtype).tiny)
     scale = torch.where(share > SMALLEST_ROW, share.clamp_min(SMALLEST_ROW) ** (-0.5 if level else 0.0), 0.0)

@@ -56,8 +56,7 @@ def dense_path(model: nn.Module, head: str) -> DensePath:
         node = _only_call(graph, head)
     except NotApplicable as error:
         return DensePath((), (False,), str(error))
-    steps: list[DenseStep] = []
-    reads: list[bool] = []
+    steps, reads = list[DenseStep](), list[bool]()
     while True:
         found = _below(graph, twin, node)
         reads.append(found is None)
@@ -104,12 +103,10 @@ def _only_call(graph: fx.GraphModule, name: str) -> fx.Node:
 
 
 def _is_size(node: fx.Node) -> bool:
-    """Tell whether a node asks for a size only, as ``x.view(x.size(0), -1)`` does."""
     return (node.op == "call_method" and node.target in ("size", "dim")) or node.target is getattr
 
 
 def _function(node: fx.Node, module: nn.Module | None) -> Elementwise:
-    """Return what a node does to the tensor that it reads."""
     rest, options = node.args[1:], dict(node.kwargs)
     if module is not None:
         return lambda x: module(x)
@@ -138,6 +135,5 @@ def _is_elementwise(function: Elementwise) -> bool:
             before, after = function(row.clone()), function(moved.clone())
         except (RuntimeError, ValueError, TypeError, IndexError):
             return False
-    if not isinstance(before, Tensor) or before.shape != row.shape:
-        return False
-    return bool(((before == after) | (row != moved)).all())
+    alike = isinstance(before, Tensor) and before.shape == row.shape
+    return alike and bool(((before == after) | (row != moved)).all())

@@ -100,7 +100,6 @@ class GatedNetwork:
         return sum(layer.module.weight.numel() * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
 
     def to(self, dtype: torch.dtype) -> GatedNetwork:
-        """Return a copy in another precision."""
         modules: dict[int, Any] = {id(s.module): copy.deepcopy(s.module).to(dtype) for s in self.steps if s.module}
         steps = tuple(dataclasses.replace(step, module=modules.get(id(step.module))) for step in self.steps)
         layers = tuple(dataclasses.replace(layer, module=modules[id(layer.module)]) for layer in self.layers)
@@ -108,18 +107,15 @@ class GatedNetwork:
 
     def run(self, x: Tensor) -> Pass:
         """Run as the model does; the gates are those that ``x`` opens."""
-        received: dict[int, Tensor] = {}
-        gates: Gates = {}
-        values: list[Tensor] = [x]
+        received, gates, values = dict[int, Tensor](), Gates(), [x]
         for number, step in enumerate(self.steps[1:], start=1):
             source = values[step.sources[0]]
-            if step.kind == "relu":
+            if step.kind in ("relu", "max"):
                 received[number] = source
-                gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
-            elif step.kind == "max":
-                received[number] = source
-                assert step.function is not None
-                gates[number] = step.function(source)
+                if step.function is None:
+                    gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
+                else:
+                    gates[number] = step.function(source)
             values.append(_apply(step, [values[n] for n in step.sources], gates.get(number), bias=True))
         return Pass(received, {layer.step: values[self._source(layer)] for layer in self.layers}, gates, values[-1])
 
@@ -154,8 +150,7 @@ class GatedNetwork:
         zero only if all are. The second of each pair: each feature is one unit, so all others are surely active.
         """
         number = len(self.steps) - 1
-        behind, single = {number}, True
-        spread: list[Step] = []
+        behind, single, spread = {number}, True, list[Step]()
         while self.steps[number].kind != "relu":
             step = self.steps[number]
             if step.kind not in ("affine", "reshape", "max") or step.module is not None or len(step.sources) != 1:
@@ -206,8 +201,7 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
         result = F.linear(x, module.weight)
     elif isinstance(module, BATCH_NORMS):
         assert module.running_var is not None  # read_gated refuses others
-        scale = torch.rsqrt(module.running_var + module.eps)
-        scale = scale if module.weight is None else scale * module.weight
+        scale = torch.rsqrt(module.running_var + module.eps) * (1 if module.weight is None else module.weight)
         result = x * scale.reshape(1, -1, *[1] * (x.dim() - 2))
     else:
         result = module._conv_forward(x, module.weight, None)
@@ -221,11 +215,9 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 def _padding(module: Any) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the zeros before and behind each axis."""
     if isinstance(module.padding, str):
-        total = [0] * len(module.kernel_size)
-        if module.padding == "same":
-            total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        same = module.padding == "same"  # or "valid", without any
+        total = [same * d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         before, after = [t // 2 for t in total], [t - t // 2 for t in total]
     else:
         before = after = list(module.padding)
@@ -273,12 +265,8 @@ class _Reader:
 
     def read(self, last: fx.Node) -> GatedNetwork:
         needed = _needed(last)
-        numbers: dict[fx.Node, int] = {}
-        steps: list[Step] = []
-        for node in self.graph.graph.nodes:
-            if node in needed:
-                numbers[node] = len(steps)
-                steps.append(self._step(node, numbers))
+        numbers = {node: number for number, node in enumerate(n for n in self.graph.graph.nodes if n in needed)}
+        steps = [self._step(node, numbers) for node in numbers]
         if steps[0].kind != "input" or sum(step.kind == "input" for step in steps) != 1:
             raise NotApplicable("the model has several inputs")
         layers = tuple(self._layer(number, steps) for number, step in enumerate(steps) if step.kind == "weighted")
@@ -309,10 +297,8 @@ class _Reader:
             return Step(kind="affine", module=module, **facts)
         if isinstance(module, POOLINGS):
             return Step(kind="affine", function=module, **facts)
-        if isinstance(module, nn.ReLU):
-            return Step(kind="relu", **facts)
-        if isinstance(module, nn.LeakyReLU):
-            return Step(kind="relu", slope=float(module.negative_slope), **facts)
+        if isinstance(module, nn.ReLU | nn.LeakyReLU):
+            return Step(kind="relu", slope=float(getattr(module, "negative_slope", 0.0)), **facts)
         if isinstance(module, nn.MaxPool1d | nn.MaxPool2d):
             return Step(kind="max", **_pooling(module), **facts)
         if type(module) in (*PASSED, nn.Unflatten):
@@ -365,9 +351,7 @@ class _Reader:
 
 
 def _needed(last: fx.Node) -> set[fx.Node]:
-    """Return the nodes with tensors that ``last`` depends on."""
-    needed: set[fx.Node] = set()
-    waiting = [last]
+    needed, waiting = set[fx.Node](), [last]
     while waiting:
         node = waiting.pop()
         if node in needed:

@@ -3,17 +3,12 @@
 An attack of this project's own: a list of stages, each of which adds to what is known or proposes candidates; the best
 candidate is the result. docs/strength.md explains and measures them.
 
-1. *Solve the head.* The gradient of the last linear layer gives each example's features and output gradients exactly.
-2. *Peel dense layers* below it, one by one (:mod:`leakscope.equations.embedding`). An MLP ends here.
-3. *Search below the cut* with features and adjoints held (:mod:`leakscope.matching.held`): the softmax, which misleads
-   a search in every trained network, is out of the way. Among a few weightings that one is taken whose short trial
-   explains the whole update best.
+1. *Solve the head*: each example's features and output gradients (:mod:`leakscope.equations.embedding`).
+2. *Peel dense layers* below it, one by one. An MLP ends here.
+3. *Search below the cut* with features and adjoints held (:mod:`leakscope.matching.held`).
 4. *Decode masks* of ReLU networks, and solve what is then linear; or *Gauss-Newton* steps on networks without kinks. A
-   residual of rounding and no free direction are a certificate. Searching and solving go on until one explains the
-   update.
-5. *Match the whole update* where the head tells nothing (pruned, too many examples, several local steps; a note says
-   why) or nothing was solved, as ``inverting-gradients`` does with its default settings, and on networks without kinks
-   as ``idlg`` does.
+   residual of rounding and no free direction are a certificate. Steps 3 and 4 repeat until one explains the update.
+5. *Match the whole update* where the head cannot be solved (a note says why) or nothing else was.
 6. *The most probable image* under noise of a known level (:mod:`leakscope.attacks.head_first.noise`).
 
 MixUp is a wrapper around all of this (:mod:`leakscope.attacks.mixtures`).

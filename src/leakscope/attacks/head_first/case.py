@@ -39,16 +39,13 @@ NOISY_TRIES = 2
 MOST_WORK = 1e11
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
-#: How much more total variation counts where masks are searched, and the share of it that remains in the end.
-MASKS_TV, MASKS_LEAST_TV = 5.0, 0.3
 
 
 class Case:
     """One observation under attack.
 
-    ``held``: features and adjoints of each example at the lowest cut that is known, None where the head tells nothing.
-    A stage that gets further down replaces it; those that follow then work below that cut. ``latest``: what the last
-    search found. ``noise``: whether the best explains the update down to its noise, where that can be tested.
+    ``held``: features and adjoints of each example at the lowest cut that is known, None where the head is not solved.
+    ``latest``: what the last search found. ``noise``: whether the best explains the update down to its noise.
     """
 
     def __init__(
@@ -68,7 +65,6 @@ class Case:
         self.steps = self.searches = self._shown = 0
 
     def hold(self, found: Embedding) -> None:
-        """Work below this cut from now on."""
         self.held = found
         for name in ("dropped_below", "solvable", "gated", "matching"):
             self.__dict__.pop(name, None)
@@ -81,7 +77,7 @@ class Case:
 
     @property
     def below(self) -> Embedding | None:
-        """What is held, where something below it is still to be found."""
+        """Return what is held, where something below it is still to be found."""
         return None if self.held is None or self.held.reaches_input else self.held
 
     @cached_property
@@ -90,13 +86,12 @@ class Case:
 
     @cached_property
     def work(self) -> float:
-        """Multiplications of a forward pass of all examples."""
         # Two, for BatchNorm in train mode cannot normalise a single number.
         return forward_flops(self.victim.model, self.blank(2)) / 2 * (self.observation.num_examples or 1)
 
     @cached_property
     def dropped_below(self) -> list[str]:
-        """Layers below the cut whose inputs the client's network dropped, which ones is not known."""
+        """List layers below the cut of whose inputs the client's network dropped an unknown part."""
         channel = self.observation.channel
         if channel is None or not channel.dropped_layers or self.below is None:
             return []
@@ -104,7 +99,7 @@ class Case:
 
     @cached_property
     def solvable(self) -> bool:
-        """Whether inputs near the right ones lead on to the exact ones, by equations."""
+        """Return whether inputs near the right ones lead on to the exact ones, by equations."""
         below = self.below
         if not self.attack.solve or below is None or below.seen is not None or (self.smooth and not below.exact):
             return False
@@ -115,22 +110,16 @@ class Case:
 
     @cached_property
     def gated(self) -> GatedProblem | None:
-        """The equations below the cut of a network with kinks; None where there are none, and a note says why."""
-        observation, held, inputs = self.observation, self.below, self.observation.inputs
+        observation, held = self.observation, self.below
         assert held is not None
         try:
             network = read_gated(observation.model, observation.input_shape, held.layer)
         except NotApplicable as error:
             self.notes.append(f"masks are not decoded: {error}")
             return None
-        problem = GatedProblem(
-            network,
-            held.features,
-            held.adjoints,
-            {name: value.cpu() for name, value in self.update.items()},
-            project=inputs.project,
-            silence=held.silence,
-        )
+        gradients = {name: value.cpu() for name, value in self.update.items()}
+        options: dict[str, Any] = {"project": observation.inputs.project, "silence": held.silence}
+        problem = GatedProblem(network, held.features, held.adjoints, gradients, **options)
         if problem.affordable_products() < LEAST_PRODUCTS:
             self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
             return None
@@ -138,7 +127,6 @@ class Case:
 
     @cached_property
     def matching(self) -> HeldMatching:
-        """The search below the cut, along with the masks of units that the client's network dropped there."""
         held, channel = self.below, self.observation.channel
         assert held is not None
         names, first = self._weights_below(held.layer)
@@ -156,11 +144,12 @@ class Case:
         if not self.dropped_below or channel is None:
             return HeldMatching(**facts, tv=self.attack.tv)
         self.notes.append(f"masks of the inputs of {', '.join(self.dropped_below)} are searched along")
-        facts |= {"tv": MASKS_TV * self.attack.tv, "least_tv": MASKS_LEAST_TV}
+        # Total variation counts more where masks are searched, and does not fall to zero.
+        facts |= {"tv": 5.0 * self.attack.tv, "least_tv": 0.3}
         return DroppedMatching(**facts, dropped=self.dropped_below, probability=channel.units_dropped)
 
     def _weights_below(self, cut: str) -> tuple[list[str], frozenset[str]]:
-        """Weights of two or more dimensions that act before the cut, and those among them that read the input."""
+        """List weights of two or more dimensions that act before the cut, and those of them that read the input."""
         record = record_layers(self.observation.model, self.blank(2), evaluate=True)
         layers = [call.name for call in record.calls]
         before = layers[: layers.index(cut)]
@@ -172,18 +161,17 @@ class Case:
 
     @property
     def pruned(self) -> bool:
-        """Whether entries of what is held are missing, and nothing else stands in the way of a search."""
+        """Return whether entries of what is held are missing, and nothing else stands in the way of a search."""
         return self.held is not None and self.held.seen is not None and not self.dropped_below
 
     @property
     def rounds(self) -> int:
-        """Searches at most."""
         exact = self.held is not None and self.held.exact
         return self.attack.tries if exact or self.pruned else min(self.attack.tries, NOISY_TRIES)
 
     @property
     def settled(self) -> bool:
-        """Whether another round has nothing to gain, or takes too long."""
+        """Return whether another round has nothing to gain, or takes too long."""
         if self.best is None or self.below is None:
             return True
         if not self.solvable:
@@ -192,7 +180,7 @@ class Case:
 
     @property
     def targets(self) -> Tensor:
-        """The labels; any will do where the output gradient stands for the loss."""
+        """Return the labels; any will do where the output gradient stands for the loss."""
         known, device = self.observation.labels, self.observation.device
         labels = known if known is not None or self.held is None else self.held.labels  # soft ones, too
         if labels is None:
@@ -201,7 +189,6 @@ class Case:
 
     @property
     def labels(self) -> Tensor | None:
-        """Known labels, soft ones too, else those that were found with the best."""
         source = self.best if self.held is None else self.held
         return self.observation.labels if source is None or self.observation.labels is not None else source.labels
 
@@ -209,12 +196,11 @@ class Case:
         return self.like.new_zeros((count, *self.observation.input_shape))
 
     def candidate(self, inputs: Tensor, method: str, **facts: Any) -> Candidate:
-        """A candidate in the update's precision, with what it leaves of the update."""
         inputs = inputs.detach().to(self.like)
         return Candidate(inputs=inputs, method=method, distance=self.distance(inputs), **facts)
 
     def distance(self, inputs: Tensor, targets: Tensor | None = None) -> float:
-        """What inputs leave of the update, by the client's own loss; where something is held, of its direction."""
+        """Return what inputs leave of the update, by the client's own loss; where a cut is held, of its direction."""
         if self.held is None and targets is not None:
             return unexplained(self.observation, inputs, targets)
         # Without labels the output gradient stands for the loss.
@@ -225,7 +211,7 @@ class Case:
         return float(DirectionL1()(self.update, victim.sent_update(update, victim.tensors)))
 
     def told(self, steps: int) -> Progress | None:
-        """Tells of ``steps`` further steps; how many there will be in all depends on what they find."""
+        """Report ``steps`` further steps; how many there will be in all depends on what they find."""
         before = self._shown = max(self._shown, self.steps)
         self.steps += steps
         progress, least = self.progress, max(self.attack.iterations, before + steps)
@@ -239,7 +225,6 @@ class Case:
         return tell
 
     def result(self) -> Reconstruction:
-        """The best candidate, told as a reconstruction."""
         found, held, observation = self.best, self.held, self.observation
         assert found is not None  # matching the whole update always proposes one
         certified = bool(found.certificates) and all(one.holds for one in found.certificates)
@@ -257,8 +242,7 @@ class Case:
             info |= {"labels": "known" if known else "head", "cut": held.layer, "head_residual": held.residual}
             info["residual"] = found.residual if math.isfinite(found.residual) else None
         notes = (*(() if held is None else held.notes), *self.notes, *found.notes)
-        if found.surprise:
-            info["surprise"] = found.surprise
+        info |= {"surprise": found.surprise} if found.surprise else {}
         if self.noise is not None:
             notes = (*notes, self.noise.describe())
             info |= {"noise_p_value": self.noise.p_value, "noise_ratio": self.noise.ratio}
@@ -278,7 +262,6 @@ class Case:
         )
 
     def with_labels(self) -> Observation:
-        """The observation with the labels that the head told."""
         labels = None if self.held is None else self.held.labels
         if labels is None or self.observation.labels is not None:
             return self.observation

@@ -1,14 +1,13 @@
-"""The last stage of ``head-first``, under noise of a known level: the most probable pictures.
+"""The last stage of ``head-first``, under noise of a known level: find the most probable pictures.
 
 Minus the logarithm of the probability of pictures x, given an update of which every entry carries noise of level s:
 ``sum over entries of rho((observed - g(x)) / s) + RATE * sum over pixels of |all differences there|``, the noise's
 likelihood and a Laplace prior of natural pictures. rho is a square that becomes linear beyond a few levels, so that
 what is still far away does not outweigh the rest.
 
-Two things make it findable. The derivative by the outputs is held; of one example it is the head's leading singular
-vector, which the noise hardly moves. And the level is inflated at first: to each row's own size, so that every layer
-counts alike from afar, then less and less. Searches begin at grey and at the best so far, which is replaced by what is
-more probable only, by the client's own loss.
+The derivative by the outputs is held; of one example it is the head's leading singular vector, which the noise hardly
+moves. The level is inflated at first to each row's own size, so that every layer counts alike from afar, then less and
+less. Searches begin at grey and at the best so far, which only what is more probable by the client's loss replaces.
 """
 
 from __future__ import annotations
@@ -39,25 +38,24 @@ MOST_PROBABLE = "most probable"
 RATE = 8.0
 #: Residuals of so many levels of noise are where the square becomes linear; Laplace noise is linear nearly from zero.
 BEND = {"gaussian": 2.0, "laplace": math.sqrt(2)}
-#: The inflation of the level in a search's last step, relative to the size of a row.
-LAST = 1e-3
-#: Bias gradients do not depend on the picture while the output gradient is held, and count from here on.
+#: The inflation from which on bias gradients count: while the output gradient is held they tell nothing of the picture.
 WITH_BIASES = 0.02
 
 
 @dataclass(frozen=True)
 class _Course:
-    """A search: the step size of Adam, and the level's inflation in its first step."""
+    """A search: the step size of Adam, and the level's inflation in its first and last step, in sizes of a row."""
 
     lr: float
     first: float
+    last: float = 1e-3
 
 
 FROM_AFAR, FROM_NEAR = _Course(lr=0.1, first=1.0), _Course(lr=0.01, first=0.1)
 
 
 def noise_channel(observation: Observation) -> Channel | None:
-    """The channel where it is known to be noise on every entry of one gradient of pictures, and nothing but noise.
+    """Return the channel where it is nothing but noise on every entry of one gradient of pictures.
 
     Rounding to evenly spaced values is noise of the size of their spacing.
     """
@@ -75,7 +73,7 @@ def noise_channel(observation: Observation) -> Channel | None:
 
 
 class MostProbable(Stage[Case]):
-    """The most probable of what was found and of what two searches find; and whether it explains all but the noise."""
+    """Find the most probable of the best and of what two searches find, and test whether it explains all but noise."""
 
     def applies(self, case: Case) -> bool:
         channel = noise_channel(case.observation) or case.observation.channel
@@ -94,8 +92,8 @@ class MostProbable(Stage[Case]):
         if channel is not None and not drowned(observation):
             case.best = dataclasses.replace(best, surprise=posterior.value(best.inputs))
             steps = case.attack.iterations
-            near = posterior.to_unit(observation.inputs.project(best.inputs))
-            afar = posterior.start(len(best.inputs), case.untouched)
+            near = observation.inputs.to_unit(observation.inputs.project(best.inputs))
+            afar = posterior.canvas.initial(len(best.inputs), observation.inputs, case.untouched, case.like)
             for start, course in ((near, FROM_NEAR), (afar, FROM_AFAR)):
                 inputs = posterior.search(start, course, steps, case.told(steps))
                 value = posterior.value(inputs)
@@ -116,8 +114,6 @@ class MostProbable(Stage[Case]):
 
 
 class _Posterior:
-    """Minus the logarithm of the probability of pictures, but for a constant, as a function of them."""
-
     def __init__(self, observation: Observation, channel: Channel, labels: Tensor, held: Tensor | None) -> None:
         self.observation, self.channel, self.held = observation, channel, held
         self.victim, self.canvas = Victim.of(observation), Pixels()
@@ -125,31 +121,24 @@ class _Posterior:
         self.labels = labels.to(observation.device)
         self.count = sum(value.numel() for value in self.observed.values())
         self.bend = BEND[channel.noise_law]
-        self.row_squares = {name: _row_squares(value) for name, value in self.observed.items()}
-
-    def start(self, examples: int, generator: torch.Generator) -> Tensor:
-        like = next(iter(self.observed.values()))
-        return self.canvas.initial(examples, self.observation.inputs, generator, like)
-
-    def to_unit(self, inputs: Tensor) -> Tensor:
-        return self.observation.inputs.to_unit(inputs)
+        axes = {name: tuple(range(1, value.dim())) or (0,) for name, value in self.observed.items()}
+        self.row_squares = {n: value.square().mean(axes[n], keepdim=True) for n, value in self.observed.items()}
 
     def sent(self, inputs: Tensor, held: Tensor | None = None) -> Tensors:
         gradient, _ = self.victim.gradient(self.victim.tensors, inputs, self.labels, held)
         return self.channel.stand_in(gradient, {})
 
     def value(self, inputs: Tensor) -> float:
-        """By the client's own loss and the level as it is."""
         with torch.no_grad():
-            value = float(self._objective(self.to_unit(inputs), self.sent(inputs), inflation=0.0))
+            unit = self.observation.inputs.to_unit(inputs)
+            value = float(self._objective(unit, self.sent(inputs), inflation=0.0))
         return value if math.isfinite(value) else math.inf
 
     def search(self, pictures: Tensor, course: _Course, iterations: int, progress: Progress | None) -> Tensor:
-        """The inputs to which a search leads from ``pictures`` in [0, 1]."""
         space = self.observation.inputs
 
         def evaluate(rows: Tensor, step: int) -> Evaluation:
-            inflation = course.first * (LAST / course.first) ** (step / iterations)
+            inflation = course.first * (course.last / course.first) ** (step / iterations)
             with torch.enable_grad():
                 point = rows.detach().requires_grad_()
                 drawn = point.reshape(pictures.shape)
@@ -181,18 +170,12 @@ class _Posterior:
 
 
 def _differences(pictures: Tensor) -> Tensor:
-    """The length of all differences at a pixel, summed over pixels and pictures."""
+    """Sum the length of all differences at a pixel over pixels and pictures."""
     return total_variation(pictures, "joint") * (pictures.numel() / pictures.shape[1])
 
 
-def _row_squares(value: Tensor) -> Tensor:
-    """The mean square of each output unit's row; of a vector as a whole."""
-    axes = tuple(range(1, value.dim())) or (0,)
-    return value.square().mean(axes, keepdim=True)
-
-
 def _output_gradients(observation: Observation, embedding: Embedding | None) -> Tensor | None:
-    """The loss's derivative by the outputs, as well as it is known; None where the labels must do."""
+    """Return the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
     like = next(iter(observation.message.update.values()))
     single = _leading(observation) if observation.num_examples == 1 else None
     if single is not None:
@@ -201,7 +184,7 @@ def _output_gradients(observation: Observation, embedding: Embedding | None) -> 
 
 
 def _leading(observation: Observation) -> Tensor | None:
-    """Of one example, by the head's leading singular vector: its direction, with the length that the bias gives it."""
+    """Return the head's leading singular vector, with the length that the bias gives it."""
     try:
         head = find_head(observation.model, observation.input_shape, observation.num_classes)
     except ValueError:

@@ -1,14 +1,9 @@
 """The stages of ``head-first`` that take the update as it is, in their order.
 
-Inputs near the right ones lead on to the exact ones: in ReLU networks masks are decoded and what is then linear is
-solved (:mod:`leakscope.equations.gated_inverse`); networks without kinks are finished by Gauss-Newton steps. Either
-ends with a residual and, where that is small, with the number of free directions: both are a certificate that needs no
-truth. See docs/strength.md.
-
 The whole update is matched as ``inverting-gradients`` does; on networks without kinks as ``idlg`` does, too. Under
 noise its plain least squares come to what the noise leaves, where a search with a prior is lost (DLG's LeNet, two
 CIFAR-10 images, noise of 1e-3: 39 dB against 20); where the noise is strong, or the update hardly determines the
-picture, it is the prior that is right: :meth:`~leakscope.attacks.candidates.Candidate.better_than` tells which it is.
+picture, the prior is right: :meth:`~leakscope.attacks.candidates.Candidate.better_than` decides.
 """
 
 from __future__ import annotations
@@ -38,20 +33,16 @@ from leakscope.matching.held import MASKS, WEIGHTINGS, DroppedMatching, HeldMatc
 from leakscope.matching.search import Watch
 
 WHOLE_UPDATE = "whole update"
-#: Gauss-Newton steps at most; they come to rest after a handful, or lead nowhere.
-GAUSS_NEWTON_STEPS = 30
 #: Where an update that is off by what a certificate allows moves the inputs by more, Gauss-Newton steps are not worth
 #: their time: 4e-6 was seen where images came back at 109 dB, 5e-5 on a transformer with many images for one update.
 MOST_MOVEMENT = 2e-5
 #: Evaluations times multiplications of a forward pass up to which least squares are tried: a batch of four of a small
 #: ConvNet, which takes them three quarters of a minute, is worth it (untrained, tanh: 65 dB against 43).
 MOST_LEAST_SQUARES = 4e11
-#: Where least squares stop: what rounding leaves. A thousand times as much is 17 dB less on a smooth ConvNet.
-AT_REST = 1e-13
 
 
 class SolveHead(Stage[Case]):
-    """Each example's features and output gradients from the gradient of the last linear layer."""
+    """Solve for each example's features and output gradients from the gradient of the last linear layer."""
 
     def applies(self, case: Case) -> bool:
         return True
@@ -63,14 +54,13 @@ class SolveHead(Stage[Case]):
                 raise NotApplicable("the update is that of several local steps, and not nearly one gradient")
             case.hold(found)
         except NotApplicable as error:
-            case.notes.append(
-                f"the head tells nothing, so the whole update is matched, as inverting-gradients does: {error}"
-            )
+            matched = "so the whole update is matched, as inverting-gradients does"
+            case.notes.append(f"the head tells nothing, {matched}: {error}")
         return iter(())
 
 
 class PeelDense(Stage[Case]):
-    """Dense layers below the head, one by one; where they reach the input, nothing is left to search."""
+    """Solve dense layers below the head, one by one; where they reach the input, nothing is left to search."""
 
     def applies(self, case: Case) -> bool:
         return case.held is not None
@@ -129,7 +119,6 @@ class SearchBelow(Stage[Case]):
         yield case.latest
 
     def _choose(self, case: Case, matching: HeldMatching) -> Weighting:
-        """The weighting whose short trial, from one start, leaves least of the whole update."""
         count = max(1, case.attack.iterations // 6)
         start = matching.start(case.generator)
         best: Candidate | None = None
@@ -141,7 +130,7 @@ class SearchBelow(Stage[Case]):
 
 
 class DecodeMasks(Stage[Case]):
-    """From near to exact in a ReLU network: decode masks, solve what is then linear."""
+    """Go from near to exact in a ReLU network: decode masks, solve what is then linear."""
 
     repeats = True
 
@@ -169,7 +158,7 @@ class DecodeMasks(Stage[Case]):
 
 
 class GaussNewtonSteps(Stage[Case]):
-    """From near to exact in a network without kinks: second-order steps with the output gradient held."""
+    """Go from near to exact in a network without kinks: second-order steps with the output gradient held."""
 
     repeats = True
 
@@ -198,7 +187,8 @@ class GaussNewtonSteps(Stage[Case]):
         if moved > MOST_MOVEMENT:
             case.notes.append(f"no Gauss-Newton steps: errors of 1e-6 in the update move the inputs by {moved:.1e}")
             return
-        fit = LevenbergMarquardt(steps=GAUSS_NEWTON_STEPS, tolerance=EXPLAINED / 3).run(mapping, observed, x)
+        # Steps come to rest after a handful, or lead nowhere.
+        fit = LevenbergMarquardt(steps=30, tolerance=EXPLAINED / 3).run(mapping, observed, x)
         residual = float(fit.residual.norm()) / size
         if residual >= EXPLAINED:
             # The gradient alone, without a prior, is explained by inputs that are further away.
@@ -253,8 +243,9 @@ class MatchUpdate(Stage[Case]):
 
 
 def rivals_for(case: Case) -> tuple[GradientMatching, ...]:
-    """A search; least squares where the update is one smooth gradient of a network small enough."""
-    search, least_squares = InvertingGradients(iterations=case.attack.iterations), IDLG(tolerance=AT_REST)
+    """Return a search, and least squares where the update is one smooth gradient of a network small enough."""
+    # They stop at what rounding leaves: with a thousand times as much a smooth ConvNet comes back at 17 dB less.
+    search, least_squares = InvertingGradients(iterations=case.attack.iterations), IDLG(tolerance=1e-13)
     if several_steps(case.observation) or not case.smooth:
         return (search,)
     return (search, least_squares) if least_squares.iterations * case.work <= MOST_LEAST_SQUARES else (search,)
