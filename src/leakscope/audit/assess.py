@@ -1,8 +1,7 @@
-"""One attack on one update, and how sure its result is: for jobs, captured updates, integrations and paper tables.
+"""Run one attack on one update and judge its result.
 
-Without the truth an attack is judged by what the update itself can tell: how much of it the recovered inputs leave
-unexplained, beside what inputs leave that know nothing of the client, and what the same attack makes of noise of the
-update's norm. With the truth, all of them are measured against it. No attack is given the truth.
+Without the truth, a result is judged by how much of the update it leaves unexplained, beside what baselines leave that
+know nothing of the client. With the truth, all of them are measured against it. No attack is given the truth.
 """
 
 from __future__ import annotations
@@ -39,10 +38,8 @@ from leakscope.results.records import first_line
 FLAG = "update not explained"
 #: Random inputs that know nothing: so many draws, of which the best counts.
 BLIND_DRAWS = 3
-#: A result that leaves more than this share of what its baseline leaves is none the better for the update.
-NO_BETTER = 0.9
-#: ... and one that leaves less than this share of it stands out.
-STANDS_OUT = 0.5
+#: Above the first share of what its baseline leaves a result is no better; below the second it stands out.
+NO_BETTER, STANDS_OUT = 0.9, 0.5
 
 ControlName = Literal["grey", "random", "others", "noise"]
 Standing = Literal["certified", "stands out", "somewhat better", "no better", "unknown"]
@@ -66,11 +63,10 @@ class Ruler:
     lpips: Lpips | None = None
 
     def originals(self, x: Tensor) -> Tensor:
-        """The true examples in unit space."""
         return self.inputs.to_unit(x.detach().cpu()).float().clamp(0, 1)
 
     def measure(self, truth: Truth, guesses: Tensor, labels: Tensor | None) -> Evaluation:
-        """Guesses in unit space beside the truth."""
+        """Compare guesses in unit space with the truth."""
         targets = torch.full((len(truth.x),), -1) if truth.y is None else truth.y.cpu()
         guessed = None if truth.y is None or labels is None else labels.detach().cpu()
         return evaluate(
@@ -80,15 +76,14 @@ class Ruler:
         )
 
     def compare(self, truth: Truth, inputs: Tensor, labels: Tensor | None) -> Evaluation:
-        """Inputs as the model reads them beside the truth."""
-        return self.measure(
-            truth, self.inputs.to_unit(self.inputs.cast(inputs.detach().cpu(), truth.x.dtype)).float(), labels
-        )
+        """Compare inputs as the model reads them with the truth."""
+        cast = self.inputs.cast(inputs.detach().cpu(), truth.x.dtype)
+        return self.measure(truth, self.inputs.to_unit(cast).float(), labels)
 
 
 @dataclass(frozen=True, eq=False)
 class Baseline:
-    """Inputs that hold nothing of the client, by the name of their control, and what they leave unexplained."""
+    """Inputs that hold nothing of the client, and what they leave unexplained."""
 
     name: ControlName
     inputs: Tensor
@@ -99,11 +94,10 @@ class Baseline:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Assessment:
-    """What one attack made of one update; ``reconstruction`` is None and ``refusal`` says why where it made nothing.
+    """What one attack made of one update; ``reconstruction`` is None where it refused.
 
-    ``unexplained`` is what the recovered inputs leave of the update, each tensor relative to its own size: 0 nothing, 1
-    as much as an update of zeros; ``unexplained_by_truth`` the same of the client's own examples. Both are None where
-    they cannot be computed. ``evaluation`` is there with the truth only.
+    ``unexplained`` is what the recovered inputs leave of the update, each tensor relative to its own size (1: as much
+    as an update of zeros); ``unexplained_by_truth`` the same of the client's own examples. None where not computable.
     """
 
     observation: Observation = field(repr=False)
@@ -122,12 +116,11 @@ class Assessment:
 
     @property
     def certified(self) -> int:
-        """Return how many examples are certified: recovered, with a proof that needs no truth."""
+        """Count the examples recovered with a proof that needs no truth."""
         return 0 if self.reconstruction is None else self.reconstruction.certified
 
     @property
     def unexplained_of_noise(self) -> float | None:
-        """What the same attack leaves of noise in the update's place."""
         return next((one.unexplained for one in self.baselines if one.name == "noise"), None)
 
     @property
@@ -158,27 +151,26 @@ class Assessment:
 
     @property
     def worst_off(self) -> tuple[float, float]:
-        """PSNR of the example that was recovered best, and what zero information gives of it; NaN without truth."""
+        """Return the PSNR of the example recovered best, and what zero information gives of it; NaN without truth."""
         if self.psnr is None or self.baseline_psnr is None:
             return math.nan, math.nan
         return max(zip(self.psnr, self.baseline_psnr, strict=True), key=lambda pair: _or_least(pair[0]))
 
     @property
     def psnr_of_inputs(self) -> list[float]:
-        """PSNR of each recovered input to the original that it is matched with; NaN without one."""
-        found = self.reconstruction
+        """Return the PSNR of each recovered input to the original that it is matched with; NaN without one."""
         order = [] if self.evaluation is None else self.evaluation.order.tolist()
         measured = dict(zip(order, self.psnr or (), strict=True))
-        return [measured.get(number, math.nan) for number in range(0 if found is None else len(found.inputs))]
+        count = 0 if self.reconstruction is None else len(self.reconstruction.inputs)
+        return [measured.get(number, math.nan) for number in range(count)]
 
     @property
     def one_gradient(self) -> bool:
-        """Whether what is left is that of one gradient although there may have been several local steps."""
         return hides_steps(self.observation)
 
     @property
     def standing(self) -> Standing:
-        """What the result may be taken for: by its certificates, else by what it leaves beside its baselines."""
+        """Judge the result by its certificates, else by what it leaves beside its baselines."""
         found = self.reconstruction
         wrong = any(psnr < RECOVERED_PSNR for psnr in self.psnr_of_inputs)
         if found is not None and 0 < found.certified == len(found.inputs) and not wrong:
@@ -186,10 +178,7 @@ class Assessment:
         return standing_of(self.unexplained, [one.unexplained for one in self.baselines])
 
     def metrics(self) -> dict[str, float]:
-        """Numbers that may travel: no inputs and no labels; NaN where something was not measured.
-
-        Of the examples the worst off counts. At the server there is no truth, and no PSNR.
-        """
+        """Return numbers that hold no inputs and no labels, of the example worst off; NaN where not measured."""
         guess, place = self.reconstruction, "captured" if self.origin is None else self.origin.place
         numbers = {
             "audited": 0.0 if guess is None else 1.0,
@@ -211,12 +200,12 @@ class Assessment:
         return {f"leakscope.{place}.{name}": value for name, value in numbers.items()}
 
     def describe(self) -> str:
-        """One line: where it was taken, what was recovered, and what that stands beside."""
+        """Say in one line where it was taken, what was recovered, and what that stands beside."""
         return assessment_line(self)
 
 
 def standing_of(left: float | None, baselines: Sequence[float | None]) -> Standing:
-    """How a result stands by what it leaves of the update, beside what results leave that know nothing.
+    """Compare what a result leaves of the update with what baselines leave.
 
     >>> [standing_of(left, [1.0, 0.9, None]) for left in (0.01, 0.7, 0.85, None)]
     ['stands out', 'somewhat better', 'no better', 'unknown']
@@ -245,16 +234,18 @@ def assess(
     origin: Origin | None = None,
     notes: Sequence[str] = (),
 ) -> Assessment:
-    """Attack the observation, then its ``controls``; measure where the ``truth`` is given, which the attack never is.
+    """Attack the observation, then its ``controls``; measure them where the ``truth`` is given.
 
-    ``run`` attacks in another way than by the seed, device and progress. ``explain``: what the result leaves of the
-    update, the flag that follows, and the diagnosis (``thorough``: even where it takes minutes).
+    ``run`` replaces the call of the attack. ``explain``: also compute what the result leaves of the update, the flag
+    that follows, and the diagnosis (``thorough``: even where it takes minutes).
     """
     known = None if truth is None else Truth(*truth)
     ruler = Ruler(observation.inputs, observation.task) if ruler is None else ruler
     facts: dict[str, Any] = {"observation": observation, "attack": attack, "ruler": ruler, "origin": origin}
     attacked = run or (lambda seen: attack(seen, seed=seed, device=device, progress=progress))
-    told = [*(() if origin is None else origin.notes), *notes, *_sign_notes(observation)]
+    told = [*(() if origin is None else origin.notes), *notes]
+    if (made := observation.made) is not None and made.sign == "wrong":
+        told.append(f"the update points the wrong way: {made.sign_reason}")
     memory = PeakMemory()
     try:
         found = attacked(observation)
@@ -296,10 +287,7 @@ def assess(
 
 
 def left_by(observation: Observation, inputs: Tensor, labels: Tensor | None, order: Any = None) -> float | None:
-    """Return what inputs leave of the update, None where it cannot be computed; see ``matching/unexplained.py``.
-
-    ``order`` is the visiting order of these inputs, where it is known.
-    """
+    """Return what inputs, visited in ``order``, leave of the update; None where it cannot be computed."""
     if observation.has_rounds or labels is None or len(labels) != len(inputs) or not bool(torch.isfinite(inputs).all()):
         return None
     try:
@@ -323,7 +311,7 @@ def labels_of(observation: Observation, result: Reconstruction) -> Tensor | None
 def _flagged(
     result: Reconstruction, observation: Observation, left: float | None, by_truth: float | None, judged: bool
 ) -> Reconstruction:
-    """The result, flagged where it leaves more of the update than the truth, or than known noise without it."""
+    """Flag a result that leaves more of the update than the truth, or than known noise without it."""
     # Where the truth is there and its side cannot be computed, nothing tells a defence from a failed search.
     if left is None or (judged and by_truth is None) or FLAG in result.flags:
         return result
@@ -334,17 +322,11 @@ def _flagged(
 
 
 def _diagnosed(observation: Observation, result: Reconstruction, thorough: bool) -> Diagnosis:
-    """Why the result is what it is; theory that fails says so and costs the result nothing."""
     try:
         return diagnose(observation, result, thorough=thorough)
     except Exception as error:  # noqa: BLE001 - any model may come, and the attack's result stands without it
         reason = f"the diagnosis failed with {type(error).__name__}: {first_line(str(error))}"
         return Diagnosis(outcome="undecided", reason=reason, unknowns=result.inputs.numel())
-
-
-def _sign_notes(observation: Observation) -> list[str]:
-    made = observation.made
-    return [f"the update points the wrong way: {made.sign_reason}"] if made is not None and made.sign == "wrong" else []
 
 
 def _baseline(
@@ -355,7 +337,7 @@ def _baseline(
     attacked: Callable[[Observation], Reconstruction],
     draws: torch.Generator,
 ) -> Baseline | None:
-    """Inputs that know nothing of the client, with the labels that the attack has; None without other examples."""
+    """Return inputs that know nothing of the client, with the attack's labels; None without other examples."""
     if name == "noise":
         blind = noise_of_equal_norm(observation, draws)
         drawn = attacked(blind)

@@ -1,8 +1,4 @@
-"""One job from start to row: the client's update, what an attack makes of it, and only then the comparison with truth.
-
-A :class:`Bench` belongs to one process: it keeps updates of clients and what attacks have in common, so that jobs share
-them. Seconds are those that a job takes by itself, shared work included.
-"""
+"""Do one job: make the client's update, attack it, and only then compare with the truth."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ import copy
 import dataclasses
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
@@ -46,7 +42,7 @@ Advance = Callable[[int, int, float], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a job; plain values only, so that it passes between processes."""
+    """What became of a job, in plain values that pass between processes; seconds include shared work."""
 
     status: Status
     result: dict[str, Any] | None = None
@@ -56,13 +52,11 @@ class Outcome:
     history: dict[str, Any] | None = field(default=None, repr=False)
 
     def row(self, setup: Setup, job: Job) -> Row:
-        """The row of an attempt or control."""
         record = None if self.result is None else AttemptRecord.read(self.result)
         facts = describe(setup, job)
         return Row(job.key, job.position, self.status, facts, record, self.error, self.seconds, _now(), raw=self.result)
 
     def finding(self, setup: Setup, job: Job) -> FindingRow:
-        """The row of a finding."""
         facts = describe(setup, job)
         return FindingRow(
             *(job.key, job.position, job.finding or "", self.status),
@@ -72,7 +66,7 @@ class Outcome:
 
 
 class Bench:
-    """Where jobs are done: the set-up, updates of clients, and work that attacks have in common."""
+    """Do the jobs of one process, which share updates of clients and work that attacks have in common."""
 
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
@@ -80,7 +74,7 @@ class Bench:
         self._updates = Updates()
 
     def run(self, job: Job, progress: Advance | None = None) -> Outcome:
-        """Do one job. Whatever goes wrong becomes an outcome; only an interrupt passes through."""
+        """Do one job; turn whatever goes wrong, except an interrupt, into an outcome."""
         started, recalled = time.perf_counter(), self._shared.recalled_seconds
         try:
             outcome = self._do(job, progress)
@@ -100,7 +94,7 @@ class Bench:
         return self._attempt(job, progress)
 
     def observe(self, job: Job) -> Observation:
-        """What the client of this job sends, made once for all jobs on it."""
+        """Return what the client of this job sends, made once for all jobs on it."""
         return self._updates.get(client_of(self._setup, job), lambda: self._make_update(job))
 
     def _make_update(
@@ -110,34 +104,33 @@ class Bench:
         protocol: Protocol | None = None,
         examples: tuple[Tensor, Tensor] | None = None,
     ) -> Observation:
-        """The update of the job's client; where told, of other examples, by another protocol, seen by another eye."""
-        setup, spec = self._setup, self._setup.spec
+        """Make the update of the job's client; the other arguments override what the job says."""
+        setup, part = self._setup, self._setup.spec.protocols[job.protocol]
         x, y = setup.batch(job.batch) if examples is None else examples
-        attack = None if job.attack is None else spec.attacks[job.attack].instance
-        sent = setup if attack is None else _prepared(setup, attack)
+        sent = setup if job.attack is None else _prepared(setup, setup.spec.attacks[job.attack].instance)
         if knowledge is not None:
             sent = dataclasses.replace(sent, knowledge=knowledge)
-        part = spec.protocols[job.protocol]
         if protocol is not None:
             part = part.model_copy(update={"instance": protocol})
         made: Observation = observe(sent, part, _defense(setup, job), x, y, client_draws(job))
         return made
 
+    def _knowing(self, job: Job, what: str, **granted: Any) -> Observation:
+        """Return the update as an adversary sees it who also knows what is ``granted``."""
+        knowledge, whose = dataclasses.replace(self._setup.knowledge, **granted), client_of(self._setup, job)
+        return self._updates.get((*whose, what), lambda: self._make_update(job, knowledge))
+
     def _attempt(self, job: Job, progress: Advance | None) -> Outcome:
         setup = self._setup
         assert job.attack is not None
         attack: Attack = setup.spec.attacks[job.attack].instance
-        protocol = setup.spec.protocols[job.protocol].instance
-        if attack.reads_rounds and not protocol.sends_rounds:
+        if attack.reads_rounds and not setup.spec.protocols[job.protocol].instance.sends_rounds:
             # That is for the protocol to give, so its lack is no want of knowledge.
             raise NotApplicable(f"{type(attack).__name__} reads rounds on announced batches; this protocol has none")
         real = job.control is None
         observation = self.observe(job) if job.control is None else self._control(job, CONTROLS[job.control])
         found = assess(
-            observation,
-            attack,
-            self._truth(job, observation),
-            controls=(),
+            *(observation, attack, self._truth(job, observation), ()),
             run=lambda seen: self._attack(job, attack, seen, progress),
             ruler=self._ruler,
             explain=real,
@@ -154,11 +147,12 @@ class Bench:
             "unexplained": plain(found.unexplained),
             "unexplained_by_truth": plain(found.unexplained_by_truth),
         }
-        if real:
-            assert found.reconstruction.diagnosis is not None
+        if real and found.reconstruction.diagnosis is not None:
             result["diagnosis"] = plain(dataclasses.asdict(found.reconstruction.diagnosis))
-            if "labels uncertain" in found.reconstruction.flags and not _all_right(found.evaluation):
-                result |= self._with_labels(job, attack, progress, found.reconstruction.notes)
+        # An attack that names no labels has no wrong ones.
+        right = all(row.get("label_correct") in (True, None) for row in found.evaluation.rows)
+        if real and "labels uncertain" in found.reconstruction.flags and not right:
+            result |= self._with_labels(job, attack, progress, found.reconstruction.notes)
         pictures = self._pictures(job, found.evaluation)
         return Outcome("done", result, tensors=pictures, history=plain(dict(found.reconstruction.history)))
 
@@ -168,33 +162,26 @@ class Bench:
         return Ruler(setup.data.inputs, setup.spec.task.instance, setup.candidates, setup.lpips)
 
     def _truth(self, job: Job, observation: Observation) -> Truth:
-        """The client's examples; a control may be about the first of them only."""
+        """Return the client's examples, of which a control may hold the first only, and its own visiting order."""
         x, y = self._setup.batch(job.batch)
         count = len(x) if job.control is None else observation.num_examples or len(x)
-        return Truth(x[:count], y[:count], lambda: self._order(job, observation))
+        recipe = dict.fromkeys(("local_epochs", "batch_size", "learning_rate", "batch_order"), True)
 
-    def _order(self, job: Job, observation: Observation) -> Order | None:
-        """The client's own visiting order, whether or not the attack was told it."""
-        if observation.message.kind != "weight_delta":
-            return None
-        knowing = dataclasses.replace(
-            self._setup.knowledge, local_epochs=True, batch_size=True, learning_rate=True, batch_order=True
-        )
-        whose = *client_of(self._setup, job), "with order"
-        return self._updates.get(whose, lambda: self._make_update(job, knowing)).training.batch_order
+        def order() -> Order | None:
+            weights = observation.message.kind == "weight_delta"
+            return self._knowing(job, "with order", **recipe).training.batch_order if weights else None
+
+        return Truth(x[:count], y[:count], order)
 
     def _with_labels(
         self, job: Job, attack: Attack, progress: Advance | None, notes: tuple[str, ...]
     ) -> dict[str, Any]:
-        """What the same attack makes of the same update if told the labels: whether it was they that were in its way.
+        """Attack once more with the labels given: an adversary may guess them, so what a wrong guess hides is not safe.
 
-        An adversary may guess them, so what a wrong guess hides is not safe. If that fails, a note says so and the
-        labels stay a doubt; the first result stands.
+        If that fails, a note says so and the first result stands.
         """
-        knowing = dataclasses.replace(self._setup.knowledge, labels="yes")
         try:
-            whose = *client_of(self._setup, job), "with labels"
-            observation = self._updates.get(whose, lambda: self._make_update(job, knowing))
+            observation = self._knowing(job, "with labels", labels="yes")
             found = self._attack(job, attack, observation, progress)
             measured = self._ruler.compare(self._truth(job, observation), found.inputs, found.labels)
         except Exception as error:  # noqa: BLE001 - what was found without the labels must not be lost
@@ -203,10 +190,10 @@ class Bench:
         return {"given_labels": _result(self._setup, job, found, measured)["examples"]}
 
     def _guess(self, job: Job, guess: Callable[[Case], Tensor]) -> Outcome:
-        """A control without an attack."""
-        case, setup = self._case(job), self._setup
+        case = self._case(job)
         measured = self._ruler.measure(Truth(case.x, case.y), guess(case), None)
-        return Outcome("done", {"examples": _examples(setup, job, measured, []), "reasons": plain(measured.reasons)})
+        examples = _examples(self._setup, job, measured, [])
+        return Outcome("done", {"examples": examples, "reasons": plain(measured.reasons)})
 
     def _control(self, job: Job, control: Control) -> Observation:
         make = control.observe
@@ -215,7 +202,6 @@ class Bench:
 
     def _case(self, job: Job) -> Case:
         setup = self._setup
-        protocol: Protocol = setup.spec.protocols[job.protocol].instance
         x, y = setup.batch(job.batch)
 
         def observe(
@@ -224,10 +210,7 @@ class Bench:
             return self._make_update(job, knowledge, protocol, (x, y))
 
         return Case(
-            protocol=protocol,
-            knowledge=setup.knowledge,
-            x=x,
-            y=y,
+            *(setup.spec.protocols[job.protocol].instance, setup.knowledge, x, y),
             originals=self._ruler.originals(x),
             held_out=setup.held_out(job.batch),
             observation=lambda: self.observe(job),
@@ -282,18 +265,15 @@ class Bench:
     def _training(self, job: Job, progress: Advance | None) -> Outcome:
         setup, spec = self._setup, self._setup.spec
         assert setup.course is not None
-        protocol, defense = spec.protocols[job.protocol].instance, _defense(setup, job).instance
-        task = spec.task.instance
-        return Outcome("done", plain(describe_utility(setup.course, protocol, defense, task, job.seed, progress)))
+        parts = spec.protocols[job.protocol].instance, _defense(setup, job).instance, spec.task.instance
+        return Outcome("done", plain(describe_utility(setup.course, *parts, job.seed, progress)))
 
 
 def client_draws(job: Job) -> torch.Generator:
-    """The client's draws, from the beginning."""
     return torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "client"))
 
 
 def failure_text(error: BaseException) -> str:
-    """Type, message, and the last lines of the traceback."""
     trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join([f"{type(error).__name__}: {error}", *trace[-TRACEBACK_LINES:]])
 
@@ -303,22 +283,20 @@ def _defense(setup: Setup, job: Job) -> Part:
 
 
 def _prepared(setup: Setup, attack: Attack) -> Setup:
-    """A server that may choose the model sends out the one its attack asks for."""
+    """Let a server that may choose the model send out the one its attack asks for."""
     knowledge = setup.knowledge
     if not attack.chooses_model or not (knowledge.choose_weights or knowledge.choose_structure):
         return setup
     if not all(knowledge.grants(name) for name in attack.requires):
         return setup  # the attack itself will say what it lacks
-    shape = tuple(setup.data.x.shape[1:])
-    return dataclasses.replace(setup, model=attack.prepare(copy.deepcopy(setup.model), shape))
+    model = attack.prepare(copy.deepcopy(setup.model), tuple(setup.data.x.shape[1:]))
+    return dataclasses.replace(setup, model=model)
 
 
 def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Evaluation) -> dict[str, Any]:
+    scores = reconstruction.scores.detach().cpu().flatten().tolist()
     return {
-        "examples": _examples(
-            *(setup, job, measured, reconstruction.scores.detach().cpu().flatten().tolist()),
-            reconstruction.certificates,
-        ),
+        "examples": _examples(setup, job, measured, scores, reconstruction.certificates),
         "reasons": plain(dict(measured.reasons)),
         "flags": list(reconstruction.flags),
         "notes": list(reconstruction.notes),
@@ -327,11 +305,7 @@ def _result(setup: Setup, job: Job, reconstruction: Reconstruction, measured: Ev
 
 
 def _examples(
-    setup: Setup,
-    job: Job,
-    measured: Evaluation,
-    scores: list[float],
-    certificates: tuple[Certificate | None, ...] = (),
+    setup: Setup, job: Job, measured: Evaluation, scores: list[float], certificates: Sequence[Certificate | None] = ()
 ) -> list[dict[str, Any]]:
     examples = []
     for place, (index, numbers) in enumerate(zip(setup.batches[job.batch], measured.rows, strict=False)):
@@ -341,11 +315,6 @@ def _examples(
         proof = None if certificate is None else plain(dataclasses.asdict(certificate))
         examples.append({"index": index, **plain(numbers), "score": plain(score), "certificate": proof})
     return examples
-
-
-def _all_right(measured: Evaluation) -> bool:
-    """Whether the attack named every label; one that names none has no wrong ones."""
-    return all(row.get("label_correct") in (True, None) for row in measured.rows)
 
 
 def _now() -> str:

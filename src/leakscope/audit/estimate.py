@@ -1,9 +1,7 @@
-"""How long an audit takes: one estimator for ``leakscope plan``, for what an audit announces, and for its progress.
+"""Estimate how long an audit takes, for ``leakscope plan``, for the audit's announcement and for its progress.
 
-A few steps of one job of each kind are timed; what is not timed counts as its nearest relative that was. An attack
-tells its progress after each step, so it is timed and stopped from there; one that says nothing is stopped by an alarm.
-No client but the first makes an update, so that ten thousand of them are sized as fast as one. docs/scaling.md measures
-the model of :func:`wall_seconds`.
+A few steps of one job of each kind are timed, of the first client only; a kind that is not timed counts as its nearest
+relative that was. docs/scaling.md measures the model of :func:`wall_seconds`.
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ import signal
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +22,6 @@ import psutil
 from leakscope.audit.attempts import Bench
 from leakscope.audit.keys import is_training
 from leakscope.audit.memory import MOST_BYTES, PeakMemory, update_bytes
-from leakscope.audit.parts import Part
 from leakscope.audit.plan import Job, count_plan, describe
 from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse, torch_threads
@@ -55,16 +52,13 @@ class _Enough(BaseException):
 
 @dataclass(frozen=True)
 class Trial:
-    """What one job takes: seconds in all, and of a step where it has steps; ``at_least`` where none was finished.
-
-    ``share`` is how much of a processor the trial got.
-    """
+    """What one job takes: seconds in all, and of a step where it has steps; ``at_least`` where none was finished."""
 
     seconds: float
     step: float | None = None
     steps: int | None = None
     at_least: bool = False
-    share: float = 1.0
+    share: float = 1.0  # of a processor that the trial got
 
     @property
     def how(self) -> str:
@@ -77,9 +71,8 @@ def try_out(setup: Setup, job: Job) -> Trial | None:
     started, used = time.perf_counter(), time.process_time()
 
     def watch(done: int, total: int, _value: float) -> None:
-        now = time.perf_counter()
-        times.append((int(done), int(total), now))
-        elapsed, steps = now - started, len(times)
+        times.append((int(done), int(total), time.perf_counter()))
+        elapsed, steps = times[-1][2] - started, len(times)
         if steps > STEPS or (steps > 1 and elapsed > TWO_STEPS_SECONDS) or elapsed > ONE_STEP_SECONDS:
             raise _Enough
 
@@ -105,7 +98,7 @@ def _extrapolated(started: float, times: list[tuple[int, int, float]], attack: A
 
 
 def _uncompiled(setup: Setup) -> Setup:
-    """The same audit without compilation, which takes longer than a trial may."""
+    """Return the audit without compilation, which takes longer than a trial may."""
     attacks = [
         part.model_copy(update={"instance": dataclasses.replace(part.instance, compile="never")})
         if hasattr(part.instance, "compile")
@@ -117,7 +110,7 @@ def _uncompiled(setup: Setup) -> Setup:
 
 @contextmanager
 def _alarm(seconds: float) -> Iterator[None]:
-    """_Enough after ``seconds``, as soon as Python is asked; only the main thread can be stopped so."""
+    """Raise _Enough after ``seconds``; only the main thread can be stopped so."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
         yield
         return
@@ -138,15 +131,12 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _kind(job: Job) -> Job:
-    """Return what stands for all jobs that differ from this one in nothing but the client and the seed."""
+    """Return the job without client and seed."""
     return dataclasses.replace(job, key="", position=0, seed=0, batch=0)
 
 
 class Estimator:
-    """Times of jobs by kind, from trials of one job of each, which take at most about so many ``seconds``.
-
-    An audit tries each attack once under each protocol, within its budget; for a plan ``every`` kind is tried.
-    """
+    """Time jobs by kind, in trials of about ``seconds`` in all: each attack once per protocol, or ``every`` kind."""
 
     def __init__(self, setup: Setup, jobs: Iterable[Job], seconds: float | None = None, *, every: bool = False) -> None:
         self._setup = setup
@@ -161,7 +151,7 @@ class Estimator:
         self._to_try = deque(self._in_order(every))
 
     def _in_order(self, every: bool) -> list[Job]:
-        """One of each attack, guess or finding under each protocol before any other of them; controls last."""
+        """Order the trials: one of each attack, guess or finding under each protocol first; controls last."""
         turns: Counter[tuple[Any, ...]] = Counter()
         ranked = []
         for kind in sorted(self.firsts, key=lambda kind: kind.control is not None and kind.attack is not None):
@@ -181,16 +171,13 @@ class Estimator:
         self.trials[_kind(job)] = trial
 
     def of(self, kind: Job) -> tuple[Trial | None, str]:
-        """Return the trial of this kind, or of its nearest relative, and how it was timed.
-
-        Relatives have the same attack, guess or finding; those of the same protocol come first, then of no control.
-        """
+        """Return the trial of this kind, or of its nearest relative with the same attack, and how it was timed."""
         if kind in self.trials:
             trial = self.trials[kind]
             return trial, "not timed" if trial is None else trial.how
-        guess = kind.attack is None and kind.finding is None
         same = [one for one in self.trials if (one.attack, one.finding) == (kind.attack, kind.finding)]
-        same = [one for one in same if not guess or one.control == kind.control]
+        if kind.attack is None and kind.finding is None:  # a guess is a control without an attack
+            same = [one for one in same if one.control == kind.control]
         for other in sorted(same, key=lambda one: (one.protocol != kind.protocol, one.control != kind.control)):
             if (trial := self.trials[other]) is not None:
                 return trial, f"as {_setting(self._setup, self.firsts[other])}"
@@ -198,10 +185,8 @@ class Estimator:
 
     def tell(self, emit: Callable[[dict[str, Any]], None], workers: int) -> None:
         """Emit how long the attacks will take, if any was tried; findings are not counted."""
-        if self.trials:
-            emit({"event": "estimated", **self._told(workers)})
-
-    def _told(self, workers: int) -> dict[str, Any]:
+        if not self.trials:
+            return
         spec = self._setup.spec
         timed = [(kind, trial) for kind in self.counts if kind.attack is not None and (trial := self.of(kind)[0])]
         by_attack: defaultdict[str, float] = defaultdict(float)
@@ -221,12 +206,11 @@ class Estimator:
             trials = [trial for kind, trial in timed if spec.attacks[kind.attack or 0].name == name]
             slowest = max(trials, key=lambda trial: trial.seconds)
             advice = _advice(name, slowest, findings=any(kind.finding is not None for kind in self.counts))
-        told = {"seconds": seconds, "jobs": jobs, "by_attack": dict(by_attack)}
-        return {**told, "advice": advice, "budget": spec.budget}
+        told = {"seconds": seconds, "jobs": jobs, "by_attack": dict(by_attack), "advice": advice}
+        emit({"event": "estimated", **told, "budget": spec.budget})
 
 
 def _advice(name: str, trial: Trial, findings: bool) -> str:
-    """What to change where it takes too long."""
     pace = "" if trial.step is None else f"{'at least ' if trial.at_least else ''}{trial.step:.2g} s"
     steps = f", {trial.steps} steps of {pace} a job" if pace else ""
     shorter = "" if not pace else f"fewer steps (--attack {name}:iterations=...), "
@@ -239,9 +223,7 @@ def _advice(name: str, trial: Trial, findings: bool) -> str:
 
 
 def wall_seconds(work: float, jobs: int, workers: int, longest: float = 0.0, *, start: float = START_SECONDS) -> float:
-    """Return the seconds on ``workers`` workers for so many seconds of work.
-
-    The most of three counts: the work by workers, what the one process that writes rows takes, the longest job.
+    """Return the wall-clock seconds: the most of work by workers, writing all rows in one process, the longest job.
 
     >>> wall_seconds(3600.0, jobs=100, workers=1), wall_seconds(3600.0, jobs=100, workers=10)
     (3606.0, 366.0)
@@ -254,9 +236,9 @@ def wall_seconds(work: float, jobs: int, workers: int, longest: float = 0.0, *, 
 def remaining_seconds(
     elapsed: float, share: float, estimated: float | None = None, budget: float | None = None
 ) -> float | None:
-    """Return the seconds left: the estimate at first, and the more is done the more by the pace; within the budget.
+    """Return the seconds left within the budget: by the estimate at first, then ever more by the pace.
 
-    The estimate takes every search for one that uses all of its steps, so that it soon gives way.
+    The estimate assumes that every search uses all of its steps, so it soon gives way.
 
     >>> remaining_seconds(10.0, 0.0, estimated=100.0), remaining_seconds(10.0, 0.5, estimated=100.0)
     (90.0, 10.0)
@@ -279,10 +261,7 @@ def remaining_seconds(
 
 @dataclass(frozen=True)
 class Cell:
-    """Jobs of one kind. ``seconds`` of a processor for each, None where nothing like it could be timed.
-
-    ``timed`` is "whole", "steps", "at least", or what the time was taken over from.
-    """
+    """Jobs of one kind."""
 
     setting: str
     protocol: str
@@ -290,8 +269,8 @@ class Cell:
     attack: str
     kind: str
     jobs: int
-    seconds: float | None
-    timed: str
+    seconds: float | None  # of a processor for each job; None where nothing like it could be timed
+    timed: str  # "whole", "steps", "at least", or what the time was taken over from
 
     @property
     def core_hours(self) -> float:
@@ -329,10 +308,7 @@ class Sizing:
 def size_audit(
     spec: AuditSpec, *, workers: int | None = None, clients: int | None = None, seconds: float = ALL_SECONDS
 ) -> Sizing:
-    """Return what ``spec`` will take, from trials of at most about so many seconds; nothing is written.
-
-    ``clients``: as if so many held data like the first one, whether the data has them or not.
-    """
+    """Return what ``spec`` will take, from trials of about ``seconds``, as if ``clients`` held data like the first."""
     notes = []
     if spec.training is not None:
         spec = spec.model_copy(update={"training": None})
@@ -359,7 +335,7 @@ def size_audit(
 
 
 def _try_all(setup: Setup, estimator: Estimator) -> float:
-    """Try all kinds as far as the seconds go; megabytes that a worker takes."""
+    """Try all kinds as far as the seconds go; return the megabytes that a worker takes."""
     rest, rise, update = psutil.Process().memory_info().rss, 0.0, 0
     with torch_threads(setup.spec.threads):
         while (job := estimator.next()) is not None:
@@ -375,15 +351,14 @@ def _try_all(setup: Setup, estimator: Estimator) -> float:
 
 def disk_bytes(setup: Setup, attempts: int, findings: int) -> int:
     """Return what the folder of an audit takes: rows, curves, and pictures where they are kept."""
-    pixels = math.prod(setup.data.x.shape[1:])
-    pictures = 2 * FLOAT * pixels * setup.spec.batch if setup.pictures else 0
+    pictures = 2 * FLOAT * math.prod(setup.data.x.shape[1:]) * setup.spec.batch if setup.pictures else 0
     row = ROW_BYTES + CURVE_BYTES + setup.spec.batch * EXAMPLE_BYTES + pictures
     return attempts * row + findings * ROW_BYTES
 
 
 def _cell(setup: Setup, job: Job, jobs: int, trial: Trial | None, timed: str) -> Cell:
     facts = describe(setup, job)
-    kind = "attempt" if job.control is None and job.finding is None else "control" if job.control else "finding"
+    kind = "control" if job.control else "attempt" if job.finding is None else "finding"
     kind = "training" if is_training(job.finding) else kind
     name = facts.attack_name if job.control is None or job.attack is None else f"{facts.attack_name} on {job.control}"
     seconds = None if trial is None else trial.seconds * trial.share
@@ -391,12 +366,10 @@ def _cell(setup: Setup, job: Job, jobs: int, trial: Trial | None, timed: str) ->
 
 
 def _setting(setup: Setup, job: Job) -> str:
-    """Short names of protocol and defence; of several with the same name, their place among them."""
-    chosen = (setup.spec.protocols, job.protocol), (setup.spec.defenses, job.defense)
-    return ", ".join(_short(parts, place) for parts, place in chosen if place is not None)
-
-
-def _short(parts: Sequence[Part], place: int) -> str:
-    name = parts[place].name
-    same = [number for number, part in enumerate(parts) if part.name == name]
-    return name if len(same) == 1 else f"{name} {same.index(place) + 1}"
+    """Name protocol and defence; number those that share a name."""
+    names = []
+    for parts, place in ((setup.spec.protocols, job.protocol), (setup.spec.defenses, job.defense)):
+        if place is not None:
+            same = [number for number, part in enumerate(parts) if part.name == parts[place].name]
+            names.append(parts[place].name + (f" {same.index(place) + 1}" if len(same) > 1 else ""))
+    return ", ".join(names)

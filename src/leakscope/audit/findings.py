@@ -1,9 +1,7 @@
 """Findings: what is true of a setting or of one client of it, whatever attack is run.
 
-A protocol names the findings that make sense for it; each is planned once, runs once, has its own row and progress, and
-can be switched off. The truth's side: computed at the private inputs, for the report and never for an attack. Here are
-their table, the floor of theory, the features that last layers give away, and what rounds of vertical learning give
-away and cost; that of weight updates has a file of its own (``audit/trajectory.py``).
+A protocol names the findings that make sense for it. They are computed at the private inputs, for the report and never
+for an attack. That of weight updates has a file of its own (``audit/trajectory.py``).
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from leakscope.models.split import VerticalModel
 from leakscope.network.recorder import inputs_of
 
 #: Where the floor cannot be exact it is estimated from so many random directions and steps.
-FLOOR_PROBES = 4
-FLOOR_STEPS = 200
+FLOOR_PROBES, FLOOR_STEPS = 4, 200
 #: Errors and losses of so many examples are kept.
 MOST_EXAMPLES = 64
 #: Spans of larger gradients are not looked for.
@@ -49,13 +46,12 @@ MAX_SAMPLES = 2000
 #: Points of a loss curve that are kept.
 MAX_POINTS = 200
 
+Per = Literal["setting", "client", "training"]
+
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """What a finding is about: one client, what it holds, and what it sent.
-
-    ``draws()`` are the client's draws from the beginning, for what has to be repeated.
-    """
+    """What a finding is about: a client, what it holds, what it sent, and its random draws from the beginning."""
 
     protocol: Protocol
     defense: Defense | None
@@ -68,26 +64,24 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """A kind of finding: taken of the first client of each setting, of every client, or of a training of its own.
+    """A kind of finding, of the first client of each setting, of every client, or of a training of its own.
 
-    One of a training is made once for each protocol, defence and seed of the section ``utility``, and is about no
-    client (``audit/utility.py``): there is nothing to ``tell`` of a subject.
+    A training runs once for each protocol, defence and seed of the section ``utility``, and has no subject to ``tell``
+    of.
     """
 
     name: str
     summary: str
-    per: Literal["setting", "client", "training"]
+    per: Per
     tell: Callable[[Subject], Mapping[str, Any]] | None = None
 
 
 def describe_floor(subject: Subject) -> dict[str, Any]:
-    """The Cramér–Rao floor of one observed gradient or weight update; or only a ``reason``.
+    """Return the Cramér–Rao floor of one observed gradient or weight update; or only a ``reason``.
 
-    The map of a weight update is the client's local steps in their true order, linearised at its examples.
-
-    Where the defence adds no noise, the update's own rounding is the noise, taken to be in proportion to the size of
-    each tensor: a floor of 110 dB says that in principle everything is there. It is that of the model as it is: a
-    server that may send another one is not bound by it (``model_may_change``).
+    The map of a weight update is the client's local steps in their true order, linearised at its examples. Where the
+    defence adds no noise, the update's own rounding is the noise, in proportion to the size of each tensor. A server
+    that may send another model is not bound by the floor (``model_may_change``).
     """
     defense = Defense() if subject.defense is None else subject.defense
     channel = subject.protocol.channel(defense, len(subject.x))
@@ -105,14 +99,8 @@ def describe_floor(subject: Subject) -> dict[str, Any]:
         return {"reason": plan}
     method, steps = plan
     flat = mapping.flat(subject.x.double())
-    floor = cramer_rao(
-        mapping,
-        flat,
-        channel.with_least_noise(_rounding(subject, mapping, flat)),
-        method=method,
-        probes=FLOOR_PROBES,
-        steps=steps,
-    )
+    noisy = channel.with_least_noise(_rounding(subject, mapping, flat))
+    floor = cramer_rao(mapping, flat, noisy, method=method, probes=FLOOR_PROBES, steps=steps)
     knowledge = subject.observation.knowledge
     may_change = knowledge.choose_weights or knowledge.choose_structure
     return {**_floor_facts(floor, mapping, channel), "model_may_change": may_change}
@@ -134,19 +122,16 @@ def _local_steps(subject: Subject) -> UnrolledSteps | str:
 
 
 def _rounding(subject: Subject, mapping: GradientMap, flat: Tensor) -> dict[str, float]:
-    """The noise of rounding on each tensor.
+    """Return the noise of rounding on each tensor: an error up to eps / 2 of an entry's size, all equally likely.
 
-    To the nearest: an error up to eps / 2 of an entry's size, all of them equally likely. Sizes differ much from layer
-    to layer, less within one. A weight update is a difference of weights that were rounded at each step, so that it is
-    their size that counts.
+    A weight update is a difference of weights that were rounded at each step, so that their size counts.
     """
     rounding = torch.finfo(subject.observation.dtype).eps / math.sqrt(12)
     sizes = {name: float(value.square().mean().sqrt()) for name, value in mapping.update(flat).items()}
     if mapping.steps is not None:
         weights, steps = mapping.victim.tensors.weights, len(mapping.steps.order)
-        sizes = {
-            name: max(size, float(weights[name].square().mean().mul(steps).sqrt())) for name, size in sizes.items()
-        }
+        for name, size in sizes.items():
+            sizes[name] = max(size, float(weights[name].square().mean().mul(steps).sqrt()))
     return {name: rounding * (size or 1.0) for name, size in sizes.items()}
 
 
@@ -171,10 +156,7 @@ def _floor_facts(floor: Floor, mapping: GradientMap, channel: Channel) -> dict[s
 
 
 def describe_embedding(subject: Subject) -> dict[str, Any]:
-    """How near the features that follow from the update are to the true ones; or a ``reason`` why none follow.
-
-    The features are solved for from the observation alone; the truth enters the comparison.
-    """
+    """Compare the features that follow from the observation alone with the true ones; or a ``reason`` why none do."""
     try:
         found = recover_embedding(subject.observation)
     except NotApplicable as refusal:
@@ -201,10 +183,7 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
 
 
 def _span(subject: Subject) -> dict[str, Any]:
-    """Where single features do not follow: how near their span in front of the widest dense layer is, if there is one.
-
-    ``span_baseline`` is the error of a random span.
-    """
+    """Compare the span of the features in front of the widest dense layer with the true one and a random one."""
     observation = subject.observation
     try:
         layer = read_dense_gradient(observation)
@@ -232,7 +211,6 @@ def _true_features(subject: Subject, layer: str) -> Tensor:
 
 
 def _labels_right(subject: Subject, found: Embedding, order: Tensor) -> float | None:
-    """The share of labels that are right, where the task has any."""
     if found.labels is None or not subject.task.has_classes:
         return None
     return float(subject.task.right(subject.y.cpu(), found.labels[order]).mean())
@@ -243,11 +221,11 @@ def _finite(value: float) -> float | None:
 
 
 def describe_rounds(subject: Subject) -> dict[str, Any]:
-    """What theory says of the rounds that were observed; ``found``, or only a ``reason``.
+    """Return what theory says of the rounds that were observed: ``found``, or only a ``reason``.
 
-    ``announced``: whether the adversary knows the batches. Where secure shuffling hides them, ``found`` is what as many
-    batches would give away that are drawn alike and known. ``moves``, ``alters`` and ``mixes`` name what the equations
-    leave out: that the model learns meanwhile, that a defence changes the gradients, that BatchNorm mixes samples.
+    ``announced``: the adversary knows the batches. Where secure shuffling hides them, ``found`` is what as many known
+    batches drawn alike would give away. The equations leave out that the model learns meanwhile (``moves``), that a
+    defence changes the gradients (``alters``), and that BatchNorm mixes samples (``mixes``).
     """
     protocol, observation, samples = _vertical(subject), subject.observation, len(subject.x)
     batches = [message.indices for message in observation.messages if message.indices is not None]
@@ -265,10 +243,7 @@ def describe_rounds(subject: Subject) -> dict[str, Any]:
         return {**facts, "reason": f"the calculation is for classification, not for {subject.task!r}"}
     assert isinstance(observation.model, VerticalModel)  # or the protocol had refused it
     limits = vertical_limits(
-        observation.model,
-        samples,
-        protocol.batch_size,
-        len(observation.messages),
+        *(observation.model, samples, protocol.batch_size, len(observation.messages)),
         sampling=protocol.sampling,
         inputs=subject.x,
         labels=subject.y,
@@ -278,25 +253,23 @@ def describe_rounds(subject: Subject) -> dict[str, Any]:
 
 
 def describe_cost(subject: Subject) -> dict[str, Any]:
-    """How the training goes under this defence.
+    """Train under this defence and return the course of the loss.
 
     ``points`` are round and loss of its batch before it, ``first`` and ``last_tenth`` the first and the mean of the
-    last of these losses; ``before`` and ``after`` are losses on all samples, which owe nothing to the draw of the last
-    batches.
+    last of these losses; ``before`` and ``after`` are losses on all samples.
     """
     protocol, model = _vertical(subject), subject.observation.model
     run = protocol.train(model, subject.x, subject.y, subject.defense, subject.draws(), task=subject.task)
-    before, after = (_loss(subject, net) for net in (model, run.last))
     losses = run.losses
     last = losses[-max(1, len(losses) // 10) :]
     points = averaged(losses, _stretch(len(losses), len(subject.x) // protocol.batch_size))
     return {
         "rounds": len(losses),
-        "points": [[place, loss] for place, loss in points],
+        "points": [list(point) for point in points],
         "first": losses[0],
         "last_tenth": math.fsum(last) / len(last),
-        "before": before,
-        "after": after,
+        "before": _loss(subject, model),
+        "after": _loss(subject, run.last),
     }
 
 
@@ -307,7 +280,7 @@ def _vertical(subject: Subject) -> Vertical:
 
 
 def _stretch(rounds: int, epoch: int) -> int:
-    """Rounds over which losses are averaged: an epoch where ten points remain, more where there are too many.
+    """Return the rounds to average losses over: an epoch where ten points remain, more where there are too many.
 
     >>> _stretch(30, 4), _stretch(1000, 10), _stretch(8000, 20), _stretch(5, 4)
     (3, 10, 40, 1)
@@ -316,7 +289,7 @@ def _stretch(rounds: int, epoch: int) -> int:
 
 
 def averaged(values: Sequence[float], length: int) -> list[tuple[float, float]]:
-    """Means over stretches of so many values, each with the middle of its places, counted from 1.
+    """Return means over stretches of ``length`` values, each with the middle of its places, counted from 1.
 
     >>> averaged([4.0, 2.0, 3.0, 1.0, 5.0], 2)
     [(1.5, 3.0), (3.5, 2.0), (5.0, 5.0)]
@@ -326,7 +299,7 @@ def averaged(values: Sequence[float], length: int) -> list[tuple[float, float]]:
 
 
 def _loss(subject: Subject, model: nn.Module) -> float:
-    """Mean loss over all samples, in the mode in which the workers train and about as many at a time."""
+    """Return the mean loss over all samples, in the mode in which the workers train and about as many at a time."""
     protocol, x, y = _vertical(subject), subject.x, subject.y
     client = client_copy(model, protocol.batchnorm)
     parts = max(1, len(x) // protocol.batch_size)
@@ -338,26 +311,25 @@ def _loss(subject: Subject, model: nn.Module) -> float:
 
 
 def _late(place: str) -> Callable[[Subject], Mapping[str, Any]]:
-    """A function by module and name: some are in modules that themselves need :class:`Subject`."""
+    """Find a function by module and name when it is called: some modules themselves need :class:`Subject`."""
     module, _, name = place.partition(".")
     return lambda subject: getattr(import_module(f"leakscope.audit.{module}"), name)(subject)
 
 
-_ALL = (
-    Finding(
-        *("floor", "the least error that theory allows behind an update", "setting", _late("findings.describe_floor"))
-    ),
-    Finding(
-        *("trajectory", "how nearly the update of many local steps is one gradient", "client"),
-        tell=_late("trajectory.describe_update"),
-    ),
-    Finding("rounds", "which samples announced batches determine", "setting", _late("findings.describe_rounds")),
-    Finding("cost", "how the training goes under the defence", "setting", _late("findings.describe_cost")),
-    Finding("utility", "how well the model learns under the defence", "training"),
-    Finding(
-        *("embedding", "the features that the last layers give away by themselves", "setting"),
-        tell=_late("findings.describe_embedding"),
+_ALL: tuple[tuple[str, str, Per, str | None], ...] = (
+    ("floor", "the least error that theory allows behind an update", "setting", "findings.describe_floor"),
+    ("trajectory", "how nearly the update of many local steps is one gradient", "client", "trajectory.describe_update"),
+    ("rounds", "which samples announced batches determine", "setting", "findings.describe_rounds"),
+    ("cost", "how the training goes under the defence", "setting", "findings.describe_cost"),
+    ("utility", "how well the model learns under the defence", "training", None),
+    (
+        "embedding",
+        "the features that the last layers give away by themselves",
+        "setting",
+        "findings.describe_embedding",
     ),
 )
 #: Kinds of findings; a further one is a function and a line here, and a protocol that names it.
-FINDINGS: Mapping[str, Finding] = MappingProxyType({finding.name: finding for finding in _ALL})
+FINDINGS: Mapping[str, Finding] = MappingProxyType(
+    {name: Finding(name, summary, per, _late(place) if place else None) for name, summary, per, place in _ALL}
+)

@@ -1,7 +1,4 @@
-"""The folder of an audit: what it tells of what was audited, where that was asked for, and how it grows.
-
-Statements go on top of page and console; they are warnings where a verdict may not be what it seems.
-"""
+"""The folder of an audit: what it tells of what was audited, where that was asked for, and how it grows."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 from torch import nn
 
 from leakscope.audit.keys import identity, versions
-from leakscope.audit.plan import AXES, Plan
+from leakscope.audit.plan import AXES, Plan, joined
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import item_lines
@@ -30,18 +28,17 @@ from leakscope.results.store import DATABASE, Store, StoreError, check_same_audi
 
 #: Settings of attacks that say how long they try.
 _EFFORTS = ("iterations", "steps", "restarts")
-EFFORT = "Effort"
-WAIVED = "Waived"
+EFFORT, WAIVED = "Effort", "Waived"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
-    """The folder's store, and the plan of all that was ever asked for in it."""
+    """Return the folder's store, and the plan of all that was ever asked for in it."""
     if directory.exists() and not directory.is_dir():
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
-        audited = {"audited": _audited(setup, _told_spec(setup), plan)}
-        return Store.create(directory, {**_meta(setup), **plan.meta(setup, identity(setup)), **audited}), plan
+        meta = {**_meta(setup), **plan.meta(setup, identity(setup))}
+        return Store.create(directory, {**meta, "audited": _audited(setup, meta["spec"], plan)}), plan
     store = Store.open(directory, write=True)
     try:
         known = _grown_identity(mapping(store.meta("identity")), identity(setup))
@@ -50,10 +47,8 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         spec = _grown_spec(store.meta("spec"), _told_spec(setup))
         changes = {
             **plan.meta(setup, known),
+            **_newest(setup),
             "spec": spec,
-            "data": _told_data(setup),
-            "source": source_of(setup.spec, setup.model).as_dict(),
-            "policy": dataclasses.asdict(setup.spec.policy),  # judges the rows, so the newest wish counts
             "audited": _grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
         }
         store.update(changes, {job.key: job.position for job in plan.jobs})
@@ -61,6 +56,12 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         store.close()
         raise
     return store, plan
+
+
+def _newest(setup: Setup) -> dict[str, Any]:
+    """Return what the newest run decides; so the policy, as it only judges the rows."""
+    source = source_of(setup.spec, setup.model).as_dict()
+    return {"data": _told_data(setup), "source": source, "policy": dataclasses.asdict(setup.spec.policy)}
 
 
 def _meta(setup: Setup) -> dict[str, Any]:
@@ -78,9 +79,7 @@ def _meta(setup: Setup) -> dict[str, Any]:
             "training": None if spec.training is None else spec.training.describe(),
             "training_losses": plain(setup.training_losses),
         },
-        "data": _told_data(setup),
-        "source": source_of(spec, setup.model).as_dict(),
-        "policy": dataclasses.asdict(spec.policy),
+        **_newest(setup),
         "pictures": setup.pictures,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -103,7 +102,7 @@ def _told_data(setup: Setup) -> dict[str, Any]:
 
 
 def _told_spec(setup: Setup) -> dict[str, Any]:
-    """The spec as results tell it: without folders, addresses of machines, and the file of private data."""
+    """Return the spec without folders, addresses of machines, and the file of private data."""
     spec = {**setup.spec.normalised(), "executor": setup.spec.executor.name}
     if setup.spec.show_names:
         return spec
@@ -129,50 +128,42 @@ def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str
 
 
 def _grown_identity(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """What the runs of a folder have in common: trainings, once asked for, stay the same."""
-    before = {} if UTILITY in now or UTILITY not in stored else {UTILITY: stored[UTILITY]}
-    return {**now, **before}
+    """Return what the runs of a folder have in common: trainings, once asked for, stay the same."""
+    return {**({UTILITY: stored[UTILITY]} if UTILITY in stored else {}), **now}
 
 
 def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The newest spec, its lists joined with those of the runs before."""
+    """Return the newest spec, its lists joined with those of the runs before."""
     before = {name: stored[name] if isinstance(stored.get(name), list) else [] for name in AXES}
-    lists = {name: [*before[name], *(x for x in now[name] if x not in before[name])] for name in AXES}
+    lists = {name: joined(before[name], now[name]) for name in AXES}
     counts = [spec["examples"] for spec in (stored, now) if isinstance(spec.get("examples"), int)]
-    return {**now, **lists, "examples": max(counts, default=None), UTILITY: _grown_utility(stored, now)}
-
-
-def _grown_utility(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The section of the newest run that has one, with the seeds of all."""
     sections = [spec[UTILITY] for spec in (stored, now) if isinstance(spec.get(UTILITY), dict)]
     seeds = dict.fromkeys(seed for section in sections for seed in section.get("seeds", []))
-    return {**sections[-1], "seeds": list(seeds)} if sections else None
+    utility = {**sections[-1], "seeds": list(seeds)} if sections else None
+    return {**now, **lists, "examples": max(counts, default=None), UTILITY: utility}
 
 
 def _grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What was audited: the newest statements, and those on protocols and defences that only earlier runs had."""
+    """Return the newest statements, and those on protocols and defences that only earlier runs had."""
     before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
     return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith((EFFORT, WAIVED)))]
 
 
 def source_of(spec: AuditSpec, model: nn.Module) -> Source:
-    """Where ``spec`` was written; without a file, where ``model`` is made."""
+    """Return where ``spec`` was written; without a file, where ``model`` is made."""
     made = _model_place(spec.model.name, model)
     if spec.file is None:
         return Source(whole=made)
-    path = spec.file.path
-    lines = item_lines(spec.file.text)
+    path, lines = spec.file.path, item_lines(spec.file.text)
     tables = {}
     for name, parts in (("protocols", spec.protocols), ("defenses", spec.defenses)):
         starts = [] if name in spec.file.replaced else lines.get(name, [])
-        pairs = zip(parts, starts, strict=False)
-        tables[name] = {part.identity(): place_of(path, line) for part, line in pairs}
-    first = next(iter(lines.get("model", [])), 1)
-    return Source(whole=place_of(path, first), model=made, **tables)
+        tables[name] = {part.identity(): place_of(path, line) for part, line in zip(parts, starts, strict=False)}
+    return Source(whole=place_of(path, next(iter(lines.get("model", [])), 1)), model=made, **tables)
 
 
 def _model_place(name: str, model: nn.Module) -> Place:
-    """Where the model's code is: its factory, its class, the script, or the class of torch that it is made of."""
+    """Find the model's code: its factory, its class, the script, or the class of torch that it is made of."""
     module, _, attribute = name.partition(":")
     factory = getattr(sys.modules.get(module), attribute, None) if attribute else None
     places = [place for target in (factory, *type(model).__mro__) if (place := _defined(target)) is not None]
@@ -184,7 +175,7 @@ def _model_place(name: str, model: nn.Module) -> Place:
 
 
 def _defined(target: Any) -> Place | None:
-    """The first line of a function or class; None where its source is not at hand, as in a notebook."""
+    """Find a function or class; None where its source is not at hand, as in a notebook."""
     try:
         file, line = inspect.getsourcefile(target), inspect.findsource(target)[1] + 1
     except (TypeError, OSError):
@@ -201,7 +192,7 @@ class Statement:
 
 
 def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
-    """What the verdict is about, most important first; ``asked`` is the spec of all runs in the folder."""
+    """Say what the verdict is about, most important first; ``asked`` is the spec of all runs in the folder."""
     return [
         _weights(setup),
         *_modes(setup),
@@ -233,12 +224,9 @@ def _modes(setup: Setup) -> Iterator[Statement]:
     modes = {part.instance.batchnorm for part in setup.spec.protocols}
     if norms:
         own = "train" if any(module.training for module in norms) else "eval"
-        text = f"BatchNorm: {' and '.join(sorted(modes))} mode in the client"
-        if own in modes:
-            yield Statement(f"{text}, as in the model given.")
-        else:
-            words = f"{text}, but the model given is in {own} mode. Set batchnorm: {own} in the protocol if clients"
-            yield Statement(f"{words} train so.", warning=True)
+        more = f", but the model given is in {own} mode. Set batchnorm: {own} in the protocol if clients train so."
+        more = ", as in the model given." if own in modes else more
+        yield Statement(f"BatchNorm: {' and '.join(sorted(modes))} mode in the client{more}", warning=own not in modes)
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in setup.model.modules()):
         yield Statement("Dropout: off in the client, which leaks more than training with it.", warning=True)
 
@@ -268,33 +256,29 @@ def _effort(asked: Mapping[str, Any]) -> Statement:
 
 
 def _waived(setup: Setup) -> Iterator[Statement]:
-    """Standard attacks that the policy does without."""
     if names := setup.spec.policy.waive:
         text = f"{WAIVED}: the policy allows a pass without the standard attacks {', '.join(names)}"
         yield Statement(f"{text}. They may recover more.", warning=True)
 
 
 def _knowing(setup: Setup) -> Iterator[Statement]:
-    """That an attack which leaves out what it knows of a defence is run only where there is something to leave out."""
-    ignoring = [part.name for part in setup.spec.attacks if part.instance.ignore_defense]
-    if ignoring:
+    if ignoring := [part.name for part in setup.spec.attacks if part.instance.ignore_defense]:
         text = f"Knowledge of the defence: {', '.join(dict.fromkeys(ignoring))} is also run without it"
         yield Statement(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
 
 
 def _privacy(setup: Setup) -> Iterator[Statement]:
-    """Epsilon for what a client really sends, where a defence promises one."""
-    for part in setup.spec.protocols:
-        for defense in setup.spec.defenses:
-            if defense.instance is None:
-                continue
-            passes = part.instance.passes(setup.spec.batch)
-            spent, promised = defense.instance.epsilon_for(passes), defense.instance.epsilon_for(None)
-            if spent is None or promised is None:
-                continue
-            text = f"Privacy: {defense.name} under {part.name} spends epsilon {spent:.3g} in one round"
-            if spent > 1.001 * promised:
-                why = f"for {passes} passes over its data, not the {promised:.3g} promised"
-                yield Statement(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
-            else:
-                yield Statement(f"{text} of a client; more rounds spend more.")
+    """State the epsilon of what a client really sends, where a defence promises one."""
+    for part, defense in product(setup.spec.protocols, setup.spec.defenses):
+        if defense.instance is None:
+            continue
+        passes = part.instance.passes(setup.spec.batch)
+        spent, promised = defense.instance.epsilon_for(passes), defense.instance.epsilon_for(None)
+        if spent is None or promised is None:
+            continue
+        text = f"Privacy: {defense.name} under {part.name} spends epsilon {spent:.3g} in one round"
+        if spent > 1.001 * promised:
+            why = f"for {passes} passes over its data, not the {promised:.3g} promised"
+            yield Statement(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
+        else:
+            yield Statement(f"{text} of a client; more rounds spend more.")

@@ -18,7 +18,7 @@ from leakscope.audit.utility import Course
 
 
 def canonical(value: Any) -> str:
-    """One text for equal JSON values; infinity and NaN, which a setting may be, have theirs too.
+    """Return one text for equal JSON values, infinity and NaN included.
 
     >>> canonical({"b": 1, "a": [1.0, None]})
     '{"a":[1.0,null],"b":1}'
@@ -27,7 +27,7 @@ def canonical(value: Any) -> str:
 
 
 def content_hash(value: Any) -> str:
-    """sha256 of the canonical text, in hex.
+    """Hash the canonical text with sha256.
 
     >>> content_hash({})[:8]
     '44136fa3'
@@ -36,7 +36,7 @@ def content_hash(value: Any) -> str:
 
 
 def derived_seed(seed: int, batch: int, purpose: str) -> int:
-    """A seed for each batch and purpose, the same for every defence, so that they are compared fairly.
+    """Derive a seed for each batch and purpose, the same for every defence, so that they are compared fairly.
 
     >>> derived_seed(0, 0, "attack") == derived_seed(0, 1, "attack")
     False
@@ -45,17 +45,13 @@ def derived_seed(seed: int, batch: int, purpose: str) -> int:
 
 
 def identity(setup: Setup) -> dict[str, Any]:
-    """What all runs in a store have in common; the rest may grow (``Plan.grown``).
-
-    How the work is spread and judged is left out, for it changes no result.
-    """
+    """Return what all runs in a store have in common; the rest may grow (``Plan.grown``) or changes no result."""
     spec = setup.spec
-    utility = {} if setup.course is None else {"utility": _training_of(setup.course)}
     return {
         "leakscope version": __version__,
         "torch version": torch.__version__,
         "model": {"name": spec.model.name, "fingerprint": setup.model_fingerprint},
-        "data": {"name": setup.spec.data.name, "fingerprint": setup.data_fingerprint},
+        "data": {"name": spec.data.name, "fingerprint": setup.data_fingerprint},
         "task": spec.task.identity(),
         "candidates for identification": setup.candidates_fingerprint,
         "LPIPS weights": setup.lpips_fingerprint,
@@ -65,40 +61,35 @@ def identity(setup: Setup) -> dict[str, Any]:
         "device": spec.device,
         "dtype": spec.dtype,
         "threads": spec.threads,
-        **utility,
+        **({} if setup.course is None else {"utility": _training_of(setup.course)}),
     }
 
 
 def _training_of(course: Course) -> dict[str, Any]:
-    """What trainings under different defences must have in common to be compared."""
+    """Return what trainings under different defences must have in common to be compared."""
     return {**course.spec.identity(), "examples": course.fingerprint}
 
 
 class Keys:
-    """Hashes of everything that a result depends on."""
-
     def __init__(self, setup: Setup) -> None:
         spec = self._spec = setup.spec
         self._auxiliary = _auxiliary_fingerprint(setup)
         self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
-        self._training = {
+        everywhere = {
             "leakscope": __version__,
             "torch": torch.__version__,
             "task": spec.task.identity(),
             "threads": spec.threads,
-            "training": None if setup.course is None else _training_of(setup.course),
         }
+        self._training = {**everywhere, "training": None if setup.course is None else _training_of(setup.course)}
         self._common = {
-            "leakscope": __version__,
-            "torch": torch.__version__,
+            **everywhere,
             "model": setup.model_fingerprint,
-            "task": spec.task.identity(),
             "candidates": setup.candidates_fingerprint,
             "lpips": setup.lpips_fingerprint,
             "knowledge": spec.knowledge,
             "device": spec.device,
             "dtype": spec.dtype,
-            "threads": spec.threads,
             "pictures": setup.pictures,
         }
 
@@ -120,7 +111,7 @@ class Keys:
 
 
 def _auxiliary_fingerprint(setup: Setup) -> str:
-    """Of the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
+    """Hash the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
     digest = hashlib.sha256(setup.salt.encode())
     for part in setup.auxiliary or ():
         digest.update(tensor_bytes(part))
@@ -142,7 +133,7 @@ def is_training(finding: str | None) -> bool:
 
 
 def versions() -> dict[str, str]:
-    """The versions that numbers may depend on; no name of a host or a user."""
+    """Return the versions that numbers may depend on; no name of a host or a user."""
     return {
         "leakscope": __version__,
         "torch": str(torch.__version__),

@@ -1,9 +1,9 @@
-"""Examples that a section of a spec names, as an audit reads them; and what a tensor holds, as bytes."""
+"""Load the examples that a section of a spec names; read bytes of tensors and the precision of models."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.audit.sections import DataSpec
 from leakscope.contracts.errors import UserError
@@ -11,7 +11,7 @@ from leakscope.data import DATA, Examples, load_data
 
 
 def load_examples(asked: DataSpec) -> Examples:
-    """The examples that ``asked`` names: cut as it says, then normalised."""
+    """Load the examples that ``asked`` names, cut and normalised as it says."""
     last = None if asked.limit is None else asked.skip + asked.limit
     if asked.instance is not None:
         data: Examples = asked.instance
@@ -31,5 +31,9 @@ def load_examples(asked: DataSpec) -> Examples:
 
 
 def tensor_bytes(value: Tensor) -> bytes:
-    """The content of a tensor, the same on every device and for every memory layout."""
+    """Return the content of a tensor, the same on every device and for every memory layout."""
     return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def precision(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

@@ -1,4 +1,4 @@
-"""From the words of a spec to protocols, defences, attacks, tasks and knowledge; rooms are loaded when needed."""
+"""Turn the words of a spec into protocols, defences, attacks, tasks and knowledge; rooms are loaded when needed."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Part(BaseModel):
     instance: Any = Field(default=None, exclude=True, repr=False)
 
     def identity(self) -> str:
-        """The complete description, which goes into keys: "none" or the ``repr`` of the object."""
+        """Return the complete description, which goes into keys."""
         return "none" if self.instance is None else repr(self.instance)
 
     def facts(self) -> dict[str, Any]:
-        """Name, class and options, as rows keep them beside the ``repr``; nothing of no defence."""
+        """Return what rows keep beside the identity."""
         kind = type(self.instance).__name__
         return {} if self.instance is None else {"name": self.name, "class": kind, "options": self.options}
 
@@ -63,7 +63,7 @@ def defense_part(value: Any) -> Part:
 
 
 def _chain(values: Sequence[Any]) -> Part:
-    """Several defences, one after another; those called none are left out."""
+    """Join several defences, without those called none."""
     from leakscope.contracts.defense import as_defense
 
     parts = [part for part in map(defense_part, values) if part.instance is not None]
@@ -80,7 +80,7 @@ def attack_part(value: Any) -> Part:
 
 
 def task_part(value: Any) -> Part:
-    """A task by name, or the user's own: a class that inherits Task, or a function loss(outputs, targets)."""
+    """Find a task by name, or take the user's own: a class that inherits Task, or a function loss(outputs, targets)."""
     from leakscope.contracts.registry import import_object
     from leakscope.contracts.task import TASKS, CustomLoss, Task
 
@@ -94,7 +94,6 @@ def task_part(value: Any) -> Part:
 
 
 def executor_part(value: Any) -> Part:
-    """Where jobs run: a name, or a name with the settings that only this executor has."""
     from leakscope.audit.executors import EXECUTORS
     from leakscope.contracts.settings import check_settings
 
@@ -104,16 +103,15 @@ def executor_part(value: Any) -> Part:
         raise UserError(f"expected the name of an executor, got {value!r}")
     name, options = _named(value, EXECUTORS.kind)
     known = name if ":" in name else EXECUTORS.find(name).name
-    settings = EXECUTORS.target(name).own_settings()
     try:
-        check_settings(settings, options)
+        check_settings(EXECUTORS.target(name).own_settings(), options)
     except ValueError as error:
         raise UserError(f"{known}: {'; '.join(lines(str(error)))}") from error
     return Part(name=known, options=options)
 
 
 def knowledge_fields(value: Any) -> dict[str, Any]:
-    """All fields of the Knowledge that a preset's name, a mapping or a Knowledge means."""
+    """Return all fields of the Knowledge that a preset's name, a mapping or a Knowledge means."""
     from leakscope.contracts.knowledge import KNOWLEDGE_PRESETS, Knowledge
 
     if isinstance(value, Knowledge):
@@ -145,7 +143,6 @@ def _part(value: Any, table: Registry[Any]) -> Part:
 
 
 def _own(name: str, table: Registry[Any]) -> type[Described]:
-    """The class that ``package.module:Class`` names."""
     try:
         cls: type[Described] = table.target(name)
     except ValueError as error:
@@ -156,7 +153,7 @@ def _own(name: str, table: Registry[Any]) -> type[Described]:
 
 
 def _with_preset(cls: type, options: dict[str, Any]) -> dict[str, Any]:
-    """The settings published under the name in ``preset``, if there is one, changed by the other options."""
+    """Return the settings published as ``preset``, if there is one, changed by the other options."""
     presets: Mapping[str, Mapping[str, Any]] = getattr(cls, "presets", {})
     if "preset" not in options or not presets:
         return options
@@ -195,7 +192,7 @@ def _given(value: Any, table: Registry[Any]) -> Part:
 
 
 def _plain_fields(instance: Any) -> dict[str, Any]:
-    """The settings of a dataclass; what JSON cannot hold is told by its repr."""
+    """Return the settings of a dataclass; what JSON cannot hold is told by its repr."""
     settings = {}
     for field in dataclasses.fields(instance) if dataclasses.is_dataclass(instance) else ():
         value = _in_words(getattr(instance, field.name))
@@ -207,19 +204,18 @@ def _plain_fields(instance: Any) -> dict[str, Any]:
 
 
 def _in_words(value: Any) -> Any:
-    """A part within a part, the protocol of secure aggregation say, as a spec says it; all else as it is."""
+    """Write a part within a part, such as the protocol of secure aggregation, as a spec says it."""
     if isinstance(value, tuple) and any(isinstance(item, Described) for item in value):
         return [_in_words(item) for item in value]
     return {type(value).__name__: _plain_fields(value)} if isinstance(value, Described) else value
 
 
 def _a(noun: str) -> str:
-    """The noun with its article."""
     return f"an {noun}" if noun[0] in "aeiou" else f"a {noun}"
 
 
 def lines(message: str) -> list[str]:
-    """The lines of another room's message, without bullets and headings.
+    """Return the lines of a message, without bullets and headings.
 
     >>> lines("FedAvg:\\n  - epochs: expected at least 1, got 0")
     ['epochs: expected at least 1, got 0']
@@ -229,7 +225,7 @@ def lines(message: str) -> list[str]:
 
 
 def without_addresses(text: str) -> str:
-    """``text`` with memory addresses cut out, which differ from run to run.
+    """Cut out memory addresses, which differ from run to run.
 
     >>> without_addresses("<function relu at 0x7f3a>")
     '<function relu>'

@@ -1,11 +1,7 @@
-"""The grid as a list of jobs, in a fixed order, each with a key of everything its result depends on.
+"""Plan the grid as a list of jobs: attempts, controls and findings, each with a key of all its result depends on.
 
-Three kinds of jobs: attempts, controls, and findings. Those on the same client form a group, so that its update is made
-once for all of them.
-
-A folder grows: what is asked for now joins what was asked for before, and what is done is not done again. The union of
-two grids is no grid, so the store keeps the list of all jobs that were ever planned in it: only then are those of an
-earlier run that never finished still missed.
+A folder grows: what is asked for now joins what was asked for before. The union of two grids is no grid, so the store
+keeps the list of all jobs ever planned in it: only then are those of an earlier run that never finished still missed.
 """
 
 from __future__ import annotations
@@ -17,14 +13,13 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any
 
-import torch
-
 from leakscope.attacks import ATTACKS, standard_attacks
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.keys import Keys, content_hash, is_training
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
+from leakscope.audit.utility import most_frequent
 from leakscope.results.records import JobRecord
 from leakscope.results.store import Store, StoreError
 
@@ -36,8 +31,7 @@ AXES = ("protocols", "defenses", "attacks", "seeds", "controls", "findings")
 class Job:
     """One thing to do; numbers point into the spec's lists.
 
-    An attempt has an attack; a control has its name, no defence (None), and an attack unless it is a guess from
-    held-out examples; a finding has its ``finding`` kind and no attack.
+    A control has no defence, and no attack where it is a guess from held-out examples; a finding has no attack.
     """
 
     key: str
@@ -52,18 +46,15 @@ class Job:
 
 
 def make_plan(setup: Setup) -> list[Job]:
-    """Every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
-    keys = Keys(setup)
-    return [Job(keys.of(**place), number, **place) for number, place in enumerate(_places(setup))]
+    """List every job: protocol x (defences, then controls) x attack x seed x batch; then the findings."""
+    keys, places = Keys(setup), chain(_attempts(setup), _findings(setup))
+    return [Job(keys.of(**place), number, **place) for number, place in enumerate(places)]
 
 
 def count_plan(setup: Setup) -> Iterator[Job]:
-    """The jobs of :func:`make_plan`, with numbers for keys: to be counted without a look at the examples."""
-    return (Job(str(number), number, **place) for number, place in enumerate(_places(setup)))
-
-
-def _places(setup: Setup) -> Iterator[dict[str, Any]]:
-    return chain(_attempts(setup), _findings(setup))
+    """Yield the jobs of :func:`make_plan` with numbers for keys, which need the examples."""
+    places = chain(_attempts(setup), _findings(setup))
+    return (Job(str(number), number, **place) for number, place in enumerate(places))
 
 
 def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
@@ -84,20 +75,16 @@ def _attempts(setup: Setup) -> Iterator[dict[str, Any]]:
 
 
 def is_repeated(setup: Setup, protocol: int, defense: int | None, attack: int | None) -> bool:
-    """Whether an attack that leaves out what it knows of the defence has nothing to leave out here.
-
-    It would repeat the same attack that knows; without that one in the list it is run.
-    """
+    """Tell whether an attack that ignores the defence would repeat the one in the list that knows it."""
     spec = setup.spec
     if attack is None or not spec.attacks[attack].instance.ignore_defense:
         return False
     knowing = repr(dataclasses.replace(spec.attacks[attack].instance, ignore_defense=False))
     if knowing not in [part.identity() for part in spec.attacks]:
         return False
-    protection = None if defense is None else spec.defenses[defense].instance
-    if protection is None or not setup.knowledge.defense:
-        return True
-    return spec.protocols[protocol].instance.channel(protection, spec.batch) is None
+    used = None if defense is None else spec.defenses[defense].instance
+    known = used is not None and setup.knowledge.defense
+    return not known or spec.protocols[protocol].instance.channel(used, spec.batch) is None
 
 
 def _controls(spec: AuditSpec) -> list[Control]:
@@ -107,29 +94,23 @@ def _controls(spec: AuditSpec) -> list[Control]:
 
 
 def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
-    """What each protocol has to tell: of the first client of a setting, or of every client."""
-    spec = setup.spec
+    """Yield each protocol's findings; trainings are asked for by their own section, others by their kind."""
+    spec, defenses = setup.spec, range(len(setup.spec.defenses))
     for protocol, part in enumerate(spec.protocols):
-        of_protocol = part.instance.findings()
-        for kind in [kind for kind in FINDINGS if kind in of_protocol and _is_asked(spec, kind)]:
-            if is_training(kind):
-                seeds = [] if spec.utility is None else spec.utility.seeds
-                for defense, seed in product(range(len(spec.defenses)), seeds):
-                    yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": 0, "finding": kind}
-                continue
+        for kind in [kind for kind in FINDINGS if kind in part.instance.findings()]:
             some = slice(None) if FINDINGS[kind].per == "client" else slice(1)
-            clients = product(range(len(spec.defenses)), spec.seeds[some], range(len(setup.batches))[some])
+            if is_training(kind):
+                clients = product(defenses, [] if spec.utility is None else spec.utility.seeds, [0])
+            elif kind in spec.findings:
+                clients = product(defenses, spec.seeds[some], range(len(setup.batches))[some])
+            else:
+                continue
             for defense, seed, batch in clients:
                 yield {"protocol": protocol, "defense": defense, "seed": seed, "batch": batch, "finding": kind}
 
 
-def _is_asked(spec: AuditSpec, kind: str) -> bool:
-    """Trainings are asked for by their own section, other findings by their kind."""
-    return spec.utility is not None if is_training(kind) else kind in spec.findings
-
-
 def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
-    """Whose update a job is about: jobs with the same answer share it.
+    """Return whose update a job is about: jobs with the same answer share it.
 
     Where a server may choose the model, an attack that does has clients of its own. A training is about no client.
     """
@@ -143,7 +124,7 @@ def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
 
 
 def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
-    """The jobs by client, in the order in which each client first occurs; attempts before findings."""
+    """Return the jobs by client, so that its update is made once, in the order in which each client first occurs."""
     groups: dict[tuple[Any, ...], list[Job]] = {}
     for job in jobs:
         groups.setdefault(client_of(setup, job), []).append(job)
@@ -151,7 +132,7 @@ def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
 
 
 def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
-    """The jobs as a time budget wants them, each a group of its own, so that they are begun in this order.
+    """Return the jobs in the order of a time budget, each a group of its own.
 
     Guesses without an attack; then attack by attack, in the order of the table: of one example after the other its
     controls, then every setting, and further seeds only after all examples. Findings are last. Controls go before the
@@ -171,14 +152,13 @@ def in_turn(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
 
 
 def seed_place(job: Job, seeds: list[int]) -> int:
-    """Where a job's seed stands among those of the audit; the seeds of trainings are their own."""
+    """Return the place of a job's seed in the audit; the seeds of trainings are their own."""
     return job.seed if is_training(job.finding) else seeds.index(job.seed)
 
 
 def describe(setup: Setup, job: Job) -> JobRecord:
-    """The job as the store and the report tell it; a finding's attack is none."""
-    spec = setup.spec
-    attack = None if job.attack is None else spec.attacks[job.attack]
+    """Describe the job for the store and the report."""
+    spec, attack = setup.spec, None if job.attack is None else setup.spec.attacks[job.attack]
     return JobRecord(
         protocol=spec.protocols[job.protocol].identity(),
         defense="none" if job.defense is None else spec.defenses[job.defense].identity(),
@@ -198,17 +178,9 @@ def describe(setup: Setup, job: Job) -> JobRecord:
     )
 
 
-def label_chance(setup: Setup) -> float | None:
-    """The share of the most frequent label; None where there are no classes."""
-    labels = setup.data.y
-    if labels.is_floating_point() or labels.dim() != 1:
-        return None
-    return float(torch.unique(labels, return_counts=True)[1].max()) / len(labels)
-
-
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a folder holds or waits for: jobs in order, whose numbers point into the lists of ``axes``."""
+    """Everything that a folder holds or waits for; numbers of jobs point into the lists of ``axes``."""
 
     axes: Mapping[str, Any]
     jobs: tuple[Job, ...] = ()
@@ -218,7 +190,6 @@ class Plan:
 
     @classmethod
     def of(cls, setup: Setup, jobs: Sequence[Job]) -> Plan:
-        """What a spec asks for."""
         spec = setup.spec
         parts = {name: [part.identity() for part in getattr(spec, name)] for name in AXES[:3]}
         kinds = {name: list(getattr(spec, name)) for name in AXES[3:]}
@@ -229,7 +200,7 @@ class Plan:
 
     @classmethod
     def read(cls, store: Store) -> Plan:
-        """What was planned in ``store`` so far; StoreError where that is damaged."""
+        """Read what was planned in ``store`` so far; raise StoreError where that is damaged."""
         planned = store.meta("planned")
         try:
             jobs = tuple(Job(*values) for values in planned["jobs"])
@@ -245,15 +216,15 @@ class Plan:
         return plan
 
     def grown(self, new: Plan, finished: Mapping[str, str]) -> Plan:
-        """This plan and ``new`` as one, in the order in which one run of all of it would have had them."""
-        axes = {name: [*self.axes[name], *(x for x in new.axes[name] if x not in self.axes[name])] for name in AXES}
+        """Join this plan and ``new``, in the order in which one run of all of it would have had them."""
+        axes = {name: joined(self.axes[name], new.axes[name]) for name in AXES}
         examples = max(self.axes["examples"], new.axes["examples"])
         union = {job.key: job for job in self.jobs}
-        told = {_subject(job): job.key for job in self.jobs if _per_setting(job)}
+        told = {(job.finding, job.protocol, job.defense): job.key for job in self.jobs if _per_setting(job)}
         for job in new.jobs:
             moved = _moved(job, new.axes, axes)
             if _per_setting(moved):  # one client stands for a setting; which one an earlier run may have chosen
-                key = told.get(_subject(moved), moved.key)
+                key = told.get((moved.finding, moved.protocol, moved.defense), moved.key)
                 if key != moved.key and finished.get(key) in ("done", "refused"):
                     continue
                 union.pop(key, None)
@@ -262,12 +233,12 @@ class Plan:
         return Plan({"examples": examples, **axes}, _numbered(union.values(), axes), floors, standard)
 
     def numbered(self, jobs: Sequence[Job]) -> list[Job]:
-        """Those of ``jobs`` that belong to this plan, in their places."""
+        """Return those of ``jobs`` that belong to this plan, with their positions in it."""
         places = {job.key: job.position for job in self.jobs}
         return [dataclasses.replace(job, position=places[job.key]) for job in jobs if job.key in places]
 
     def meta(self, setup: Setup, known: Mapping[str, Any]) -> dict[str, Any]:
-        """What the store keeps of it; ``known`` is what all of its runs have in common."""
+        """Return what the store keeps; ``known`` is what all runs in it have in common."""
         lists = {name: values for name, values in self.axes.items() if name != "findings"}
         jobs = [dataclasses.astuple(job) for job in self.jobs]
         return {
@@ -278,11 +249,9 @@ class Plan:
         }
 
     def summary(self, setup: Setup) -> dict[str, Any]:
-        """How many attempts, controls and findings there are, in all and per setting, so that missing ones are noticed.
+        """Count attempts, controls and findings, in all and per setting, so that missing ones are noticed.
 
-        ``has_floor``: theory has something to say of what a client of this protocol sends. ``label_chance`` is the
-        share of the most frequent label, which a guess from no information names. ``standard`` names the attacks that
-        a pass of each protocol needs.
+        ``has_floor``: the protocol has a floor of theory. ``label_chance``: the share of the most frequent label.
         """
         counts: dict[tuple[str, str], int] = {}
         theory: Counter[tuple[str, str]] = Counter()
@@ -296,43 +265,43 @@ class Plan:
             for (p, d), n in counts.items()
         ]
         findings = sum(job.finding is not None for job in self.jobs)
-        total = len(self.jobs) - findings
-        examples = self.axes["examples"]
-        facts = {"total": total, "findings": findings, "settings": settings, "examples": examples}
-        return {**facts, "label_chance": label_chance(setup), "standard": self.standard}
+        return {
+            "total": len(self.jobs) - findings,
+            "findings": findings,
+            "settings": settings,
+            "examples": self.axes["examples"],
+            "label_chance": most_frequent(setup.data.y),
+            "standard": self.standard,
+        }
+
+
+def joined(before: Sequence[Any], now: Sequence[Any]) -> list[Any]:
+    return [*before, *(one for one in now if one not in before)]
 
 
 def _moved(job: Job, before: Mapping[str, Any], after: Mapping[str, Any]) -> Job:
-    """The job with its numbers pointing into longer lists."""
-
-    def place(name: str, number: int | None) -> Any:
-        return None if number is None else after[name].index(before[name][number])
-
-    protocol, defense = place("protocols", job.protocol), place("defenses", job.defense)
-    return dataclasses.replace(job, protocol=protocol, defense=defense, attack=place("attacks", job.attack))
+    """Return the job with its numbers pointing into longer lists."""
+    numbers = {"protocols": job.protocol, "defenses": job.defense, "attacks": job.attack}
+    places: dict[str, Any] = {
+        name[:-1]: None if number is None else after[name].index(before[name][number])
+        for name, number in numbers.items()
+    }
+    return dataclasses.replace(job, **places)
 
 
 def _numbered(jobs: Any, axes: Mapping[str, Any]) -> tuple[Job, ...]:
-    """In the order of a plan (see ``make_plan``), with positions from 0: attempts and controls, then findings."""
-    controls, findings = list(CONTROLS), list(FINDINGS)
+    """Return the jobs in the order of ``make_plan``, with positions from 0."""
 
     def order(job: Job) -> tuple[int, ...]:
-        kind = -1 if job.finding is None else findings.index(job.finding)
-        control = -1 if job.control is None else controls.index(job.control)
+        kind = -1 if job.finding is None else list(FINDINGS).index(job.finding)
+        control = -1 if job.control is None else list(CONTROLS).index(job.control)
         numbers = (-1 if number is None else number for number in (job.defense, job.attack))
-        return (int(job.finding is not None), job.protocol, kind, control, *numbers, *_client(job, axes))
+        place = int(job.finding is not None), job.protocol, kind, control, *numbers
+        return (*place, seed_place(job, axes["seeds"]), job.batch)
 
     ordered = sorted(jobs, key=order)
     return tuple(dataclasses.replace(job, position=number) for number, job in enumerate(ordered))
 
 
-def _client(job: Job, axes: Mapping[str, Any]) -> tuple[int, int]:
-    return seed_place(job, axes["seeds"]), job.batch
-
-
 def _per_setting(job: Job) -> bool:
     return job.finding is not None and FINDINGS[job.finding].per == "setting"
-
-
-def _subject(job: Job) -> tuple[Any, ...]:
-    return job.finding, job.protocol, job.defense

@@ -1,4 +1,4 @@
-"""What is shown while an audit runs, by command or script: bars on a terminal, elsewhere a line now and then."""
+"""Show the progress of an audit: bars on a terminal, elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Display = Literal["bars", "lines", "rare", "remarks"]
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told of events, if anybody, and whether an estimate of the time, which costs some, is wanted."""
+    """The function that takes events, if any, and whether an estimate of the time, which costs some, is wanted."""
 
     tell: Tell | None = None
     estimates: bool = False
@@ -45,7 +45,7 @@ class Listener:
 
 @contextmanager
 def listener(progress: Tell | bool | None) -> Iterator[Listener]:
-    """The caller's own function, bars (True), nobody (False); None is bars on terminals, a line now and then else."""
+    """Yield the caller's own function, bars (True) or nobody (False); None: bars on terminals, else rare lines."""
     if callable(progress):
         yield Listener(progress, True)
         return
@@ -65,16 +65,16 @@ def shown(console: Console, display: Display, *, verbose: bool = False) -> Itera
     tally, told = Tally(), set[str]()
 
     def remark(event: Event) -> None:
-        """Say what is said at once, on a terminal or not."""
-        if event["event"] == "planned" and event["finished"]:
+        kind = event["event"]
+        if kind == "planned" and event["finished"]:
             _say(console, f"resuming: {event['finished']} of {event['total']} jobs are done")
-        elif event["event"] == "workers":
+        elif kind == "workers":
             _say(console, f"Using {counted(event['workers'], 'worker')}: {event['reason']}.")
-        elif event["event"] == "estimated":
+        elif kind == "estimated":
             _tell_estimate(console, event, verbose)
-        elif event["event"] == "finished" and verbose:
+        elif kind == "finished" and verbose:
             _say(console, f"[{event['completed']}/{event['total']}] {job_line(event)}")
-        elif event["event"] == "finished" and event["status"] == "failed":
+        elif kind == "finished" and event["status"] == "failed":
             text = f"failed: {job_name(event['job'])}: {shortened(first_line(event['error']))}"
             if text not in told:  # a hundred equal failures are one line
                 told.add(text)
@@ -91,7 +91,7 @@ def shown(console: Console, display: Display, *, verbose: bool = False) -> Itera
 
 
 class Tally:
-    """What the events of an audit say so far: jobs done, steps of those under way, time left."""
+    """Count what the events of an audit say so far: jobs done, steps of those under way, time left."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -126,21 +126,16 @@ class Tally:
 
     @property
     def share(self) -> float:
-        """How much of what was left at the start is done; steps of running jobs count as parts of a job."""
+        """Return how much of what was left at the start is done; steps of running jobs count as parts of a job."""
         left = self.total - self.at_start
         steps = sum(event["done"] / event["total"] for event in self.running.values() if event.get("total"))
         return min(1.0, (self.completed - self.at_start + steps) / left) if left > 0 else 1.0
 
-    @property
-    def remaining(self) -> float | None:
-        return remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
-
     def left(self) -> str:
-        remaining = self.remaining
+        remaining = remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
         return "" if remaining is None else f"about {rough(remaining)} left"
 
     def line(self) -> str:
-        """All of it in one line."""
         fates = ", ".join(f"{count} {fate}" for fate, count in sorted(self.fates.items()))
         running = next(iter(self.running.values()), None)
         under_way = ""
@@ -153,7 +148,7 @@ class Tally:
 
 
 def rough(seconds: float) -> str:
-    """A time that is only guessed.
+    """Round a time that is only guessed.
 
     >>> rough(9), rough(100), rough(400), rough(9000), rough(200000)
     ('10 s', '2 min', '7 min', '2.5 h', '2.3 days')
@@ -166,20 +161,17 @@ def rough(seconds: float) -> str:
 
 
 def job_kind(job: Event) -> str:
-    """The attack of a job, its part of the theory, or a training."""
     return finding_words(job["finding"]) if job["finding"] else str(job["attack_name"])
 
 
 def job_name(job: Event) -> str:
-    """A job in few words: its kind, and the defence."""
     place = f"control ({job['control']})" if job["control"] else short_names([job["defense"]])[job["defense"]]
     return f"{job_kind(job)}, {place}"
 
 
 def job_line(event: Event) -> str:
-    """A finished job: what it was, on whom, and what came out."""
-    job = event["job"]
-    took = f"{event['seconds']:.1f} s"
+    """Say of a finished job what it was, on whom, and what came out."""
+    job, took = event["job"], f"{event['seconds']:.1f} s"
     result = took if job["finding"] else f"{_decibels(event['psnr'])}, {took}"
     if event["error"]:
         result = f"{event['status']}: {shortened(first_line(event['error']))}"
@@ -187,7 +179,6 @@ def job_line(event: Event) -> str:
 
 
 def shortened(text: str) -> str:
-    """A text of any length within a line or two."""
     return text if len(text) <= SHORT else f"{text[: SHORT - 3]}..."
 
 
@@ -217,7 +208,7 @@ def _tell_estimate(console: Console, event: Event, verbose: bool) -> None:
 
 
 class _Count(MofNCompleteColumn):
-    """Steps done and in all; nothing where nobody knows how many there are."""
+    """Steps done and in all, where it is known how many there are."""
 
     def render(self, task: Task) -> Text:
         return Text("") if task.total is None else super().render(task)
@@ -267,9 +258,9 @@ class _Bars:
 
 
 class _Lines:
-    """A line every quarter of a minute, by a thread of its own, for a job may be silent for longer.
+    """Print a line every quarter of a minute, in a thread of its own, for a job may be silent for longer.
 
-    ``first``: how much there is to do is said too; ``last``: and what became of it.
+    ``first``: also say how much there is to do; ``last``: and what became of it.
     """
 
     def __init__(self, console: Console, tally: Tally, *, first: bool, last: bool) -> None:

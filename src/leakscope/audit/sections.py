@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter
@@ -23,13 +24,11 @@ _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 class Strict(BaseModel):
-    """A part of a spec: every key is known, and nothing changes once it is checked."""
-
     model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
 
 
 def key(help: str, default: Any = ..., **bounds: Any) -> Any:
-    """A key of a spec: its one sentence, which the help and the docs show, its default (none: required) and bounds."""
+    """Declare a key of a spec: its sentence in help and docs, its default (none: required) and bounds."""
     return Field(default, description=help, **bounds)
 
 
@@ -60,7 +59,7 @@ class DataSpec(Strict):
 
 
 def _named(value: Any, kind: type[Strict], in_memory: Callable[[Any], Any]) -> Any:
-    """A name, a mapping, or an object from Python; in a file the word "instance" is a mistake like any other."""
+    """Take a name, a mapping, or an object from Python; in a file the key "instance" is a mistake like any other."""
     if isinstance(value, str):
         return {"name": value}
     if isinstance(value, Mapping) and "instance" in value:
@@ -171,16 +170,15 @@ class TrainingSpec(Strict):
     seed: int = key("seed of the split, of the server's draws and of the order of local batches", 0, ge=0, lt=2**63)
 
     def describe(self) -> str:
-        """In one line, for reports.
+        """Describe it in one line.
 
         >>> TrainingSpec(rounds=5, clients=20).describe()
         'round 5; 20 clients, split iid, 10 a round; epochs 1, batch size 10, learning rate 0.01; seed 0'
         """
         clients = "one client a group" if self.clients is None else f"{self.clients} clients"
         split = self.split if self.alpha is None else f"{self.split} with alpha {self.alpha:g}"
-        drawn = f"{clients}, split {split}, {self.clients_per_round} a round"
-        local = f"epochs {self.epochs}, batch size {self.batch_size}, learning rate {self.lr:g}"
-        return f"round {self.rounds}; {drawn}; {local}; seed {self.seed}"
+        local = f"epochs {self.epochs}, batch size {self.batch_size}, learning rate {self.lr:g}; seed {self.seed}"
+        return f"round {self.rounds}; {clients}, split {split}, {self.clients_per_round} a round; {local}"
 
 
 class UtilitySpec(Strict):
@@ -207,7 +205,7 @@ class UtilitySpec(Strict):
     tolerance: float = key("accuracies this near to each other count as the same cost", 0.02, ge=0, le=1)
 
     def rates(self, kind: str) -> tuple[float, ...]:
-        """The step sizes for what a client sends.
+        """Return the step sizes for what a client sends.
 
         >>> UtilitySpec().rates("gradient"), UtilitySpec(learning_rates=[0.5]).rates("weight_delta")
         ((0.03, 0.1, 0.3), (0.5,))
@@ -217,35 +215,32 @@ class UtilitySpec(Strict):
         return (0.03, 0.1, 0.3) if kind == "gradient" else (1.0,)
 
     def identity(self) -> dict[str, Any]:
-        """What all trainings of a folder have in common: a cost can be compared only with one like it."""
-        names = ("rounds", "clients", "batch_size", "learning_rates")
-        return {name: getattr(self, name) for name in names}
+        """Return what all trainings of a folder have in common, so that their costs can be compared."""
+        return self.model_dump(include={"rounds", "clients", "batch_size", "learning_rates"})
 
 
 def whole_training(training: TrainingSpec | None) -> TrainingSpec | None:
-    """The training itself; ValueError with what is wrong between its keys."""
+    """Return the training itself; raise UserError with what is wrong between its keys."""
     if training is None:
         return None
+    split, clients, alpha = training.split, training.clients, training.alpha
     names = ("rounds", "clients", "clients_per_round", "epochs", "batch_size")
-    counts = {name: getattr(training, name) for name in names}
-    problems = [f"{name}: {problem}" for name, count in counts.items() if (problem := COUNT.problem(count or 0))]
-    if training.split == "group" and training.clients is not None:
-        problems.append(
-            f"clients: expected none with split group, where each group is a client, got {training.clients}"
-        )
-    if training.split != "group" and training.clients is None:
-        problems.append(f"clients: expected how many with split {training.split}, got nothing")
-    if training.split == "dirichlet" and training.alpha is None:
+    problems = [f"{name}: {wrong}" for name in names if (wrong := COUNT.problem(getattr(training, name) or 0))]
+    if split == "group" and clients is not None:
+        problems.append(f"clients: expected none with split group, where each group is a client, got {clients}")
+    if split != "group" and clients is None:
+        problems.append(f"clients: expected how many with split {split}, got nothing")
+    if split == "dirichlet" and alpha is None:
         problems.append("alpha: expected a number with split dirichlet, got nothing")
-    if training.split != "dirichlet" and training.alpha is not None:
-        problems.append(f"alpha: expected with split dirichlet only, got {training.alpha}")
+    if split != "dirichlet" and alpha is not None:
+        problems.append(f"alpha: expected with split dirichlet only, got {alpha}")
     if problems:
         raise UserError("\n".join(problems))
     return training
 
 
 def seconds_of(value: Any) -> float | None:
-    """A time as people write it, in seconds.
+    """Read a time as people write it, in seconds.
 
     >>> [seconds_of(text) for text in ("90s", "10m", "1h30m", "1.5 h", "45", 600)]
     [90.0, 600.0, 5400.0, 5400.0, 45.0, 600.0]
@@ -256,23 +251,20 @@ def seconds_of(value: Any) -> float | None:
     if isinstance(value, int | float) and not isinstance(value, bool):
         seconds = float(value) if abs(value) <= LONGEST else math.nan
     elif isinstance(value, str) and (match := _SPAN.fullmatch(value.replace(" ", "").lower())):
-        try:
+        with contextlib.suppress(ValueError):  # two points in a number
             seconds = sum(_SECONDS[unit] * float(number) for unit, number in match.groupdict().items() if number)
-        except ValueError:  # two points in a number
-            seconds = math.nan
     if not 0 < seconds <= LONGEST:
-        most = f"{LONGEST:,} s"
-        raise UserError(f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {most}, got {brief(value)}")
+        expected = f"expected a time such as 90s, 10m or 1h30m, or seconds, up to {LONGEST:,} s"
+        raise UserError(f"{expected}, got {brief(value)}")
     return seconds
 
 
 def span(seconds: float) -> str:
-    """A time in words, as it may be written again.
+    """Write a time so that it can be read again.
 
     >>> span(600), span(5400), span(90), span(0.5), span(3725.5)
     ('10 m', '1 h 30 m', '1 m 30 s', '0.5 s', '1 h 2 m 5.5 s')
     """
     hours, rest = divmod(seconds, 3600)
     minutes, left = divmod(rest, 60)
-    words = [f"{number:g} {unit}" for number, unit in ((hours, "h"), (minutes, "m"), (left, "s")) if number]
-    return " ".join(words)
+    return " ".join(f"{number:g} {unit}" for number, unit in ((hours, "h"), (minutes, "m"), (left, "s")) if number)

@@ -1,7 +1,4 @@
-"""From a checked spec to what an audit needs: model, examples, batches; all read before the audit starts.
-
-The same function serves the parent and the worker processes, which rebuild everything from the spec.
-"""
+"""Build what an audit needs from a checked spec, in the parent and again in worker processes: model, data, batches."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.controls import SAME_RECORD
-from leakscope.audit.loading import load_examples, tensor_bytes
+from leakscope.audit.loading import load_examples, precision, tensor_bytes
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
@@ -58,43 +55,39 @@ class Setup:
     candidates_fingerprint: str
     lpips_fingerprint: str | None
     training_losses: tuple[float, ...] = ()
-    #: What an adversary with data of the same kind has: examples that no attacked batch holds; None where it has none.
+    #: Examples that an adversary with data of the same kind has, none of them in an attacked batch.
     auxiliary: tuple[Tensor, Tensor] | None = None
     #: What hashes of private examples begin with; empty for public ones, whose hashes are the same anywhere.
     salt: str = ""
-    #: What is trained under each defence, where the spec asks for it.
     course: Course | None = None
 
     @property
     def data_name(self) -> str:
-        """What the data is called in results: private data by its reader, for its file may name people."""
+        """Name the data in results: private data by its reader, for its file may name people."""
         hidden = self.data.private and not self.spec.show_names and self.spec.data.instance is None
         return self.spec.data.name if hidden else self.data.name
 
     @property
     def class_names(self) -> tuple[str, ...] | None:
-        """Names of the classes as results tell them; those of private data only if asked for."""
         return None if self.data.private and not self.spec.show_names else self.data.class_names
 
     @property
     def pictures(self) -> bool:
-        """Whether examples and reconstructions may be written; private data stays out unless asked for."""
-        asked = self.spec.pictures
-        return not self.data.private if asked is None else asked
+        """Tell whether images may be written; those of private data only if asked for."""
+        return not self.data.private if self.spec.pictures is None else self.spec.pictures
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Inputs in the model's precision, and labels."""
         return self.inputs(torch.tensor(self.batches[number]))
 
     def held_out(self, number: int) -> Tensor:
-        """Candidates for identification that this batch does not hold, in unit space."""
+        """Return the candidates for identification that this batch does not hold, in unit space."""
         private = torch.tensor([index for index in self.batches[number] if index < len(self.candidates)])
         rest = torch.ones(len(self.candidates), dtype=torch.bool)
         rest[private.long()] = False
         return self.candidates[rest].float()
 
     def others(self, number: int, labels: Tensor, seed: int) -> Tensor:
-        """Inputs of examples that this batch does not hold, of the same classes as far as there are such."""
+        """Return inputs of examples outside this batch, of the same classes as far as there are such."""
         rest = torch.ones(len(self.data), dtype=torch.bool)
         rest[torch.tensor(self.batches[number])] = False
         if not bool(rest.any()):
@@ -110,16 +103,15 @@ class Setup:
         return self.inputs(torch.tensor(rows))[0]
 
     def inputs(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """These examples as the model reads them, and their labels."""
+        """Return these examples in the model's precision, and their labels."""
         examples = self.data.subset(rows)
-        dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        return self.data.inputs.cast(examples.x, dtype), examples.y
+        return self.data.inputs.cast(examples.x, precision(self.model)), examples.y
 
 
 def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "") -> Setup:
-    """Load, build and train what ``spec`` names; SpecError with everything that cannot be.
+    """Load, build and train what ``spec`` names; raise SpecError with everything that cannot be.
 
-    ``progress`` is told (done, total, loss) after each round of training. ``salt`` is for fingerprints of private data.
+    ``progress`` is called with (done, total, loss) after each round. ``salt`` is for fingerprints of private data.
     """
     problems: list[str] = []
     data = _attempt("data", problems, lambda: load_examples(spec.data))
@@ -130,8 +122,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
     lpips_file = spec.lpips if spec.lpips is not None else find_lpips()
     lpips = None if lpips_file is None else _attempt("lpips", problems, lambda: load_lpips(lpips_file))
     _attempt("device", problems, lambda: _device(spec.device))
-    asked = spec.training
-    clients = None
+    clients, asked = None, spec.training
     if data is not None and asked is not None:
         clients = _attempt("training", problems, lambda: _clients(asked, data))
     if problems or data is None or model is None or batches is None:
@@ -139,7 +130,6 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
     candidates = data.inputs.to_unit(data.x[:MAX_CANDIDATES]).clamp(0, 1)
     salt = salt if data.private else ""
     fingerprint = model_fingerprint(model, _probe(data))
-    course = _course(spec, data, model, fingerprint, salt)
     setup = Setup(
         spec=spec,
         model=model,
@@ -153,7 +143,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         candidates_fingerprint=hashlib.sha256(salt.encode() + tensor_bytes(candidates)).hexdigest(),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
         salt=salt,
-        course=course,
+        course=_course(spec, data, model, fingerprint, salt),
     )
     if setup.knowledge.auxiliary_data and len(rows := auxiliary_rows(data, batches)):
         setup = dataclasses.replace(setup, auxiliary=setup.inputs(rows))
@@ -161,10 +151,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
 
 
 def auxiliary_rows(data: Examples, batches: tuple[tuple[int, ...], ...]) -> Tensor:
-    """The first rows of the data that are in none of the batches, nor copies of an example that is.
-
-    A copy would hand the truth to the attack: whatever is as near as the controls' "same record" is left out.
-    """
+    """Return the first rows outside the batches that are no copies of a row inside: a copy would be the truth."""
     attacked = torch.tensor(sorted({index for batch in batches for index in batch}))
     free = torch.ones(len(data), dtype=torch.bool)
     free[attacked] = False
@@ -175,7 +162,6 @@ def auxiliary_rows(data: Examples, batches: tuple[tuple[int, ...], ...]) -> Tens
 
 
 def _course(spec: AuditSpec, data: Examples, model: nn.Module, fingerprint: str, salt: str) -> Course | None:
-    """What is trained under each defence; SpecError where it cannot be."""
     asked = spec.utility
     if asked is None:
         return None
@@ -193,20 +179,17 @@ def _course(spec: AuditSpec, data: Examples, model: nn.Module, fingerprint: str,
 
 
 def _target_problems(spec: AuditSpec, model: nn.Module, course: Course) -> list[str]:
-    """What the task finds wrong with the targets of the examples that are trained and tested on."""
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    task = spec.task.instance
     found = []
     for name, examples in (("train", course.train), ("test", course.test)):
+        x = examples.inputs.cast(examples.x, precision(model))
         try:
-            check_batch(model, examples.inputs.cast(examples.x, dtype), examples.y, None, task, examples.inputs)
+            check_batch(model, x, examples.y, None, spec.task.instance, examples.inputs)
         except ValueError as error:
             found += [f"{name}: {line}" for line in lines(str(error))]
     return found
 
 
 def _clients(asked: TrainingSpec, data: Examples) -> list[Tensor]:
-    """The rows of each client that trains the model. Only groups go without a number, only Dirichlet has an alpha."""
     if asked.clients is None:
         return split_by_group(data)
     generator = torch.Generator().manual_seed(asked.seed)
@@ -216,8 +199,7 @@ def _clients(asked: TrainingSpec, data: Examples) -> list[Tensor]:
 
 
 def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress: Rounds | None) -> Setup:
-    """The set-up with the model that a client receives in the round asked for."""
-    rehearse(setup)  # what is wrong with a protocol or a defence is told before the training, not after it
+    rehearse(setup)  # tells what is wrong with a protocol or a defence before the training, not after it
     training = FederatedTraining(
         rounds=asked.rounds,
         clients_per_round=asked.clients_per_round,
@@ -226,32 +208,22 @@ def _trained(setup: Setup, asked: TrainingSpec, clients: list[Tensor], progress:
         inputs=setup.data.inputs,
     )
     problems: list[str] = []
+
+    def train() -> Any:
+        examples = [setup.inputs(rows) for rows in clients]
+        return cached_training(training, setup.model, examples, seed=asked.seed, at=[asked.rounds], progress=progress)
+
     with torch_threads(setup.spec.threads):
-        run = _attempt(
-            "training",
-            problems,
-            lambda: cached_training(
-                training,
-                setup.model,
-                [setup.inputs(rows) for rows in clients],
-                seed=asked.seed,
-                at=[asked.rounds],
-                progress=progress,
-            ),
-        )
+        run = _attempt("training", problems, train)
     if problems:
         raise SpecError(problems)
-    return dataclasses.replace(
-        setup,
-        model=run.last,
-        model_fingerprint=model_fingerprint(run.last, _probe(setup.data)),
-        training_losses=run.losses,
-    )
+    fingerprint = model_fingerprint(run.last, _probe(setup.data))
+    return dataclasses.replace(setup, model=run.last, model_fingerprint=fingerprint, training_losses=run.losses)
 
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Let torch use so many threads, in parent and worker alike: results are then the same to the last bit."""
+    """Let torch use ``count`` threads, in parent and worker alike: results are then the same to the last bit."""
     before = torch.get_num_threads()
     torch.set_num_threads(count)
     try:
@@ -261,11 +233,10 @@ def torch_threads(count: int) -> Iterator[None]:
 
 
 def rehearse(setup: Setup) -> None:
-    """Let each protocol and defence make the first client's update once; SpecError with all that fail."""
+    """Let each protocol and defence make the first client's update once; raise SpecError with all that fail."""
     problems = []
     x, y = setup.batch(0)
-    used = torch.tensor([index for batch in setup.batches for index in batch])
-    targets = setup.data.y[used]
+    targets = setup.data.y[torch.tensor([index for batch in setup.batches for index in batch])]
     for number, protocol in enumerate(setup.spec.protocols):
         brief = protocol.model_copy(update={"instance": protocol.instance.rehearsal()})
         for place, defense in enumerate(setup.spec.defenses):
@@ -282,14 +253,9 @@ def rehearse(setup: Setup) -> None:
 
 
 def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, generator: torch.Generator) -> Any:
-    """What the adversary sees of a client that holds (x, y)."""
+    """Return what the adversary sees of a client that holds (x, y)."""
     return protocol.instance.observe(
-        setup.model,
-        x,
-        y,
-        defense.instance,
-        setup.knowledge,
-        generator,
+        *(setup.model, x, y, defense.instance, setup.knowledge, generator),
         # Bounds read off the data itself serve the measures; the adversary must not learn them.
         inputs=setup.data.public_inputs,
         task=setup.spec.task.instance,
@@ -299,7 +265,7 @@ def observe(setup: Setup, protocol: Part, defense: Part, x: Tensor, y: Tensor, g
 
 
 def model_fingerprint(model: nn.Module, probe: Tensor | None = None) -> str:
-    """sha256 over structure, parameters, buffers and the answer to ``probe``; not the mode, which the protocol sets."""
+    """Hash structure, parameters, buffers and the answer to ``probe``; not the mode, which the protocol sets."""
     digest = hashlib.sha256()
     digest.update(f"{type(model).__qualname__} {without_addresses(repr(model))}".encode())
     for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
@@ -311,7 +277,7 @@ def model_fingerprint(model: nn.Module, probe: Tensor | None = None) -> str:
 
 
 def is_intact(setup: Setup) -> bool:
-    """Whether the model is still what it was when its fingerprint was taken, by its weights and its answers."""
+    """Tell whether the model still has the weights and the answers of its fingerprint."""
     return model_fingerprint(setup.model, _probe(setup.data)) == setup.model_fingerprint
 
 
@@ -322,7 +288,7 @@ def _probe(data: Examples) -> Tensor:
 
 
 def _behaviour(model: nn.Module, probe: Tensor | None) -> bytes:
-    """What the model answers to a fixed input: its code may have changed though its parameters have not."""
+    """Return the answer to a fixed input: a model's code may have changed though its parameters have not."""
     if probe is None:
         return b""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -347,10 +313,8 @@ def _model(spec: AuditSpec, data: Examples) -> nn.Module:
     asked = spec.model
     model: nn.Module = asked.instance
     if model is None:
-        shape = tuple(data.x.shape[1:])
-        model = build_model(
-            asked.name, input_shape=shape, num_classes=data.num_classes, seed=asked.seed, **asked.options
-        )
+        options = {"num_classes": data.num_classes, "seed": asked.seed, **asked.options}
+        model = build_model(asked.name, input_shape=tuple(data.x.shape[1:]), **options)
     if asked.weights is not None:
         load_weights(model, asked.weights)
     return model

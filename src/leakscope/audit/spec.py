@@ -1,7 +1,4 @@
-"""What to audit, as a YAML file or a mapping says it, checked as a whole before anything runs.
-
-Every problem is found and told in one :class:`SpecError`, a line each: where, what was expected, what got.
-"""
+"""What to audit, as a YAML file or a mapping says it; one :class:`SpecError` tells every problem, a line each."""
 
 from __future__ import annotations
 
@@ -60,32 +57,25 @@ def _names(item: Any) -> bool:
 
 def _attacks(value: Any, info: ValidationInfo) -> Any:
     items = _listed(value)
-    chosen = {folded(item if isinstance(item, str) else next(iter(item), "")) for item in items if _names(item)}
-    wanted: list[Any] = []
-    for item in items:
-        if item == "standard":  # with settings of one's own, an attack of these is not run twice
-            names = [name for name in _standard(info) if folded(name) not in chosen]
-            wanted += [*names, *_ignoring(names, info)]
-        else:
-            wanted.append(item)
-    return wanted
+    names = [item if isinstance(item, str) else next(iter(item), "") for item in items if _names(item)]
+    chosen = {folded(name) for name in names}
+    return [one for item in items for one in (_standard(chosen, info) if item == "standard" else [item])]
 
 
-def _standard(info: ValidationInfo) -> list[str]:
-    from leakscope.attacks import standard_attacks
+def _standard(chosen: set[str], info: ValidationInfo) -> list[Any]:
+    """List the standard attacks, and the strongest search once more that ignores the defences, to show its worth.
+
+    An attack that is ``chosen`` with settings of its own is not run twice.
+    """
+    from leakscope.attacks import STRONGEST_SEARCH, standard_attacks
     from leakscope.contracts.knowledge import Knowledge
 
-    granted = info.data.get("knowledge")  # missing where it is wrong, which is told anyway
-    return standard_attacks(_protocols(info), Knowledge(**granted) if granted else None)
-
-
-def _ignoring(names: list[str], info: ValidationInfo) -> list[Any]:
-    """The strongest search once more, without what it knows of the defences: so that what that is worth is known."""
-    from leakscope.attacks import STRONGEST_SEARCH
-
-    knows = (info.data.get("knowledge") or {}).get("defense", False)
+    granted = info.data.get("knowledge") or {}  # missing where it is wrong, which is told anyway
+    standard = standard_attacks(_protocols(info), Knowledge(**granted) if granted else None)
+    names = [name for name in standard if folded(name) not in chosen]
     defended = any(part.instance is not None for part in info.data.get("defenses") or ())
-    return [{STRONGEST_SEARCH: {"ignore_defense": True}}] if knows and defended and STRONGEST_SEARCH in names else []
+    again = granted.get("defense", False) and defended and STRONGEST_SEARCH in names
+    return [*names, {STRONGEST_SEARCH: {"ignore_defense": True}}] if again else names
 
 
 def _controls(value: Any) -> Any:
@@ -102,7 +92,6 @@ def _findings(value: Any) -> Any:
 
 
 def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
-    """true is every kind, false is none."""
     if isinstance(value, bool):
         return list(table) if value else []
     return [find_name(str(kind), table) for kind in _listed(value)]
@@ -126,7 +115,7 @@ def _knowledge(value: Any, info: ValidationInfo) -> dict[str, Any]:
 
 
 def _protocols(info: ValidationInfo) -> list[Any]:
-    """Those of the spec that is being checked; the default where they are wrong, which is told anyway."""
+    """Return the checked spec's protocols; the default where they are wrong, which is told anyway."""
     return [part.instance for part in info.data.get("protocols") or [parts.protocol_part("fedsgd")]]
 
 
@@ -238,18 +227,17 @@ class AuditSpec(Strict):
 
     @property
     def file(self) -> SpecFile | None:
-        """The file that it was written in, for findings that point there; no part of what is audited."""
+        """Return the file that it was written in; no part of what is audited."""
         return self._file
 
     def written_in(self, file: SpecFile) -> AuditSpec:
-        """The same, with the file that it was written in."""
         spec = self.model_copy()
         spec._file = file
         return spec
 
     @classmethod
     def parse(cls, mapping: Any, source: str = "audit spec") -> AuditSpec:
-        """The checked spec of ``mapping``; SpecError with every problem otherwise."""
+        """Check ``mapping``; raise SpecError with every problem."""
         if isinstance(mapping, AuditSpec):
             return mapping
         if not isinstance(mapping, Mapping):
@@ -258,23 +246,21 @@ class AuditSpec(Strict):
         try:
             spec = cls.model_validate(dict(mapping))
         except ValidationError as error:
-            wrong = [_line(entry) for entry in error.errors(include_url=False)]
-            # The lines tell everything; the library's own account would only bury them.
-            raise SpecError(wrong + problems, source) from None
-        if problems:
+            problems = [_line(entry) for entry in error.errors(include_url=False)] + problems
+        if problems:  # outside the handler: the lines tell everything, the library's own account would bury them
             raise SpecError(problems, source)
         return spec
 
     def normalised(self) -> dict[str, Any]:
-        """The whole spec as plain JSON values; objects are told by name and settings."""
+        """Return the spec as plain JSON values; objects are told by name and settings."""
         return self.model_dump(mode="json")
 
 
 def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *, allow_code: bool = False) -> AuditSpec:
-    """The spec in a YAML file (or in a mapping); SpecError if it cannot be read or is wrong.
+    """Load the spec in a YAML file (or in a mapping); raise SpecError if it cannot be read or is wrong.
 
-    A file is data: code that it names (``package.module:Name``) must lie in the current folder or beside the file,
-    unless ``allow_code``. A mapping is the caller's own word.
+    Code that a file names (``package.module:Name``) must lie in the current folder or beside the file, unless
+    ``allow_code``.
     """
     if isinstance(source, Mapping | AuditSpec):
         return AuditSpec.parse(source)
@@ -284,7 +270,7 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *,
 
 
 def spec_with(path: Path, settings: Mapping[str, Any], *, allow_code: bool = False) -> AuditSpec:
-    """The spec in the YAML file ``path`` with ``settings`` of Python in place of its own."""
+    """Load the spec in the YAML file ``path``, with ``settings`` in place of its own."""
     text = _read(path)
     written = read_yaml(text, str(path))
     if not isinstance(written, dict):
@@ -297,7 +283,7 @@ def spec_with(path: Path, settings: Mapping[str, Any], *, allow_code: bool = Fal
 def parse_yaml(
     text: str, source: str = "audit spec", folder: Path | None = None, *, allow_code: bool = False
 ) -> AuditSpec:
-    """The spec in ``text``, which lies in ``folder``."""
+    """Parse the spec in ``text``, which lies in ``folder``."""
     with names_of_a_spec(folder or Path.cwd(), allowed=allow_code):
         return AuditSpec.parse(read_yaml(text, source), source)
 
@@ -310,30 +296,31 @@ def _read(path: Path) -> str:
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:
-    """Problems between settings, told even when another setting is wrong."""
+    """Return problems between settings, which are told even when another setting is wrong."""
     problems = []
     examples, batch = mapping.get("examples"), mapping.get("batch", 1)
     if type(examples) is int and type(batch) is int and examples >= 1 and batch >= 1 and examples % batch:
         problems.append(f"examples: expected a multiple of batch ({batch}), got {examples}")
-    if mapping.get("timeout") is not None and _is_serial(mapping.get("executor", "serial")):
+    executor = mapping.get("executor", "serial")
+    name = next(iter(executor), "") if isinstance(executor, Mapping) else executor
+    if mapping.get("timeout") is not None and folded(str(name)) == "serial":
         problems.append("timeout: expected executor 'processes' or 'ray', as only a process of its own can be stopped")
     return problems
 
 
-def _is_serial(executor: Any) -> bool:
-    return folded(str(next(iter(executor), "") if isinstance(executor, Mapping) else executor)) == "serial"
-
-
 def _line(error: ErrorDetails) -> str:
-    where = ""
-    for step in error["loc"]:
-        where += f"[{step}]" if isinstance(step, int) else f"{'.' if where else ''}{step}"
-    got = error["input"]
+    where = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"]).removeprefix(".")
     if error["type"] == "missing":
         return f"{where}: expected a value, got nothing"
     if error["type"] == "extra_forbidden":
         key = str(error["loc"][-1])
-        known = {1: AuditSpec, 2: _NESTED.get(str(error["loc"][0])), 3: DataSpec}.get(len(error["loc"]))
+        sections: dict[str, type[Strict]] = {
+            "model": ModelSpec,
+            "data": DataSpec,
+            "training": TrainingSpec,
+            "utility": UtilitySpec,
+        }
+        known = {1: AuditSpec, 2: sections.get(str(error["loc"][0])), 3: DataSpec}.get(len(error["loc"]))
         fields = [name for name in known.model_fields if name != "instance"] if known else []
         try:
             find_name(key, fields)
@@ -343,12 +330,4 @@ def _line(error: ErrorDetails) -> str:
     if error["type"] == "value_error":
         return f"{where}: " + "; ".join(parts.lines(str(error["ctx"]["error"])))
     message = error["msg"].replace("Input should be ", "expected ", 1)
-    return f"{where}: {message[0].lower()}{message[1:]}, got {brief(got)}"
-
-
-_NESTED: dict[str, type[Strict]] = {
-    "model": ModelSpec,
-    "data": DataSpec,
-    "training": TrainingSpec,
-    "utility": UtilitySpec,
-}
+    return f"{where}: {message[0].lower()}{message[1:]}, got {brief(error['input'])}"

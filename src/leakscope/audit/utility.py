@@ -1,8 +1,8 @@
 """The finding "utility": how well the model learns when every update is protected by a defence.
 
-The same training for every defence: same initial weights, same batches in the same order, same number of rounds, same
-step sizes to choose from. The step size is chosen by the training loss, so that the test examples are looked at once.
-A training that breaks down is a result: its loss is infinite, its accuracy that of a constant guess.
+Every defence gets the same initial weights, batches, rounds and step sizes to choose from. The step size is chosen by
+the training loss, so that the test examples are looked at once. A training that breaks down is a result: its loss is
+infinite, its accuracy that of a constant guess.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.loading import load_examples, tensor_bytes
+from leakscope.audit.loading import load_examples, precision, tensor_bytes
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import UserError
@@ -33,34 +33,33 @@ _SPLIT_SEED = 0
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """What all trainings of an audit have in common: the initial model, and examples to train and to test on.
-
-    ``left_out`` counts test examples that were left out because the training examples hold them too.
-    """
+    """What all trainings of an audit have in common: the initial model, and examples to train and to test on."""
 
     spec: UtilitySpec
     model: nn.Module
     train: Examples
     test: Examples
-    left_out: int
+    left_out: int  # test examples that are training examples too
     fingerprint: str
 
     @property
     def chance(self) -> float:
-        """The accuracy of always guessing the most frequent label; NaN where targets are no class numbers."""
-        y = self.test.y
-        if y.is_floating_point() or y.dim() != 1:
-            return math.nan
-        return float(torch.unique(y, return_counts=True)[1].max()) / len(y)
+        """Return the accuracy of always guessing the most frequent label; NaN where targets are no class numbers."""
+        share = most_frequent(self.test.y)
+        return math.nan if share is None else share
+
+
+def most_frequent(labels: Tensor) -> float | None:
+    """Return the share of the most frequent label; None where there are no classes."""
+    if labels.is_floating_point() or labels.dim() != 1:
+        return None
+    return float(torch.unique(labels, return_counts=True)[1].max()) / len(labels)
 
 
 def make_course(
     spec: UtilitySpec, asked: DataSpec, data: Examples, model: nn.Module, fingerprint: str, salt: str
 ) -> Course:
-    """What is trained and tested on; ``fingerprint`` is that of the initial ``model``, ``asked`` the audit's data.
-
-    Examples of other sections are normalised as the audit's are, unless they say how themselves.
-    """
+    """Load what is trained and tested on, normalised as the audit's ``data`` is unless a section says how."""
     train = data if spec.train is None else load_examples(_normalised_as(spec.train, asked))
     if spec.test is None:
         order = torch.randperm(len(train), generator=torch.Generator().manual_seed(_SPLIT_SEED))
@@ -103,14 +102,13 @@ def describe_utility(
     seed: int,
     progress: Advance | None = None,
 ) -> dict[str, Any]:
-    """Loss and accuracy after training under ``defense``, with the step size that learnt the training examples best.
+    """Return loss and accuracy after training under ``defense``, with the step size that learnt the examples best.
 
-    ``tried`` lists every step size with its training loss. ``epsilon`` is what the defence promises for as many
-    gradients as each example entered, where it promises anything.
+    ``tried`` lists every step size with its training loss; ``epsilon`` is the defence's promise for ``passes``, the
+    number of gradients that an example entered.
     """
     spec = course.spec
-    dtype = next((p.dtype for p in course.model.parameters() if p.is_floating_point()), torch.float32)
-    space, y = course.train.inputs, course.train.y
+    dtype, space, y = precision(course.model), course.train.inputs, course.train.y
     x = space.cast(course.train.x, dtype)
     shares = split_iid(len(x), spec.clients, torch.Generator().manual_seed(_SPLIT_SEED))
     clients = [(x[rows], y[rows]) for rows in shares]
@@ -118,12 +116,7 @@ def describe_utility(
     trained: dict[float, tuple[float, nn.Module | None, str]] = {}
     for place, rate in enumerate(rates):
         training = DefendedTraining(
-            rounds=spec.rounds,
-            batch_size=spec.batch_size,
-            lr=rate,
-            protocol=protocol,
-            task=task,
-            inputs=space,
+            rounds=spec.rounds, batch_size=spec.batch_size, lr=rate, protocol=protocol, task=task, inputs=space
         )
         trained[rate] = _train(training, course.model, clients, defense, seed, _part_of(progress, place, len(rates)))
     rate = min(rates, key=lambda one: trained[one][0])
@@ -159,7 +152,7 @@ def _train(
     seed: int,
     progress: Advance | None,
 ) -> tuple[float, nn.Module | None, str]:
-    """The loss on all training examples and the model; infinity, None and why where the training broke down."""
+    """Return the loss on all training examples and the model; infinity, None and why where it broke down."""
     try:
         last = training.run(model, clients, seed=seed, defense=defense, progress=progress).last
     except Diverged as error:
@@ -169,7 +162,7 @@ def _train(
 
 
 def _tested(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> tuple[float, float]:
-    """Mean loss and accuracy on the test examples; NaN for the accuracy where guesses are near or far."""
+    """Return mean loss and accuracy; NaN for the accuracy where guesses are near or far."""
     loss = mean_loss(model, [(x, y)], task)
     if not task.discrete:
         return loss, math.nan
@@ -183,8 +176,7 @@ def _tested(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> tuple[float, 
 
 
 def _part_of(progress: Advance | None, place: int, parts: int) -> Advance | None:
-    """Progress of one training out of several, told as that of all of them."""
+    """Report the progress of one training out of several as that of all of them."""
     if progress is None:
         return None
-    tell = progress
-    return lambda done, total, loss: tell(place * total + done, parts * total, loss)
+    return lambda done, total, loss: progress(place * total + done, parts * total, loss)

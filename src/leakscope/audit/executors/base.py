@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pickle
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -32,11 +33,10 @@ class ExecutorError(UserError):
 
 @dataclass(frozen=True)
 class Executor(ABC):
-    """``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
+    """Run ``workers`` jobs side by side (None: as many as fit), each stopped after ``timeout`` seconds (None: never).
 
-    ``estimates``: somebody wants to know beforehand how long it will take (``audit/estimate.py``).
-    ``budget`` is to be asked before each job; what it does not allow any more is left for another run, what it spares
-    is passed over.
+    ``estimates``: tell beforehand how long it will take (``audit/estimate.py``). ``budget`` is asked before each job;
+    what it does not allow any more is left for another run, what it spares is passed over.
     """
 
     workers: int | None = None
@@ -46,7 +46,7 @@ class Executor(ABC):
 
     @classmethod
     def own_settings(cls) -> tuple[Setting, ...]:
-        """Return what a spec may say of this executor beside the keys that all have: fields made with ``setting``."""
+        """Return the settings that only this executor has: its fields made with ``setting``."""
         common = {field.name for field in dataclasses.fields(Executor)}
         return tuple(one for one in settings_of(cls) if one.name not in common)
 
@@ -58,11 +58,9 @@ class Executor(ABC):
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
         """Do all jobs within the budget, and begin them in this order where there is one.
 
-        Those of a group are on one client, so they are best done one after another in one place. Side by side only in
-        processes: torch's random numbers and its forward mode are shared by all threads of one.
-
-        ``emit`` is told of each job that starts and advances, and of an estimate; ``record`` is called in the audit's
-        own process, once for each job that was begun, whatever became of it.
+        The jobs of a group are on one client, so they are best done in one place. Run side by side only in processes:
+        threads share torch's random numbers and its forward mode. ``emit`` takes each start, progress and estimate;
+        ``record`` is called in the audit's own process, once for each job that was begun.
         """
 
 
@@ -86,16 +84,23 @@ class Serial(Executor):
                 record(job, bench.run(job, throttled(job, emit)))
 
 
+def packed(content: Any, where: str, instead: str) -> bytes:
+    """Pickle what workers are sent; raise ExecutorError if it cannot leave this process."""
+    try:
+        return pickle.dumps(content)
+    except Exception as error:
+        what = f"the model or another object of this audit cannot be sent to {where}"
+        raise ExecutorError(f"{what} ({type(error).__name__}: {error}). Use executor={instead}.") from error
+
+
 def throttled(job: Job, emit: Emit, seconds: float = ADVANCE_SECONDS) -> Advance:
-    """Turn an attack's progress into events, no more than one in so many seconds."""
+    """Turn an attack's progress into events, at most one in so many seconds."""
     last = time.monotonic()
 
     def advance(done: int, total: int, value: float) -> None:
         nonlocal last
-        now = time.monotonic()
-        if now - last >= seconds:
+        if (now := time.monotonic()) - last >= seconds:
             last = now
-            steps = {"done": int(done), "total": int(total), "value": float(value)}
-            emit({"event": "advanced", "job": job, **steps})
+            emit({"event": "advanced", "job": job, "done": int(done), "total": int(total), "value": float(value)})
 
     return advance

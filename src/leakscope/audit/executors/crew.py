@@ -1,7 +1,4 @@
-"""Workers that share the jobs of an audit, wherever they are: who does what next, and what becomes of it.
-
-How a worker is started, spoken to and stopped is for those to say who inherit :class:`Crew`.
-"""
+"""Share the jobs of an audit among workers; subclasses of :class:`Crew` start, address and stop them."""
 
 from __future__ import annotations
 
@@ -18,8 +15,8 @@ from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup
 
+#: Workers that die before they are ready, one after the other, until the audit gives up.
 STARTS_IN_A_ROW = 3
-"""Workers that die before they are ready, one after the other, until the audit gives up."""
 
 
 @dataclass(eq=False)
@@ -27,12 +24,10 @@ class Worker:
     """What the audit's own process knows of a worker."""
 
     ready: bool = False
-    #: What it does: a job, or some steps of one that are timed.
     job: Job | None = None
-    trying: bool = False
+    trying: bool = False  # only times some steps of its job
     since: float = 0.0
-    #: What is left of the client it works on.
-    group: deque[Job] = field(default_factory=deque)
+    group: deque[Job] = field(default_factory=deque)  # what is left of the client it works on
 
 
 W = TypeVar("W", bound=Worker)
@@ -44,13 +39,12 @@ class Crew(ABC, Generic[W]):
     def __init__(
         self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
     ) -> None:
-        self._threads, self._timeout = setup.spec.threads, executor.timeout
+        self._setup, self._threads, self._timeout = setup, setup.spec.threads, executor.timeout
         self._budget, self._emit, self._record = executor.budget, emit, record
         self._jobs = [job for group in groups for job in group]
         self._waiting = deque(deque(group) for group in groups)
         self._workers: list[W] = []
-        self._failed_starts = 0
-        self._count = 1
+        self._failed_starts, self._count = 0, 1
         #: Until it has told how long all will take, no job is begun.
         self._estimator = Estimator(setup, self._jobs) if executor.estimates else None
 
@@ -84,13 +78,12 @@ class Crew(ABC, Generic[W]):
                 self._stop(self._workers.pop())
 
     def _left(self) -> int:
-        """Count the jobs that are not done yet."""
         waiting = sum(len(group) for group in self._waiting)
         running = sum(len(worker.group) + (worker.job is not None and not worker.trying) for worker in self._workers)
         return waiting + running
 
     def _hear(self, worker: W, kind: str, content: Any) -> None:
-        """Take what a worker says: it is ready, or what became of that which it was sent."""
+        """Take a worker's message: it is ready, or what became of its job."""
         if kind == "broken":
             raise ExecutorError(f"a worker cannot prepare this audit. {content}\nUse executor='serial'.")
         job, worker.job = worker.job, None
@@ -126,9 +119,8 @@ class Crew(ABC, Generic[W]):
             worker.group.clear()
 
     def _try_out(self, worker: W, estimator: Estimator) -> None:
-        """Have it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
-        job = estimator.next()
-        if job is not None:
+        """Let it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
+        if (job := estimator.next()) is not None:
             self._begin(worker, "try", job)
         elif all(colleague.job is None for colleague in self._workers):
             self._estimator = None
@@ -142,10 +134,7 @@ class Crew(ABC, Generic[W]):
                 self._assign(worker)
 
     def _next(self, worker: W) -> Job | None:
-        """Return the next job of its client, else of another one; of a colleague's client only if none is left.
-
-        A client's update is made once in each process that works on it, which at the end may be two.
-        """
+        """Return the next job of its client, else of another one; of a colleague's client only if none is left."""
         if not worker.group and self._waiting:
             worker.group = self._waiting.popleft()
         if worker.group:
@@ -154,12 +143,11 @@ class Crew(ABC, Generic[W]):
         return busiest.group.pop() if busiest.group else None
 
     def _failed_start(self, last: str) -> None:
-        """Raise ExecutorError where workers die again and again before they are ready; ``last`` is how the last did."""
+        """Raise ExecutorError where workers die again and again before they are ready."""
         self._failed_starts += 1
         if self._failed_starts >= STARTS_IN_A_ROW:
-            raise ExecutorError(
-                f"{STARTS_IN_A_ROW} worker processes in a row died before they were ready, the last one {last}"
-            )
+            died = f"{STARTS_IN_A_ROW} worker processes in a row died before they were ready"
+            raise ExecutorError(f"{died}, the last one {last}")
 
     def _replace(self, worker: W, error: str) -> None:
         """Go on with another one; each costs a job or a trial or counts as a failed start, so there is an end."""
@@ -180,11 +168,10 @@ class Crew(ABC, Generic[W]):
             self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
 
     def _deadline(self, worker: W) -> float | None:
-        """Return when what it does is stopped; a trial only where the attack does not even heed the alarm."""
+        """Return when its job is stopped; a trial only where the attack does not even heed the alarm."""
         limit = 4 * SILENT_SECONDS if worker.trying else self._timeout
         return None if worker.job is None or limit is None else worker.since + limit
 
     def _patience(self) -> float | None:
-        """Return the seconds until the next deadline."""
         ends = [end for worker in self._workers if (end := self._deadline(worker)) is not None]
         return max(0.01, min(ends) - time.monotonic() + 0.01) if ends else None

@@ -1,8 +1,6 @@
-"""Jobs in worker processes, which may die without harm to others.
+"""Run jobs in worker processes, which may die without harm to others.
 
-Workers are spawned, rebuild the audit from its spec, and take one job at a time over a pipe. Only the parent
-writes to the store. What crosses the pipe was pickled by our own processes; no file is ever unpickled.
-
+Workers are spawned, rebuild the audit from its spec, and take one job at a time over a pipe; no file is ever unpickled.
 No pool library: a worker's death breaks a loky pool, and a Pebble pool too where none works. Neither sends a job to the
 worker that holds its client's update, carries progress, or starts processes with a signal mask and search path of ours.
 """
@@ -19,6 +17,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
@@ -28,7 +27,7 @@ import torch
 
 from leakscope.audit.attempts import Bench, failure_text
 from leakscope.audit.estimate import try_out
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, packed, throttled
 from leakscope.audit.executors.crew import Crew, Worker
 from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
@@ -58,12 +57,12 @@ class Processes(Executor):
 
 
 def default_workers(threads: int) -> int:
-    """Return how many workers of so many threads the processors that this process may use can serve."""
+    """Return how many workers of ``threads`` threads fit on the usable processors."""
     return max(1, usable_processors() // threads)
 
 
 def usable_processors(cgroup: Path = _CGROUP) -> int:
-    """Count the processors that this process may keep busy: by affinity, and by the quota of its control group."""
+    """Count the processors that this process may use, by affinity and by the quota of its control group."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
         with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
@@ -74,20 +73,13 @@ def usable_processors(cgroup: Path = _CGROUP) -> int:
 
 
 def _pack(setup: Setup) -> bytes:
-    """Pickle the spec as workers are sent it, objects included; ExecutorError if it cannot leave this process."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         raise ExecutorError(
             "the audit was started again while a worker process imported your script. "
             "Put the call under if __name__ == '__main__':"
         )
-    try:
-        return pickle.dumps((setup.spec, setup.model_fingerprint, setup.data_fingerprint, setup.salt))
-    except Exception as error:
-        raise ExecutorError(
-            f"the model or another object of this audit cannot be sent to worker processes "
-            f"({type(error).__name__}: {error}). "
-            "Use executor='serial', or a model named package.module:factory."
-        ) from error
+    content = setup.spec, setup.model_fingerprint, setup.data_fingerprint, setup.salt
+    return packed(content, "worker processes", "'serial', or a model named package.module:factory")
 
 
 @dataclass(eq=False, kw_only=True)
@@ -97,11 +89,9 @@ class _Process(Worker):
 
 
 class _Processes(Crew[_Process]):
-    def __init__(
-        self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
-    ) -> None:
-        super().__init__(executor, setup, groups, emit, record)
-        self._packed = _pack(setup)
+    @cached_property
+    def _packed(self) -> bytes:
+        return _pack(self._setup)
 
     def _hire(self) -> None:
         context = multiprocessing.get_context("spawn")
@@ -139,10 +129,8 @@ class _Processes(Crew[_Process]):
         worker.process.join(10)  # the pipe closes a moment before the process has ended
         ending = _ending(worker.process.exitcode)
         if not worker.ready:
-            self._failed_start(
-                f"{ending}. If a script calls the audit, put the call under "
-                "if __name__ == '__main__':. Or use executor='serial'."
-            )
+            advice = "If a script calls the audit, put the call under if __name__ == '__main__':."
+            self._failed_start(f"{ending}. {advice} Or use executor='serial'.")
         self._replace(worker, f"WorkerDied: the worker process ended {ending}")
 
     def _stop(self, worker: _Process) -> None:
@@ -152,7 +140,7 @@ class _Processes(Crew[_Process]):
 
 
 def _ending(code: int | None) -> str:
-    """Say how a process ended.
+    """Describe how a process ended.
 
     >>> _ending(-9)
     'by signal SIGKILL (the system does this when memory runs out)'
@@ -172,7 +160,7 @@ def _ending(code: int | None) -> str:
 
 
 def serve(pipe: Connection, packed: bytes, threads: int) -> None:
-    """Live as a worker: prepare once, then do jobs until the parent ends this process or is gone."""
+    """Work as a worker process: prepare once, then do jobs until the parent ends this process or is gone."""
     # What a terminal sends reaches the whole group; the parent decides what becomes of it.
     for number in _FROM_TERMINAL:
         signal.signal(number, signal.SIG_IGN)
@@ -208,7 +196,7 @@ def _work(pipe: Connection, packed: bytes) -> None:
 
 
 def _rebuilt(spec: Any, model: str, data: str, salt: str) -> Setup:
-    """Build the set-up again; UserError where it is not that of the parent, by the fingerprints."""
+    """Build the set-up again; raise UserError where its fingerprints are not those of the parent."""
     setup = build_setup(spec, salt=salt)
     for what, ours, theirs in (("model", setup.model_fingerprint, model), ("data", setup.data_fingerprint, data)):
         if ours != theirs:
@@ -228,7 +216,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let no signal end the audit between the start of a worker and its entry in the books.
+    """Let no signal end the audit between the start of a worker and its entry in the list.
 
     A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads either.
     """
@@ -244,11 +232,10 @@ def _interrupts_held_back() -> Iterator[None]:
 
 @contextlib.contextmanager
 def inheritance(threads: int, variables: Mapping[str, str] | None = None) -> Iterator[None]:
-    """Set what a process inherits at its start: libraries read how many threads they may use when they are loaded.
+    """Set what a process inherits at its start: threads, which libraries read when they are loaded, and search path.
 
-    And it must not import from the current folder what Python or an installed package has: a spawned interpreter looks
+    It must not import from the current folder what Python or an installed package has: a spawned interpreter looks
     there first, and multiprocessing hands on the search path of a parent that does. The user's folders come last.
-    ``variables`` are further ones of the environment.
     """
     values = {**dict.fromkeys(_THREAD_VARIABLES, str(threads)), "PYTHONSAFEPATH": "1", **(variables or {})}
     before, path = {name: os.environ.get(name) for name in values}, list(sys.path)

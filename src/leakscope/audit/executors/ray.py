@@ -1,8 +1,7 @@
-"""Jobs on a Ray cluster, of one machine or many, whose workers and nodes may be lost without harm to others.
+"""Run jobs on a Ray cluster, whose workers and nodes may be lost without harm to others.
 
 The set-up (model, data) goes into the object store once. Each worker is an actor that takes it from there and then does
-one job at a time, so that there are never more jobs under way than workers. Only the audit's own process writes to the
-store. Ray is loaded when an audit asks for it.
+one job at a time. Ray is loaded when an audit asks for it.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from leakscope.audit.attempts import Bench, failure_text
 from leakscope.audit.estimate import try_out
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, throttled
+from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, packed, throttled
 from leakscope.audit.executors.crew import Crew, Worker
 from leakscope.audit.executors.processes import default_workers
 from leakscope.audit.executors.ray_cluster import (
@@ -46,7 +45,7 @@ from leakscope.results.records import counted
 
 #: How often a job is begun again whose worker or node was lost; one that ends every worker is a failed row after that.
 RETRIES = 2
-#: Seconds between two words of a worker on how far it is, two looks at the board, and two at the nodes.
+#: Seconds between two posts of a worker, two looks at the board, and two at the nodes.
 POST_SECONDS, BOARD_SECONDS, NODES_SECONDS = 1.0, 0.5, 5.0
 #: Seconds without a node that could do a job after which the audit ends.
 STRANDED_SECONDS = 30.0
@@ -72,55 +71,37 @@ class RayCluster(Executor):
         else:
             with connection(self.address, self._processors(threads), threads, 0) as ray:
                 nodes = alive_nodes(ray)
-        problem = resource_problem(nodes, threads, self.gpus, setup.spec.device)
-        if problem is not None:
+        if (problem := resource_problem(nodes, threads, self.gpus, setup.spec.device)) is not None:
             raise ExecutorError(problem)
 
     def run(self, setup: Setup, groups: Sequence[Sequence[Job]], *, emit: Emit, record: Record) -> None:
         if not groups:
             return
-        threads, jobs, packed = setup.spec.threads, sum(len(group) for group in groups), _pack(setup)
-        with connection(self.address, self._processors(threads), threads, len(packed)) as ray:
+        threads, jobs, content = setup.spec.threads, sum(len(group) for group in groups), _pack(setup)
+        with connection(self.address, self._processors(threads), threads, len(content)) as ray:
             free = places(alive_nodes(ray), threads, self.gpus)
             count = min(self.workers or free, jobs)
             if self.workers is None:
                 reason = f"the cluster has {counted(free, 'place')} of {demand(threads, self.gpus)}"
                 emit({"event": "workers", "workers": count, "reason": reason})
-            _Actors(ray, self, setup, packed, groups, emit, record).work(max(count, 1))
+            _Actors(ray, content, self, setup, groups, emit, record).work(max(count, 1))
 
     def _processors(self, threads: int) -> int:
-        """What a cluster of our own is given."""
         return threads * (self.workers or default_workers(threads))
 
 
 @dataclass(eq=False, kw_only=True)
 class _Actor(Worker):
     actor: Any
-    #: What is to come of that which it was asked last; None where it was asked nothing.
-    answer: Any
+    answer: Any  # a reference to what it was asked last, or None
 
 
 class _Actors(Crew[_Actor]):
-    def __init__(
-        self,
-        ray: Any,
-        executor: RayCluster,
-        setup: Setup,
-        packed: bytes,
-        groups: Sequence[Sequence[Job]],
-        emit: Emit,
-        record: Record,
-    ) -> None:
-        super().__init__(executor, setup, groups, emit, record)
-        self._ray, self._gpus = ray, executor.gpus
-        self._packed = ray.put(packed)
-        self._kind = ray.remote(RayWorker).options(
-            num_cpus=self._threads,
-            num_gpus=self._gpus,
-            max_restarts=0,
-            max_task_retries=0,
-            scheduling_strategy="SPREAD",
-        )
+    def __init__(self, ray: Any, content: bytes, executor: RayCluster, *work: Any) -> None:
+        super().__init__(executor, *work)
+        self._ray, self._gpus, self._packed = ray, executor.gpus, ray.put(content)
+        once = {"max_restarts": 0, "max_task_retries": 0, "scheduling_strategy": "SPREAD"}
+        self._kind = ray.remote(RayWorker).options(num_cpus=self._threads, num_gpus=self._gpus, **once)
         self._losses: Counter[str] = Counter()
         self._by_key = {job.key: job for job in self._jobs}
         # Only where somebody listens is there a board.
@@ -171,7 +152,7 @@ class _Actors(Crew[_Actor]):
         worker.answer = (worker.actor.run if kind == "run" else worker.actor.try_out).remote(job)
 
     def _lose(self, worker: _Actor, error: Exception) -> None:
-        """Begin again what it did, unless that has cost too many workers."""
+        """Begin its job again, unless that has cost too many workers."""
         # A node that is lost takes all that was starting on it along; only where nobody works is something wrong.
         if not worker.ready and not any(colleague.ready for colleague in self._workers):
             self._failed_start(f"with {type(error).__name__}: {error}\nIs leakscope installed on every node?")
@@ -204,7 +185,7 @@ class _Actors(Crew[_Actor]):
                 self._emit({"event": "advanced", "job": self._by_key[key], **steps})
 
     def _check_nodes(self) -> None:
-        """ExecutorError where no node that is left could do a job; finished rows are kept."""
+        """Raise ExecutorError where no node that is left could do a job."""
         now = time.monotonic()
         if any(worker.ready for worker in self._workers) or now < self._nodes_at:
             return
@@ -221,24 +202,18 @@ class _Actors(Crew[_Actor]):
 
 
 def _pack(setup: Setup) -> bytes:
-    """The whole set-up, so that nodes need neither the data's files nor the training."""
-    try:
-        return pickle.dumps(setup)
-    except Exception as error:
-        raise ExecutorError(
-            f"the model or another object of this audit cannot be sent to a cluster ({type(error).__name__}: {error}). "
-            "Use executor='processes' or 'serial'."
-        ) from error
+    """Pack the whole set-up, so that nodes need neither the data's files nor the training."""
+    return packed(setup, "a cluster", "'processes' or 'serial'")
 
 
 def _search_path() -> list[str]:
-    """Where this process finds modules; the folder it happens to be in comes last."""
+    """Return where this process finds modules, with the current folder last."""
     here = {"", os.getcwd()}
     return [*(entry for entry in sys.path if entry not in here), *own_folders(), os.getcwd()]
 
 
 def _cause(error: Exception) -> str:
-    """Why Ray gave a worker up, in its words, without what names machines.
+    """Say why Ray gave a worker up, in its words, without what names machines.
 
     >>> _cause(RuntimeError("The actor died.\\n\\tip: 10.0.0.1\\nIt is dead because its node has died. Node Id: 1"))
     'its node has died'
@@ -253,11 +228,11 @@ def _cause(error: Exception) -> str:
 class RayWorker:
     """One process of the cluster: prepared once from the object store, then one job after another."""
 
-    def prepare(self, packed: bytes, folders: Sequence[str], ours: dict[str, str], board: Any) -> tuple[str, Any]:
-        """Unpack the audit; ("ready", None), or ("broken", why) where this place is not like the audit's own.
+    def prepare(self, content: bytes, folders: Sequence[str], ours: dict[str, str], board: Any) -> tuple[str, Any]:
+        """Unpack the audit; return ("ready", None), or ("broken", why) where this node is not like the audit's own.
 
-        ``packed`` comes from the audit's process through the object store; no file is ever unpickled. ``folders`` are
-        where that process finds modules; they are searched last, so that none of their files stands in for another.
+        ``content`` comes through the object store; no file is ever unpickled. ``folders`` are searched last, so that
+        none of their files stands in for another.
         """
         sys.path += [folder for folder in folders if folder not in sys.path]
         theirs = {name: version for name, version in versions().items() if name in ours}
@@ -265,7 +240,7 @@ class RayWorker:
         if differing:
             return "broken", f"On {platform.node()} there is {', '.join(differing)}. Install the same there."
         try:
-            setup: Setup = pickle.loads(packed)
+            setup: Setup = pickle.loads(content)
             torch.set_num_threads(setup.spec.threads)
             if not is_intact(setup):
                 raise UserError("the model that arrived is not that which was sent; its code must be the same here")
@@ -275,8 +250,6 @@ class RayWorker:
         return "ready", None
 
     def run(self, job: Job) -> tuple[str, Any]:
-        """Do one job."""
-
         def emit(event: dict[str, Any]) -> None:
             steps = {name: event[name] for name in ("done", "total", "value")}
             with contextlib.suppress(Exception):  # where the node is going down, the job must not fail for the telling
@@ -287,13 +260,12 @@ class RayWorker:
             return "outcome", self._bench.run(job, throttled(job, emit, POST_SECONDS))
 
     def try_out(self, job: Job) -> tuple[str, Any]:
-        """Time some steps of a job."""
         with unfailing_output():
             return "tried", try_out(self._setup, job)
 
 
 class Board:
-    """How far jobs are, by key; whoever takes it leaves it empty."""
+    """Progress of jobs by key; whoever takes it leaves it empty."""
 
     def __init__(self) -> None:
         self._posted: dict[str, dict[str, float]] = {}
@@ -302,6 +274,5 @@ class Board:
         self._posted[key] = steps
 
     def take(self) -> dict[str, dict[str, float]]:
-        """What was posted since the last time, the newest of each job."""
         posted, self._posted = self._posted, {}
         return posted

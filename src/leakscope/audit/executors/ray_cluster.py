@@ -1,4 +1,4 @@
-"""The way to a Ray cluster, one that is there or one that an audit starts for itself, and the room on its nodes."""
+"""Connect to a Ray cluster, or start one for the audit, and count the workers that fit on its nodes."""
 
 from __future__ import annotations
 
@@ -21,20 +21,23 @@ from leakscope.results.records import counted
 CONNECT_SECONDS = 5.0
 #: Bytes of the object store of a cluster of our own, and for each byte that it is to hold.
 STORE_BYTES, STORE_SHARE = 2**28, 4
-#: What the processes of a cluster of our own inherit: nothing is told to anybody, and workers are no less urgent than
-#: those of other executors.
+#: Environment of our own cluster: no usage statistics, and workers as urgent as those of other executors.
 OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 
 @contextlib.contextmanager
 def connection(address: str | None, processors: int, threads: int, size: int) -> Iterator[Any]:
-    """Ray, connected to the cluster at ``address``; None: to one of so many ``processors`` that is started here.
+    """Yield Ray, connected to the cluster at ``address``; None: to one of so many ``processors`` started here.
 
-    Where the process was connected before it stays so. ``size``: bytes that the object store is to hold.
+    A connection that is there is kept. ``size``: bytes that the object store is to hold.
     """
     ray = library()
     if ray.is_initialized():
-        _check_same_cluster(address, ray.get_runtime_context().gcs_address)
+        if address not in (None, "auto", connected := ray.get_runtime_context().gcs_address):
+            raise ExecutorError(
+                f"address: this process is connected to the Ray cluster at {connected} already, got {address}. "
+                "Leave the address out, or call ray.shutdown() before."
+            )
         yield ray
         return
     options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False, "job_config": _without_folder()}
@@ -70,20 +73,11 @@ def library() -> Any:
 
 
 def alive_nodes(ray: Any) -> list[dict[str, float]]:
-    """What each node that is there has."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def _check_same_cluster(address: str | None, connected: str) -> None:
-    if address not in (None, "auto", connected):
-        raise ExecutorError(
-            f"address: this process is connected to the Ray cluster at {connected} already, got {address}. "
-            "Leave the address out, or call ray.shutdown() before."
-        )
-
-
 def _without_folder() -> Any:
-    """Ray puts the current folder first on the search path of workers, where a file of it stands in for a library."""
+    """Keep Ray from putting the current folder first on the search path, where its files stand in for libraries."""
     from ray.job_config import JobConfig
 
     class WithoutFolder(JobConfig):
@@ -94,7 +88,7 @@ def _without_folder() -> Any:
 
 
 def _reach(address: str) -> None:
-    """ExecutorError at once where nothing answers; Ray itself tries for long."""
+    """Raise ExecutorError at once where nothing answers; Ray itself tries for long."""
     if address == "auto":
         return
     host, _, port = address.rpartition(":")
@@ -114,7 +108,7 @@ def _reach(address: str) -> None:
 
 @contextlib.contextmanager
 def _signals_restored() -> Iterator[None]:
-    """Ray has SIGTERM end the process on the spot; the audit's own way out is to stay."""
+    """Restore signal handlers: Ray lets SIGTERM end the process on the spot, before the audit can clean up."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -129,7 +123,7 @@ def _signals_restored() -> Iterator[None]:
 
 
 def places(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float = 0.0) -> int:
-    """For how many workers there is room, by the processors and GPUs of each node.
+    """Count the workers that fit, by the processors and GPUs of each node.
 
     >>> places([{"CPU": 4.0, "GPU": 1.0}, {"CPU": 8.0}], threads=1)
     12
@@ -146,7 +140,7 @@ def places(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float = 0.0
 
 
 def resource_problem(nodes: Sequence[Mapping[str, float]], threads: int, gpus: float, device: str) -> str | None:
-    """Why no worker would ever start on these nodes, or would not see its device; None if all is well.
+    """Say why no worker would ever start on these nodes, or would not see its device; None if all is well.
 
     >>> resource_problem([{"CPU": 2.0}], threads=1, gpus=0.5, device="cpu")
     'gpus: expected a cluster with GPUs for gpus=0.5, got one without any. Leave gpus out, or add nodes that have them'
@@ -161,14 +155,10 @@ def resource_problem(nodes: Sequence[Mapping[str, float]], threads: int, gpus: f
     if not gpus and torch.device(device).type == "cuda":
         return "gpus: expected with device cuda, for Ray shows a GPU only to workers that ask for one; try gpus=1"
     if places(nodes, threads, gpus) == 0:
-        got = ", ".join(_told(node) for node in nodes) or "none"
+        there = [(node.get("CPU", 0.0), node.get("GPU", 0.0)) for node in nodes]
+        got = ", ".join(f"one of {cpu:g} CPUs" + (f" and {gpu:g} GPUs" if gpu else "") for cpu, gpu in there) or "none"
         return f"ray: expected a node with {demand(threads, gpus)}, got {got}. Lower threads, or add nodes"
     return None
-
-
-def _told(node: Mapping[str, float]) -> str:
-    gpus = node.get("GPU", 0.0)
-    return f"one of {node.get('CPU', 0.0):g} CPUs" + (f" and {gpus:g} GPUs" if gpus else "")
 
 
 def demand(threads: int, gpus: float) -> str:
