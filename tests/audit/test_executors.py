@@ -13,7 +13,7 @@ import pytest
 from audit_doubles import run, timeless
 
 from leakscope.audit import AuditSpec, ExecutorError, SpecError
-from leakscope.audit.executors import crew as module
+from leakscope.audit.executors import base as module
 from leakscope.audit.executors import processes as processes_module
 from leakscope.audit.executors.processes import default_workers, usable_processors
 from leakscope.results import Store

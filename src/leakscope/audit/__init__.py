@@ -1,6 +1,6 @@
 """From a spec to a verdict: plan the grid, run each job, keep the rows, judge them.
 
-The room can be called, and is then its function ``audit``:
+The module can be called, and is then its function ``audit``:
 
     import leakscope as ls
     result = ls.audit(model=net, data=(x, y), attacks=["inverting-gradients"], out="run")
@@ -40,13 +40,12 @@ _NAMES = {
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 
-
-#: What help shows of the room; the other names are there, but each has a page of its own.
+#: What help shows; the other names have a page of their own.
 __all__ = ["audit"]
 
 
 class _Room(ModuleType):
-    """Lets the name of the room serve as that of its main function: Python binds ``leakscope.audit`` to the package."""
+    """Make the module callable, as Python binds ``leakscope.audit`` to the package and not to the function."""
 
     def __call__(self, **settings: Any) -> Audit:
         """Audit ``model`` on ``data``; help(leakscope.audit.audit) tells of every argument."""

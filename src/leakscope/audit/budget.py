@@ -1,8 +1,6 @@
 """A time budget: how long jobs may be begun, and which of them are not worth the time.
 
-Not worth it are attempts on examples that another attack has recovered exactly: nobody can do better, so the time goes
-to those of which less is known. Only what was measured counts, never an attack's own word. The verdict says what was
-left and what was spared; without a budget everything is run.
+Not worth it are attempts on examples that another attack has recovered exactly, as measured against the truth.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ EXACT_PSNR = 60.0
 
 
 class Spared:
-    """Which of ``jobs`` need not be run any more, by what was recovered so far."""
+    """Tell which of ``jobs`` need not be run any more, by what was recovered so far."""
 
     def __init__(self, setup: Setup, jobs: Iterable[Job]) -> None:
         self._setup = setup
@@ -32,20 +30,18 @@ class Spared:
         self._attempts = [job for job in jobs if _is_attempt(job)]
 
     def learn(self, job: Job, result: AttemptRecord | None) -> None:
-        """Take note of what became of a job."""
         if result is None or not _is_attempt(job):
             return
         if result.examples and all(example.value("psnr") >= self._enough for example in result.examples):
             self._recovered.add(_client(job))
 
     def learn_rows(self, jobs: Iterable[Job], rows: Iterable[Row]) -> None:
-        """Take note of what earlier runs recovered."""
         results = {row.key: row.result for row in rows if row.status == "done"}
         for job in jobs:
             self.learn(job, results.get(job.key))
 
     def spares(self, job: Job) -> bool:
-        """Tell whether it is an attempt on recovered examples, or a control of nothing but such attempts."""
+        """Tell whether it is an attempt on recovered examples, or a control of such attempts only."""
         if _is_attempt(job):
             return _client(job) in self._recovered
         if job.control is None or job.attack is None:
@@ -56,22 +52,17 @@ class Spared:
         return all(self.spares(one) for one in same if everywhere or one.batch == job.batch)
 
     def meta(self, jobs: Iterable[Job]) -> dict[str, Any]:
-        """Return what the store keeps of spared ``jobs``: how many attempts of each setting, and controls."""
-        settings: Counter[tuple[str, str]] = Counter()
-        controls = 0
-        for job in jobs:
-            if _is_attempt(job):
-                settings[describe(self._setup, job).scenario] += 1
-            else:
-                controls += 1
+        """Count the spared ``jobs``: attempts of each setting, and controls."""
+        spared = list(jobs)
+        settings = Counter(describe(self._setup, job).scenario for job in spared if _is_attempt(job))
         attempts = [{"protocol": p, "defense": d, "jobs": count} for (p, d), count in settings.items()]
-        return {"attempts": attempts, "controls": controls}
+        return {"attempts": attempts, "controls": len(spared) - settings.total()}
 
 
 class Budget:
-    """Seconds that jobs may be begun in, counted from the first; None is no limit, and then nothing is spared.
+    """Limit the seconds, from the first job on, in which jobs are begun; None: no limit, and nothing is spared.
 
-    The first job is always begun, so that a budget however small gets on with every run.
+    The first job is always begun, so that every run gets on.
 
     >>> ticks = iter([0.0, 5.0, 10.0])
     >>> budget = Budget(10.0, clock=lambda: next(ticks))
@@ -80,16 +71,12 @@ class Budget:
     """
 
     def __init__(
-        self,
-        seconds: float | None = None,
-        spared: Spared | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, seconds: float | None = None, spared: Spared | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.seconds, self._spared, self._clock = seconds, spared, clock
         self._since: float | None = None
 
     def allows(self) -> bool:
-        """Tell whether one more job may be begun."""
         if self.seconds is None:
             return True
         now = self._clock()
@@ -97,7 +84,6 @@ class Budget:
         return now - self._since < self.seconds
 
     def spares(self, job: Job) -> bool:
-        """Tell whether a job is not worth the time; it is passed over."""
         return self.seconds is not None and self._spared is not None and self._spared.spares(job)
 
 
@@ -106,5 +92,4 @@ def _is_attempt(job: Job) -> bool:
 
 
 def _client(job: Job) -> tuple[Any, ...]:
-    """A setting and the examples of one client of it; whatever the seed, the examples are the same."""
-    return job.protocol, job.defense, job.batch
+    return job.protocol, job.defense, job.batch  # whatever the seed, the examples are the same

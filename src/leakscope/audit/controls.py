@@ -1,7 +1,7 @@
-"""Controls: attempts whose outcome is known beforehand, so that they tell what an attempt's outcome is worth.
+"""Controls: attempts whose outcome is known beforehand.
 
 Blind controls have nothing to learn from: what they still recover came from the prior, and an attempt counts by its
-lift over the best of them. Positive controls must succeed: an attack that misses what lies open proves no safety.
+lift over the best of them. Positive controls must succeed, or the attack is too weak to judge a defence by.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ POSITIVE_CLIENTS = 2
 
 
 class Observe(Interface):
-    """Makes the undefended update of a client that holds (x, y)."""
+    """Make the undefended update of a client that holds (x, y)."""
 
     def __call__(
         self, x: Tensor, y: Tensor, *, protocol: Protocol | None = None, knowledge: Knowledge | None = None
@@ -37,52 +37,40 @@ class Observe(Interface):
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A client as the truth's side knows it, of which a control is made.
-
-    ``x`` and ``y`` are its examples, ``originals`` the same in unit space; ``held_out`` are other examples of the data
-    in unit space. ``others(labels)`` are inputs of as many other examples, of the same classes where there are such.
-    """
+    """A client as the truth's side knows it, of which a control is made."""
 
     protocol: Protocol
     knowledge: Knowledge
     x: Tensor
     y: Tensor
-    originals: Tensor
-    held_out: Tensor
+    originals: Tensor  # x in unit space
+    held_out: Tensor  # other examples of the data, in unit space
     observation: Callable[[], Observation]
     observe: Observe
-    others: Callable[[Tensor], Tensor]
+    others: Callable[[Tensor], Tensor]  # inputs of other examples with these labels, as far as there are such
     generator: torch.Generator
 
 
 @dataclass(frozen=True)
 class Control:
-    """A kind of control: what the attack sees in place of the update, or the guess that stands in place of an attack.
-
-    ``clients`` and ``seeds`` are how many of each it is taken of; None is all.
-    """
+    """A kind of control: what the attack sees in place of the update, or a guess in place of an attack."""
 
     name: str
     summary: str
     kind: ControlKind
     observe: Callable[[Case], Observation] | None = None
     guess: Callable[[Case], Tensor] | None = None
-    clients: int | None = None
+    clients: int | None = None  # how many it is taken of; None: all
     seeds: int | None = 1
-    #: Whether it says nothing new where the audit has undefended settings.
-    stands_for_undefended: bool = False
+    stands_for_undefended: bool = False  # says nothing new where the audit has undefended settings
 
 
 def noise_of_equal_norm(observation: Observation, generator: torch.Generator) -> Observation:
-    """The observation with Gaussian noise of the same norm, tensor by tensor, in place of the update.
-
-    All else the adversary knows stays, so what an attack still recovers did not come from the update.
-    """
+    """Replace the update by Gaussian noise of the same norm, tensor by tensor; all else that is known stays."""
     return observation.with_facts(messages=gathered(_noise_messages(observation, generator)))
 
 
 def noise_as_update(case: Case) -> Observation:
-    """The client's observation with noise in place of its update."""
     return noise_of_equal_norm(case.observation(), case.generator)
 
 
@@ -99,20 +87,17 @@ def _noise_messages(observation: Observation, generator: torch.Generator) -> Ite
 
 
 def other_examples(case: Case) -> Observation:
-    """The update of another client whose examples have the same labels.
-
-    What an attack still recovers are the looks of a class, or of all data, and nothing of this client.
-    """
+    """Make the update of other examples with the same labels: what is still recovered are the looks of a class."""
     return case.observe(case.others(case.y), case.y)
 
 
 def mean_of_held_out(case: Case) -> Tensor:
-    """The best guess of somebody who knows the kind of data and saw nothing."""
+    """Return the best guess of somebody who knows the kind of data and saw nothing."""
     return _held_out(case).mean(0, keepdim=True).expand_as(case.originals)
 
 
 def nearest_held_out(case: Case) -> Tensor:
-    """For each example the nearest of the others: a picture no nearer than that may be anybody's."""
+    """Return the nearest held-out example of each: an image no nearer than that may be anybody's."""
     pool = _held_out(case)
     distances = torch.cdist(case.originals.flatten(1), pool.flatten(1)).square() / case.originals[0].numel()
     distances[distances < SAME_RECORD] = torch.inf
@@ -122,12 +107,11 @@ def nearest_held_out(case: Case) -> Tensor:
 
 
 def undefended(case: Case) -> Observation:
-    """The update without a defence: an attack that fails here says nothing about a defence."""
     return case.observation()
 
 
 def planted(case: Case) -> Observation:
-    """The easiest update of the same model: no defence, labels and visiting order known.
+    """Make the easiest update of the same model: no defence, labels and visiting order known.
 
     It is the gradient of one example, or a weight update of as many examples, batches and local steps as are audited.
     """

@@ -170,14 +170,14 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
         "reaches_input": found.reaches_input,
         "examples": len(truth),
         "numbers": truth.shape[1],
-        "error": _finite(float(errors.max())),
-        "errors": [_finite(float(error)) for error in errors[:MOST_EXAMPLES]],
-        "expected_error": _finite(found.error),
-        "residual": _finite(found.residual),
+        "error": finite(float(errors.max())),
+        "errors": [finite(float(error)) for error in errors[:MOST_EXAMPLES]],
+        "expected_error": finite(found.error),
+        "residual": finite(found.residual),
         "exact": found.exact,
         "labels_right": _labels_right(subject, found, order),
-        "losses": [] if found.losses is None else [_finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
-        "scale": _finite(found.scale),
+        "losses": [] if found.losses is None else [finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
+        "scale": finite(found.scale),
         "note": "; ".join(found.notes),
     }
 
@@ -216,7 +216,7 @@ def _labels_right(subject: Subject, found: Embedding, order: Tensor) -> float | 
     return float(subject.task.right(subject.y.cpu(), found.labels[order]).mean())
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 

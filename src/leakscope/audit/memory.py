@@ -1,4 +1,4 @@
-"""Memory of a process: how far it rises while something runs, and updates of clients kept in it for further jobs."""
+"""Measure the memory of a process, and keep updates of clients in it for further jobs."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import psutil
 
 from leakscope.contracts.observation import Observation, held_bytes
 
-#: Bytes of updates that are kept for further jobs; the one that was last asked for is kept whatever its size.
+#: Bytes of updates that are kept for further jobs; the last one is kept whatever its size.
 MOST_BYTES = 2**28
 
 
 class PeakMemory:
-    """The rise of resident memory above where it stood when this was made, in megabytes, looked at every 20 ms."""
-
-    _EVERY = 0.02
+    """Watch resident memory every 20 ms from now on."""
 
     def __init__(self) -> None:
         self._process = psutil.Process()
@@ -27,11 +25,11 @@ class PeakMemory:
         self._thread.start()
 
     def _watch(self) -> None:
-        while not self._done.wait(self._EVERY):
+        while not self._done.wait(0.02):
             self._peak = max(self._peak, self._process.memory_info().rss)
 
     def megabytes(self) -> float:
-        """The rise so far; the watch ends."""
+        """End the watch and return the rise."""
         self._done.set()
         self._thread.join()
         self._peak = max(self._peak, self._process.memory_info().rss)
@@ -39,14 +37,13 @@ class PeakMemory:
 
 
 class Updates:
-    """What clients sent, by whose update it is; the least recently used go first."""
+    """Keep what clients sent; the least recently used go first."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
         self._made: OrderedDict[Hashable, Observation] = OrderedDict()
 
     def get(self, whose: Hashable, make: Callable[[], Observation]) -> Observation:
-        """The update of this client, made unless it is at hand."""
         if whose in self._made:
             self._made.move_to_end(whose)
             return self._made[whose]
@@ -59,6 +56,6 @@ class Updates:
 
 
 def update_bytes(update: Observation) -> int:
-    """What it takes in memory: messages, and the model that the client was sent."""
+    """Return the memory of messages and of the model that the client was sent."""
     model = sum(value.numel() * value.element_size() for value in update.model.state_dict().values())
     return model + sum(held_bytes(message) for message in update.messages)

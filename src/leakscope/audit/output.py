@@ -1,4 +1,4 @@
-"""Output whose reader may go away: what nobody reads is lost, and nothing else is."""
+"""Write to streams that may be closed: what nobody reads is lost, and nothing else is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, TextIO
 class Unfailing:
     """A text stream that never raises: after the first failure everything goes to the null device.
 
-    A reader that closes a pipe (``| head -1``), a full disk or a terminal that is gone must not end hours of work, nor
-    change their exit code.
+    A closed pipe (``| head -1``), a full disk or a lost terminal must not end hours of work, nor change the exit code.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -51,7 +50,7 @@ class Unfailing:
 
 @contextlib.contextmanager
 def unfailing_output() -> Iterator[None]:
-    """Standard output and error that never raise, for as long as this lasts."""
+    """Keep standard output and error from raising."""
     before = sys.stdout, sys.stderr
     for descriptor in (0, 1, 2):
         try:

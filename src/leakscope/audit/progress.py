@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from rich.console import Console
@@ -35,28 +34,20 @@ Tell = Callable[[Event], None]
 Display = Literal["bars", "lines", "rare", "remarks"]
 
 
-@dataclass(frozen=True)
-class Listener:
-    """The function that takes events, if any, and whether an estimate of the time, which costs some, is wanted."""
-
-    tell: Tell | None = None
-    estimates: bool = False
-
-
 @contextmanager
-def listener(progress: Tell | bool | None) -> Iterator[Listener]:
-    """Yield the caller's own function, bars (True) or nobody (False); None: bars on terminals, else rare lines."""
-    if callable(progress):
-        yield Listener(progress, True)
-        return
+def listener(progress: Tell | bool | None) -> Iterator[tuple[Tell | None, bool]]:
+    """Yield the function that takes events, if any, and whether an estimate of the time, which costs some, is wanted.
+
+    ``progress``: the caller's own function, bars (True) or nobody (False); None: bars on terminals, else rare lines.
+    """
     looks = "ipykernel" in sys.modules or (sys.stderr is not None and sys.stderr.isatty())
-    if progress is False or (sys.stderr is None and not looks):
-        yield Listener()
+    if callable(progress) or progress is False or (sys.stderr is None and not looks):
+        yield (progress, True) if callable(progress) else (None, False)
         return
     stream: Any = None if sys.stderr is None else Unfailing(sys.stderr)
     bars = bool(progress) or looks
     with shown(Console(file=stream, stderr=True, highlight=False, markup=False), "bars" if bars else "rare") as tell:
-        yield Listener(tell, bars)
+        yield tell, bars
 
 
 @contextmanager
@@ -131,9 +122,12 @@ class Tally:
         steps = sum(event["done"] / event["total"] for event in self.running.values() if event.get("total"))
         return min(1.0, (self.completed - self.at_start + steps) / left) if left > 0 else 1.0
 
+    @property
+    def remaining(self) -> float | None:
+        return remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
+
     def left(self) -> str:
-        remaining = remaining_seconds(self.elapsed, self.share, self.estimate, self.budget)
-        return "" if remaining is None else f"about {rough(remaining)} left"
+        return "" if (remaining := self.remaining) is None else f"about {rough(remaining)} left"
 
     def line(self) -> str:
         fates = ", ".join(f"{count} {fate}" for fate, count in sorted(self.fates.items()))

@@ -1,4 +1,4 @@
-"""A finished audit as people work with it: rows, findings, verdict, and what can be made of them."""
+"""The result of an audit: rows, findings, verdict, and what can be made of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from leakscope.results.verdict import Verdict, judge, verdict_html
 
 
 class Audit:
-    """A finished audit: rows, findings and verdict, read from its folder. The verdict is made once, here."""
+    """A finished audit: rows, findings and verdict, read from its folder."""
 
     def __init__(self, directory: Path, temporary: tempfile.TemporaryDirectory[str] | None = None) -> None:
         self.directory = directory
@@ -30,51 +30,47 @@ class Audit:
 
     @cached_property
     def study(self) -> Study | None:
-        """What each defence leaks and costs, where the audit was told to train (``utility``)."""
+        """Return what each defence leaks and costs, where the spec has a section ``utility``."""
         return study_store(self.store, self.verdict)
 
     @property
     def worst(self) -> StrongestExample | None:
-        """The strongest reconstruction of all."""
+        """Return the strongest reconstruction of all."""
         return self.verdict.worst
 
     @cached_property
     def store(self) -> Store:
-        """The folder, open for reading: meta data, pictures, curves."""
+        """Open the folder for reading: meta data, pictures, curves."""
         return Store.open(self.directory)
 
     def report(self, path: str | os.PathLike[str] | None = None, *, pictures: bool | None = None) -> Path:
-        """Write the HTML report to ``path`` and return where it is.
-
-        Without a path it lies in the audit's folder, which for an audit without ``out`` goes away with it.
-        """
+        """Write the HTML report to ``path``, or into the audit's folder, and return where it is."""
         from leakscope.report.page import write_report
 
         return Path(write_report(self.directory, path, pictures=pictures, verdict=self.verdict))
 
     def to_frame(self, library: str | None = None) -> Any:
-        """A data frame of pandas or polars, whichever is installed: a line for every example of every job."""
+        """Return a data frame of pandas or polars, whichever is installed: a line for every example of every job."""
         return data_frame(audit_table(self.store, self.verdict), library)
 
     def to_json(self) -> str:
-        """The document of the command line's ``--json``, whose schema has a version."""
+        """Return the document of the command line's ``--json``, whose schema has a version."""
         files = {} if self._temporary is not None else {"folder": Path(os.path.relpath(self.directory)).as_posix()}
         return json_text(audit_document(self.store, self.verdict, files))
 
     def to_latex(self) -> str:
-        """The table of settings as a LaTeX ``tabular``."""
+        """Return the table of settings as a LaTeX ``tabular``."""
         return self.verdict.to_latex()
 
     def to_sarif(self) -> str:
-        """The findings as SARIF 2.1.0, which code scanning reads."""
+        """Return the findings as SARIF 2.1.0, which code scanning reads."""
         from leakscope.report.sarif import sarif_log
 
         return json_text(sarif_log(self.store, self.verdict))
 
     def _repr_html_(self) -> str:
-        warned = [
-            str(mapping(one).get("text")) for one in self.store.meta("audited") or () if mapping(one).get("warning")
-        ]
+        audited = [mapping(one) for one in self.store.meta("audited") or ()]
+        warned = [str(one.get("text")) for one in audited if one.get("warning")]
         jobs = f"{counted(len(self.rows), 'job')}. Pictures and curves: .report('page.html')."
         return verdict_html(self.verdict, *(f"Warning: {text}" for text in warned), jobs)
 

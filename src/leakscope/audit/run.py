@@ -1,4 +1,4 @@
-"""The audit as one call: check everything, then run what is not done yet, then judge."""
+"""Run an audit in one call: check everything, then run what is not done yet, then judge."""
 
 from __future__ import annotations
 
@@ -43,13 +43,12 @@ def audit(
 ) -> Audit:
     """Audit ``model`` on ``data``: names as in a spec, or objects.
 
-    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader,
-    and protocols, defences and attacks their objects. ``value_range`` is the box of valid inputs of such data,
-    ``num_classes`` its number of classes. The remaining ``settings`` are those of a spec: training, examples, batch,
-    policy, executor, budget, ...
-    Rows are kept in ``out``, which is resumed if it exists, or else in a temporary folder that lives as long as the
-    result. ``progress``: False shows nothing, True a bar; None, the default, a bar on terminals and in notebooks and
-    elsewhere a line now and then, always on standard error; or a function of events, see :func:`run_spec`.
+    ``model`` may be a torch module, ``data`` a pair (x, y) of tensors or numpy arrays or a torch Dataset or DataLoader
+    with ``num_classes`` classes and inputs within ``value_range``. The remaining ``settings`` are those of a spec:
+    training, examples, batch, policy, executor, budget, ... Rows are kept in ``out``, which is resumed if it exists, or
+    else in a temporary folder that lives as long as the result. ``progress``: False shows nothing, True a bar; None a
+    bar on terminals and in notebooks and elsewhere a line now and then, always on standard error; or a function of
+    events, see :func:`run_spec`.
     """
     if protocol is not None and protocols is not None:
         raise SpecError(["protocol: expected protocol or protocols, got both"], "audit")
@@ -76,9 +75,8 @@ def run_spec(
 ) -> Audit:
     """Run a spec (checked, a mapping, or a YAML file's path) in the folder ``out``, resuming what is there.
 
-    ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`.
-
-    ``progress`` as in :func:`audit`. A function is told of these events:
+    ``allow_code``: code named in a file may come from any installed package, see :func:`load_spec`. ``progress`` is as
+    in :func:`audit`; a function gets these events:
 
     - where the spec asks for training, {"event": "trained", "done", "total", "loss"} after each round;
     - {"event": "planned", "total", "finished"};
@@ -90,8 +88,8 @@ def run_spec(
       store, whose "finding" is the kind of finding where it is no attempt.
     """
     checked = load_spec(spec, allow_code=allow_code)
-    with listener(progress) as told:
-        return _audit(checked, out, told.tell, told.estimates)
+    with listener(progress) as (tell, estimates):
+        return _audit(checked, out, tell, estimates)
 
 
 def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Tell | None, estimates: bool) -> Audit:
@@ -122,7 +120,6 @@ def _audit(spec: AuditSpec, out: str | os.PathLike[str] | None, progress: Tell |
 
 
 def _examples(data: Any, value_range: ValueRange | None, num_classes: int | None, settings: Mapping[str, Any]) -> Any:
-    """Examples of an object; a name or a mapping stays what it is."""
     if isinstance(data, str | Mapping) and value_range is None and num_classes is None:
         return data
     from leakscope.data import READ_AT_MOST, from_object
@@ -168,18 +165,9 @@ def _run(
             store.record_finding(outcome.finding(setup, job))
         completed += 1
         examples = (outcome.result or {}).get("examples", []) if job.finding is None else []
-        emit(
-            {
-                "event": "finished",
-                "job": job,
-                "status": outcome.status,
-                "seconds": outcome.seconds,
-                "error": outcome.error,
-                "psnr": max((e["psnr"] for e in examples if e["psnr"] is not None), default=None),
-                "completed": completed,
-                "total": len(jobs),
-            }
-        )
+        facts = {"status": outcome.status, "seconds": outcome.seconds, "error": outcome.error}
+        psnr = max((e["psnr"] for e in examples if e["psnr"] is not None), default=None)
+        emit({"event": "finished", "job": job, **facts, "psnr": psnr, "completed": completed, "total": len(jobs)})
 
     if progress is not None:
         progress({"event": "planned", "total": len(jobs), "finished": completed})

@@ -24,7 +24,9 @@ _SECONDS = {"h": 3600.0, "m": 60.0, "s": 1.0}
 
 
 class Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, arbitrary_types_allowed=True, allow_inf_nan=False, validate_default=True
+    )
 
 
 def key(help: str, default: Any = ..., **bounds: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -78,20 +78,19 @@ def _standard(chosen: set[str], info: ValidationInfo) -> list[Any]:
     return [*names, {STRONGEST_SEARCH: {"ignore_defense": True}}] if again else names
 
 
-def _controls(value: Any) -> Any:
+def _controls(value: Any) -> list[str]:
     from leakscope.audit.controls import CONTROLS
 
     return _kinds(value, CONTROLS)
 
 
-def _findings(value: Any) -> Any:
+def _findings(value: Any) -> list[str]:
     from leakscope.audit.findings import FINDINGS
 
-    # Trainings are asked for by their own section.
-    return _kinds(value, {name: finding for name, finding in FINDINGS.items() if finding.per != "training"})
+    return _kinds(value, [name for name, kind in FINDINGS.items() if kind.per != "training"])  # has its own section
 
 
-def _kinds(value: Any, table: Mapping[str, Any]) -> list[str]:
+def _kinds(value: Any, table: Collection[str]) -> list[str]:
     if isinstance(value, bool):
         return list(table) if value else []
     return [find_name(str(kind), table) for kind in _listed(value)]
@@ -131,15 +130,18 @@ def _dtype(value: str | None) -> str | None:
     return None if value is None else find_name(value.removeprefix("torch."), ["float32", "float64"])
 
 
+ProtocolParts = Annotated[list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), ONCE]
+DefenseParts = Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), ONCE]
+AttackParts = Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), ONCE]
+
+
 class AuditSpec(Strict):
     """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
     model: ModelKey = key("the victim; see the keys of `model`")
     data: DataKey = key("the private examples; see the keys of `data`")
     task: Annotated[Part, BeforeValidator(parts.task_part)] = key(
-        "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`",
-        "classification",
-        validate_default=True,
+        "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`", "classification"
     )
     training: Annotated[TrainingSpec | None, AfterValidator(whole_training)] = key(
         "federated training before the audit; see the keys of `training`; default: the model as it is", None
@@ -161,25 +163,13 @@ class AuditSpec(Strict):
         1,
         ge=1,
     )
-    protocols: Annotated[
-        list[Annotated[Part, BeforeValidator(parts.protocol_part)]], BeforeValidator(_listed), ONCE
-    ] = key("[protocols](protocols-and-defenses.md)", ["fedsgd"], validate_default=True)
-    defenses: Annotated[list[Annotated[Part, BeforeValidator(parts.defense_part)]], BeforeValidator(_listed), ONCE] = (
-        key(
-            "[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"], validate_default=True
-        )
-    )
+    protocols: ProtocolParts = key("[protocols](protocols-and-defenses.md)", ["fedsgd"])
+    defenses: DefenseParts = key("[defences](protocols-and-defenses.md#defences); `none` is the bare update", ["none"])
     knowledge: Annotated[dict[str, Any], BeforeValidator(_knowledge)] = key(
-        "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols",
-        None,
-        validate_default=True,
+        "[the threat model](threat-models.md): a preset or a mapping; default: that of the protocols", None
     )
-    attacks: Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]], BeforeValidator(_attacks), ONCE] = (
-        key(
-            "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several",
-            ["standard"],
-            validate_default=True,
-        )
+    attacks: AttackParts = key(
+        "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several", ["standard"]
     )
     seeds: Annotated[list[int], BeforeValidator(seed_list), ONCE] = key("a number n means the seeds 0 to n − 1", [0])
     policy: Annotated[Policy, BeforeValidator(_policy)] = key(
@@ -190,10 +180,10 @@ class AuditSpec(Strict):
         "whether results tell the names of private data, of its classes, and of folders; default: they do not", False
     )
     controls: Annotated[list[str], BeforeValidator(_controls)] = key(
-        "controls beside each attack: `true`, `false` or their kinds", True, validate_default=True
+        "controls beside each attack: `true`, `false` or their kinds", True
     )
     findings: Annotated[list[str], BeforeValidator(_findings)] = key(
-        "what is told of settings beside attacks: `true`, `false` or their kinds", True, validate_default=True
+        "what is told of settings beside attacks: `true`, `false` or their kinds", True
     )
     lpips: Path | None = key(
         "file of LPIPS weights; default: the one in the folder `LEAKSCOPE_DATA`, if there is one", None
@@ -207,7 +197,6 @@ class AuditSpec(Strict):
         "where jobs run, `serial`, `processes`, [`ray`](scaling.md) or `package.module:Class`; on the command line "
         "`processes`",
         "serial",
-        validate_default=True,
     )
     workers: Annotated[int | None, BeforeValidator(_workers)] = key(
         "parallel jobs, or `auto`: the processors that may be used, divided by `threads`; default: `auto`",

@@ -1,7 +1,6 @@
-"""The finding "trajectory": what many local steps hide of an update.
+"""The finding "trajectory": what many local steps hide of an update; see :mod:`leakscope.limits.surrogate`.
 
-See :mod:`leakscope.limits.surrogate` for what the numbers mean. All gradients are of the mean loss on the client's
-whole data, in the mode of the model that the protocol uses.
+All gradients are of the mean loss on the client's whole data, in the protocol's mode of the model.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from leakscope.audit.findings import Subject
+from leakscope.audit.findings import Subject, finite
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.protocol import ClientSide, client_copy
 from leakscope.contracts.task import outputs_of
@@ -23,8 +22,8 @@ from leakscope.federation.client import batch_gradient, own_randomness
 from leakscope.federation.fedavg import Trajectory
 from leakscope.limits import GRADIENTS_WORK, cosine_profile, drift_bound, effort_of, leading_shares
 
-MAX_STEPS = 50
-MIN_STEPS = 3
+#: Local steps that are looked at.
+MIN_STEPS, MAX_STEPS = 3, 50
 #: Gradients that the segment along the update takes: twenty-one places, and the search between two of them.
 PROFILE_GRADIENTS = 35
 #: Entries of all gradients (and again of all weights) held at a time: 200 MB each in float32.
@@ -34,11 +33,10 @@ Weights = Mapping[str, Tensor]
 
 
 def describe_update(subject: Subject) -> dict[str, Any]:
-    """Whether the observed weight update could pass for one gradient; or only a ``reason``.
+    """Tell how nearly the observed weight update is one gradient; or only a ``reason``.
 
-    The segment runs along the update as it was sent, which is all that an attack has; ``message_cosine`` is its cosine
-    with what the training did, below 1 only where a defence changed the message. Losses, shares and the bound are those
-    of the training, which is repeated.
+    The segment runs along the update as it was sent; ``message_cosine`` is its cosine with what the training did, below
+    1 only where a defence changed the message. Losses, shares and the bound are those of the training, repeated.
     """
     message, protocol = subject.observation.message, subject.protocol
     if message.kind != "weight_delta":
@@ -50,14 +48,11 @@ def describe_update(subject: Subject) -> dict[str, Any]:
     model = subject.observation.model  # the one the client was sent
     gradients = limit + PROFILE_GRADIENTS + protocol.epochs
     effort = effort_of(model, subject.observation.input_shape, len(subject.x))
-    refusal = effort.refusal("this", 3 * gradients, GRADIENTS_WORK, numbers=math.inf)
-    if refusal is not None:
+    if (refusal := effort.refusal("this", 3 * gradients, GRADIENTS_WORK, numbers=math.inf)) is not None:
         return {"reason": refusal}
-    path = protocol.trajectory(
-        model, subject.x, subject.y, subject.defense, subject.draws(), limit=limit, task=subject.task
-    )
-    client = _Client(subject, protocol)
-    start = path.weights[0]
+    held = subject.x, subject.y, subject.defense, subject.draws()
+    path = protocol.trajectory(model, *held, limit=limit, task=subject.task)
+    client, start = _Client(subject, protocol), path.weights[0]
     shares, constants = _along(path, client)
     trained = {name: start[name] - path.after[name] for name in start}
     facts = {
@@ -65,9 +60,9 @@ def describe_update(subject: Subject) -> dict[str, Any]:
         "chosen": list(path.kept),
         "shares": shares,
         "share_min": min(shares),
-        "loss_before": _finite(client.loss(start)),
-        "loss_after": _finite(client.loss(path.after)),
-        "message_cosine": _finite(_cosine(message.update, trained)),
+        "loss_before": finite(client.loss(start)),
+        "loss_after": finite(client.loss(path.after)),
+        "message_cosine": finite(_cosine(message.update, trained)),
         **constants,
     }
     profile = cosine_profile(
@@ -78,17 +73,17 @@ def describe_update(subject: Subject) -> dict[str, Any]:
     return {
         **facts,
         "betas": list(profile.betas),
-        "cosines": [_finite(value) for value in profile.cosines],
-        "best_beta": _finite(profile.best_beta),
-        "max_cosine": _finite(profile.best_cosine),
-        "start_cosine": _finite(profile.cosines[0]),
+        "cosines": [finite(value) for value in profile.cosines],
+        "best_beta": finite(profile.best_beta),
+        "max_cosine": finite(profile.best_cosine),
+        "start_cosine": finite(profile.cosines[0]),
         "bound": bound,
         "bound_reason": why,
     }
 
 
 class _Client:
-    """Loss and gradient of the client's whole data at any weights; random models draw the same each time."""
+    """Compute loss and gradient of the client's whole data at any weights; random models draw the same each time."""
 
     def __init__(self, subject: Subject, protocol: FedAvg) -> None:
         self._model = client_copy(subject.observation.model, protocol.batchnorm)
@@ -113,7 +108,7 @@ class _Client:
 
 
 def _along(path: Trajectory, client: _Client) -> tuple[list[float], dict[str, float | None]]:
-    """The share of each kept step's gradient in the two leading directions, and the constants of the bound."""
+    """Return the share of each kept step's gradient in the two leading directions, and the bound's constants."""
     places = (*path.weights, path.after)
     size = sum(value.numel() for value in path.after.values())
     rows = next(iter(path.after.values())).new_empty(len(places), size)
@@ -128,11 +123,11 @@ def _along(path: Trajectory, client: _Client) -> tuple[list[float], dict[str, fl
     shares: list[float] = leading_shares(rows[:-1]).tolist()
     longest = max(_norm(row) for row in rows)
     constants = {"gradient_norm": max(longest, *path.norms), "lipschitz": longest, "smoothness": smoothness}
-    return shares, {name: _finite(value) for name, value in constants.items()}
+    return shares, {name: finite(value) for name, value in constants.items()}
 
 
 def _bound(protocol: FedAvg, path: Trajectory, known: Mapping[str, Any]) -> tuple[float | None, str | None]:
-    """Theorem 4.3 with the constants seen on the way, or why there is none."""
+    """Return the bound of Theorem 4.3 with the constants seen on the way, or why there is none."""
     if protocol.optimizer != "sgd" or protocol.momentum:
         used = protocol.optimizer + (f" with momentum {protocol.momentum:g}" if protocol.momentum else "")
         return None, f"the bound assumes plain SGD, and this client uses {used}"
@@ -156,7 +151,3 @@ def _cosine(one: Weights, other: Weights) -> float:
 
 def _norm(value: Tensor) -> float:
     return float(torch.linalg.vector_norm(value, dtype=torch.float64))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""What a text says in YAML, the file and the lines it stands in, and the error for what cannot be audited."""
+"""Read a spec's YAML and its line numbers; the error for what cannot be audited."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SpecError(UserError):
 
 @dataclass(frozen=True)
 class SpecFile:
-    """The file of a spec and its text. What ``replaced`` names was said elsewhere, on the command line say."""
+    """The file of a spec and its text; the keys in ``replaced`` were set elsewhere, as on the command line."""
 
     path: Path
     text: str
@@ -41,7 +41,7 @@ class SpecFile:
 
 
 def item_lines(text: str) -> dict[str, list[int]]:
-    """For each key of a YAML mapping the line of its value, or of each item where that is a list.
+    """Return for each key of a YAML mapping the line of its value, or of each item of a list.
 
     >>> item_lines("model: mlp\\ndefenses:\\n  - none\\n  - top-k: {fraction: 0.1}\\n")
     {'model': [1], 'defenses': [3, 4]}
@@ -52,24 +52,23 @@ def item_lines(text: str) -> dict[str, list[int]]:
         return {}
     if not isinstance(node, yaml.MappingNode):
         return {}
-    lines: dict[str, list[int]] = {}
-    for key, value in node.value:
-        items = value.value if isinstance(value, yaml.SequenceNode) and value.value else [value]
-        lines[str(key.value)] = [item.start_mark.line + 1 for item in items]
-    return lines
+    lists = {
+        str(key.value): value.value if isinstance(value, yaml.SequenceNode) and value.value else [value]
+        for key, value in node.value
+    }
+    return {key: [item.start_mark.line + 1 for item in items] for key, items in lists.items()}
 
 
 def read_yaml(text: str, source: str = "audit spec") -> Any:
-    """What ``text`` says, not yet checked as a spec; nothing at all is a spec without keys."""
+    """Read ``text``, not yet checked as a spec; an empty text is a spec without keys."""
     content = read_value(text, source)
     return {} if content is None else content
 
 
 def read_value(text: str, source: str) -> Any:
-    """What ``text`` says in YAML, numbers as people mean them; SpecError for what no spec needs.
+    """Read YAML that holds only text, numbers, lists and mappings with each key once; raise SpecError for the rest.
 
-    A spec is data: text, numbers, lists and mappings with each key once. How much it becomes once its aliases are
-    written out is counted before anything is built.
+    How much it becomes once its aliases are written out is counted before anything is built.
     """
     try:
         _refuse("", SPEC_BYTES.problem(len(text)))
@@ -109,7 +108,7 @@ _TAGS = frozenset(_PREFIX + kind for kind in ("str", "int", "float", "bool", "nu
 
 
 def _check_events(text: str) -> None:
-    """The parser goes by events and not by recursion, so that it can tell what recursion could not bear."""
+    """Check depth and size by events of the parser, which needs no recursion."""
     depth = values = 0
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         if isinstance(event, yaml.CollectionEndEvent):
@@ -129,7 +128,7 @@ def _refuse(where: str, problem: str | None) -> None:
 
 
 class _Census:
-    """How many values a node becomes; what is named by an alias counts each time."""
+    """Count the values that a node becomes; what an alias names counts each time."""
 
     def __init__(self) -> None:
         self._sizes: dict[int, int] = {}
@@ -172,12 +171,11 @@ def _line(place: yaml.Node | yaml.Event) -> str:
 
 
 def _short(text: str) -> str:
-    """A message of a length that people read."""
     return text if len(text) <= 400 else f"{text[:300]} ... {text[-90:]}"
 
 
 def _numbers(value: Any) -> Any:
-    """YAML 1.1 reads 1e-3, without a point, as text; people mean the number."""
+    """Turn 1e-3 into a number: YAML 1.1 reads it, without a point, as text."""
     if isinstance(value, dict):
         return {key: _numbers(item) for key, item in value.items()}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The contract of an executor, which says where jobs run, and the executor of one process."""
+"""The contract of an executor, which says where jobs run; the serial executor; workers that share jobs (Crew)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import dataclasses
 import pickle
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from leakscope.audit.attempts import Advance, Bench, Outcome
 from leakscope.audit.budget import Budget
-from leakscope.audit.estimate import Estimator, try_out
+from leakscope.audit.estimate import SILENT_SECONDS, Estimator, try_out
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
@@ -25,6 +26,8 @@ Record = Callable[[Job, Outcome], None]
 
 #: Seconds between two words on how far a job is.
 ADVANCE_SECONDS = 0.2
+#: Workers that die before they are ready, one after the other, until the audit gives up.
+STARTS_IN_A_ROW = 3
 
 
 class ExecutorError(UserError):
@@ -104,3 +107,161 @@ def throttled(job: Job, emit: Emit, seconds: float = ADVANCE_SECONDS) -> Advance
             emit({"event": "advanced", "job": job, "done": int(done), "total": int(total), "value": float(value)})
 
     return advance
+
+
+@dataclass(eq=False)
+class Worker:
+    """What the audit's own process knows of a worker."""
+
+    ready: bool = False
+    job: Job | None = None
+    trying: bool = False  # only times some steps of its job
+    since: float = 0.0
+    group: deque[Job] = field(default_factory=deque)  # what is left of the client it works on
+
+
+W = TypeVar("W", bound=Worker)
+
+
+class Crew(ABC, Generic[W]):
+    """Share jobs, grouped by client, among workers, which subclasses start, address and stop."""
+
+    def __init__(
+        self, executor: Executor, setup: Setup, groups: Sequence[Sequence[Job]], emit: Emit, record: Record
+    ) -> None:
+        self._setup, self._threads, self._timeout = setup, setup.spec.threads, executor.timeout
+        self._budget, self._emit, self._record = executor.budget, emit, record
+        self._jobs = [job for group in groups for job in group]
+        self._waiting = deque(deque(group) for group in groups)
+        self._workers: list[W] = []
+        self._failed_starts, self._count = 0, 1
+        #: Until it has told how long all will take, no job is begun.
+        self._estimator = Estimator(setup, self._jobs) if executor.estimates else None
+
+    @abstractmethod
+    def _hire(self) -> None:
+        """Start one more worker."""
+
+    @abstractmethod
+    def _turn(self) -> None:
+        """Wait until some worker has something to say, dies, or has used up its time."""
+
+    @abstractmethod
+    def _send(self, worker: W, kind: str, job: Job) -> None:
+        """Have the worker run a job, or try it out."""
+
+    @abstractmethod
+    def _stop(self, worker: W) -> None:
+        """End the worker, whatever it does, and let go of what it leaves behind."""
+
+    def work(self, count: int) -> None:
+        """Do all jobs with so many workers."""
+        self._count = count
+        try:
+            for _ in range(count):
+                self._hire()
+            while self._left():
+                self._turn()
+        finally:
+            # Also on Ctrl-C: every finished row is in the store, so stopping at once loses only what runs.
+            while self._workers:
+                self._stop(self._workers.pop())
+
+    def _left(self) -> int:
+        waiting = sum(len(group) for group in self._waiting)
+        running = sum(len(worker.group) + (worker.job is not None and not worker.trying) for worker in self._workers)
+        return waiting + running
+
+    def _hear(self, worker: W, kind: str, content: Any) -> None:
+        """Take a worker's message: it is ready, or what became of its job."""
+        if kind == "broken":
+            raise ExecutorError(f"a worker cannot prepare this audit. {content}\nUse executor='serial'.")
+        job, worker.job = worker.job, None
+        if kind == "ready":
+            worker.ready, self._failed_starts = True, 0
+        elif kind == "outcome" and job is not None:
+            self._record(job, content)
+        elif kind == "tried" and job is not None and self._estimator is not None:
+            self._estimator.note(job, content)
+        self._assign(worker)
+
+    def _assign(self, worker: W) -> None:
+        if self._estimator is not None:
+            self._try_out(worker, self._estimator)
+            return
+        if not self._budget.allows():
+            self._leave_the_rest()
+        job = self._next(worker)
+        while job is not None and self._budget.spares(job):
+            job = self._next(worker)
+        if job is not None:
+            self._emit({"event": "started", "job": job})
+            self._begin(worker, "run", job)
+
+    def _begin(self, worker: W, kind: str, job: Job) -> None:
+        worker.job, worker.trying, worker.since = job, kind == "try", time.monotonic()
+        self._send(worker, kind, job)
+
+    def _leave_the_rest(self) -> None:
+        """Begin nothing more; what is under way gets to end."""
+        self._waiting.clear()
+        for worker in self._workers:
+            worker.group.clear()
+
+    def _try_out(self, worker: W, estimator: Estimator) -> None:
+        """Let it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
+        if (job := estimator.next()) is not None:
+            self._begin(worker, "try", job)
+        elif all(colleague.job is None for colleague in self._workers):
+            self._estimator = None
+            estimator.tell(self._emit, self._count)
+            self._wake()
+
+    def _wake(self) -> None:
+        """Give every worker that is ready and idle something to do."""
+        for worker in list(self._workers):
+            if worker.ready and worker.job is None:
+                self._assign(worker)
+
+    def _next(self, worker: W) -> Job | None:
+        """Return the next job of its client, else of another one; of a colleague's client only if none is left."""
+        if not worker.group and self._waiting:
+            worker.group = self._waiting.popleft()
+        if worker.group:
+            return worker.group.popleft()
+        busiest = max(self._workers, key=lambda colleague: len(colleague.group))
+        return busiest.group.pop() if busiest.group else None
+
+    def _failed_start(self, last: str) -> None:
+        """Raise ExecutorError where workers die again and again before they are ready."""
+        self._failed_starts += 1
+        if self._failed_starts >= STARTS_IN_A_ROW:
+            died = f"{STARTS_IN_A_ROW} worker processes in a row died before they were ready"
+            raise ExecutorError(f"{died}, the last one {last}")
+
+    def _replace(self, worker: W, error: str) -> None:
+        """Go on with another one; each costs a job or a trial or counts as a failed start, so there is an end."""
+        self._stop(worker)
+        self._workers.remove(worker)
+        if worker.group:
+            self._waiting.appendleft(worker.group)
+        if worker.job is not None and not worker.trying:
+            self._record(worker.job, Outcome("failed", error=error, seconds=time.monotonic() - worker.since))
+        elif worker.job is not None and self._estimator is not None:
+            self._estimator.note(worker.job, None)
+        if len(self._workers) < min(self._count, self._left()):
+            self._hire()
+
+    def _stop_overdue(self) -> None:
+        now = time.monotonic()
+        for worker in [one for one in self._workers if (end := self._deadline(one)) is not None and now > end]:
+            self._replace(worker, f"TimeoutError: stopped after more than {self._timeout or 0:g} s")
+
+    def _deadline(self, worker: W) -> float | None:
+        """Return when its job is stopped; a trial only where the attack does not even heed the alarm."""
+        limit = 4 * SILENT_SECONDS if worker.trying else self._timeout
+        return None if worker.job is None or limit is None else worker.since + limit
+
+    def _patience(self) -> float | None:
+        ends = [end for worker in self._workers if (end := self._deadline(worker)) is not None]
+        return max(0.01, min(ends) - time.monotonic() + 0.01) if ends else None

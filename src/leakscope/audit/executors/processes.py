@@ -27,8 +27,7 @@ import torch
 
 from leakscope.audit.attempts import Bench, failure_text
 from leakscope.audit.estimate import try_out
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, packed, throttled
-from leakscope.audit.executors.crew import Crew, Worker
+from leakscope.audit.executors.base import Crew, Emit, Executor, ExecutorError, Record, Worker, packed, throttled
 from leakscope.audit.output import unfailing_output
 from leakscope.audit.plan import Job
 from leakscope.audit.setup import Setup, build_setup

@@ -22,8 +22,7 @@ import torch
 
 from leakscope.audit.attempts import Bench, failure_text
 from leakscope.audit.estimate import try_out
-from leakscope.audit.executors.base import Emit, Executor, ExecutorError, Record, packed, throttled
-from leakscope.audit.executors.crew import Crew, Worker
+from leakscope.audit.executors.base import Crew, Emit, Executor, ExecutorError, Record, Worker, packed, throttled
 from leakscope.audit.executors.processes import default_workers
 from leakscope.audit.executors.ray_cluster import (
     alive_nodes,
