@@ -125,13 +125,13 @@ def test_one_finding_a_setting_whichever_client_stands_for_it(tmp_path: Path, mo
     assert len(finished(events)) == 4
     assert events[-1]["completed"] == events[-1]["total"] == 4, "what is not run is not waited for"
 
-    from leakscope.audit import floor
+    from leakscope.audit import findings
 
     def broken(_: Any) -> Any:
         raise RuntimeError("singular")
 
     with monkeypatch.context() as patch:
-        patch.setattr(floor, "describe_floor", broken)
+        patch.setattr(findings, "describe_floor", broken)
         failed = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"]})
     assert [row.status for row in failed.findings] == ["failed"]
     done = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"], "seeds": [7]})

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from leakscope.audit.controls import CONTROLS
     from leakscope.audit.executors import EXECUTORS, Executor, ExecutorError
     from leakscope.audit.findings import FINDINGS
-    from leakscope.audit.result import Audit
-    from leakscope.audit.run import audit, run_spec
+    from leakscope.audit.run import Audit, audit, run_spec
     from leakscope.audit.spec import DEFAULT_SPEC, AuditSpec, load_spec, parse_yaml
     from leakscope.audit.yaml_text import SpecError, read_yaml
 
@@ -33,8 +32,7 @@ _NAMES = {
     "controls": ("CONTROLS",),
     "executors": ("EXECUTORS", "Executor", "ExecutorError"),
     "findings": ("FINDINGS",),
-    "result": ("Audit",),
-    "run": ("audit", "run_spec"),
+    "run": ("Audit", "audit", "run_spec"),
     "spec": ("DEFAULT_SPEC", "AuditSpec", "load_spec", "parse_yaml"),
     "yaml_text": ("SpecError", "read_yaml"),
 }

@@ -20,7 +20,7 @@ from leakscope.audit.controls import CONTROLS, Case, Control
 from leakscope.audit.findings import FINDINGS, Subject
 from leakscope.audit.keys import derived_seed, is_training
 from leakscope.audit.memory import Updates
-from leakscope.audit.parts import Part
+from leakscope.audit.parts import part_at
 from leakscope.audit.plan import Job, client_of, describe
 from leakscope.audit.setup import Setup, observe
 from leakscope.audit.utility import describe_utility
@@ -112,7 +112,7 @@ class Bench:
             sent = dataclasses.replace(sent, knowledge=knowledge)
         if protocol is not None:
             part = part.model_copy(update={"instance": protocol})
-        made: Observation = observe(sent, part, _defense(setup, job), x, y, client_draws(job))
+        made: Observation = observe(sent, part, part_at(setup.spec.defenses, job.defense), x, y, client_draws(job))
         return made
 
     def _knowing(self, job: Job, what: str, **granted: Any) -> Observation:
@@ -251,7 +251,7 @@ class Bench:
         observation = self.observe(job)
         subject = Subject(
             protocol=setup.spec.protocols[job.protocol].instance,
-            defense=_defense(setup, job).instance,
+            defense=part_at(setup.spec.defenses, job.defense).instance,
             task=setup.spec.task.instance,
             observation=observation.relaxed(),
             x=observation.relax(x),
@@ -265,8 +265,9 @@ class Bench:
     def _training(self, job: Job, progress: Advance | None) -> Outcome:
         setup, spec = self._setup, self._setup.spec
         assert setup.course is not None
-        parts = spec.protocols[job.protocol].instance, _defense(setup, job).instance, spec.task.instance
-        return Outcome("done", plain(describe_utility(setup.course, *parts, job.seed, progress)))
+        protocol, defense = spec.protocols[job.protocol].instance, part_at(spec.defenses, job.defense).instance
+        found = describe_utility(setup.course, protocol, defense, spec.task.instance, job.seed, progress)
+        return Outcome("done", plain(found))
 
 
 def client_draws(job: Job) -> torch.Generator:
@@ -276,10 +277,6 @@ def client_draws(job: Job) -> torch.Generator:
 def failure_text(error: BaseException) -> str:
     trace = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join([f"{type(error).__name__}: {error}", *trace[-TRACEBACK_LINES:]])
-
-
-def _defense(setup: Setup, job: Job) -> Part:
-    return Part(name="none") if job.defense is None else setup.spec.defenses[job.defense]
 
 
 def _prepared(setup: Setup, attack: Attack) -> Setup:

@@ -12,7 +12,8 @@ import torch
 
 from leakscope import __version__
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.loading import tensor_bytes
+from leakscope.audit.loading import tensors_hash
+from leakscope.audit.parts import part_at
 from leakscope.audit.setup import Setup
 from leakscope.audit.utility import Course
 
@@ -73,7 +74,8 @@ def _training_of(course: Course) -> dict[str, Any]:
 class Keys:
     def __init__(self, setup: Setup) -> None:
         spec = self._spec = setup.spec
-        self._auxiliary = _auxiliary_fingerprint(setup)
+        # With more attacked examples the adversary has fewer of its own, and results change.
+        self._auxiliary = tensors_hash(setup.salt, *(setup.auxiliary or ()))
         self._prints = [_batch_fingerprint(setup, number) for number in range(len(setup.batches))]
         everywhere = {
             "leakscope": __version__,
@@ -96,7 +98,7 @@ class Keys:
     def of(self, *, protocol: int, defense: int | None, seed: int, batch: int, **job: Any) -> str:
         setting = {
             "protocol": self._spec.protocols[protocol].identity(),
-            "defense": "none" if defense is None else self._spec.defenses[defense].identity(),
+            "defense": part_at(self._spec.defenses, defense).identity(),
             "seed": seed,
         }
         if is_training(job.get("finding")):  # owes nothing to the attacks, nor to the examples they are about
@@ -110,21 +112,10 @@ class Keys:
         return content_hash({**self._common, **job, **setting, **client})
 
 
-def _auxiliary_fingerprint(setup: Setup) -> str:
-    """Hash the adversary's own examples: with more attacked examples there are fewer of them, and results change."""
-    digest = hashlib.sha256(setup.salt.encode())
-    for part in setup.auxiliary or ():
-        digest.update(tensor_bytes(part))
-    return digest.hexdigest()
-
-
 def _batch_fingerprint(setup: Setup, number: int) -> str:
     x, y = setup.batch(number)
     facts = f"{tuple(x.shape)} {x.dtype} {setup.data.inputs!r} {setup.data.num_classes}"
-    digest = hashlib.sha256(f"{setup.salt}{facts}".encode())
-    digest.update(tensor_bytes(x))
-    digest.update(tensor_bytes(y))
-    return digest.hexdigest()
+    return tensors_hash(f"{setup.salt}{facts}", x, y)
 
 
 def is_training(finding: str | None) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 from torch import Tensor, nn
 
@@ -33,6 +35,13 @@ def load_examples(asked: DataSpec) -> Examples:
 def tensor_bytes(value: Tensor) -> bytes:
     """Return the content of a tensor, the same on every device and for every memory layout."""
     return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def tensors_hash(prefix: str, *tensors: Tensor) -> str:
+    digest = hashlib.sha256(prefix.encode())
+    for value in tensors:
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()
 
 
 def precision(model: nn.Module) -> torch.dtype:

@@ -36,6 +36,10 @@ class Part(BaseModel):
         return {} if self.instance is None else {"name": self.name, "class": kind, "options": self.options}
 
 
+def part_at(parts: Sequence[Part], number: int | None) -> Part:
+    return Part(name="none") if number is None else parts[number]
+
+
 def protocol_part(value: Any) -> Part:
     from leakscope.federation import PROTOCOLS
 

@@ -17,6 +17,7 @@ from leakscope.attacks import ATTACKS, standard_attacks
 from leakscope.audit.controls import CONTROLS, Control
 from leakscope.audit.findings import FINDINGS
 from leakscope.audit.keys import Keys, content_hash, is_training
+from leakscope.audit.parts import part_at
 from leakscope.audit.setup import Setup
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.utility import most_frequent
@@ -82,7 +83,7 @@ def is_repeated(setup: Setup, protocol: int, defense: int | None, attack: int | 
     knowing = repr(dataclasses.replace(spec.attacks[attack].instance, ignore_defense=False))
     if knowing not in [part.identity() for part in spec.attacks]:
         return False
-    used = None if defense is None else spec.defenses[defense].instance
+    used = part_at(spec.defenses, defense).instance
     known = used is not None and setup.knowledge.defense
     return not known or spec.protocols[protocol].instance.channel(used, spec.batch) is None
 
@@ -116,11 +117,10 @@ def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
     """
     if is_training(job.finding):
         return "training", job.key
-    spec = setup.spec
-    defense = "none" if job.defense is None else spec.defenses[job.defense].identity()
-    chooses = setup.knowledge.choose_weights or setup.knowledge.choose_structure
-    own = job.attack if chooses and job.attack is not None and spec.attacks[job.attack].instance.chooses_model else None
-    return job.protocol, defense, job.seed, job.batch, own
+    attack = part_at(setup.spec.attacks, job.attack).instance
+    may_choose = setup.knowledge.choose_weights or setup.knowledge.choose_structure
+    own = job.attack if may_choose and attack is not None and attack.chooses_model else None
+    return job.protocol, part_at(setup.spec.defenses, job.defense).identity(), job.seed, job.batch, own
 
 
 def grouped(setup: Setup, jobs: list[Job]) -> list[list[Job]]:
@@ -158,23 +158,21 @@ def seed_place(job: Job, seeds: list[int]) -> int:
 
 def describe(setup: Setup, job: Job) -> JobRecord:
     """Describe the job for the store and the report."""
-    spec, attack = setup.spec, None if job.attack is None else setup.spec.attacks[job.attack]
+    spec = setup.spec
+    protocol, defense = spec.protocols[job.protocol], part_at(spec.defenses, job.defense)
+    attack = part_at(spec.attacks, job.attack)
     return JobRecord(
-        protocol=spec.protocols[job.protocol].identity(),
-        defense="none" if job.defense is None else spec.defenses[job.defense].identity(),
-        attack="none" if attack is None else attack.identity(),
-        attack_name=job.finding or job.control or "none" if attack is None else attack.name,
+        protocol=protocol.identity(),
+        defense=defense.identity(),
+        attack=attack.identity(),
+        attack_name=job.finding or job.control or "none" if job.attack is None else attack.name,
         seed=job.seed,
         batch=job.batch,
         control=job.control,
         control_kind=None if job.control is None else CONTROLS[job.control].kind,
         indices=() if is_training(job.finding) else setup.batches[job.batch],
         knowledge=spec.knowledge,
-        parts={
-            "protocol": spec.protocols[job.protocol].facts(),
-            "defense": {} if job.defense is None else spec.defenses[job.defense].facts(),
-            "attack": {} if attack is None else attack.facts(),
-        },
+        parts={"protocol": protocol.facts(), "defense": defense.facts(), "attack": attack.facts()},
     )
 
 

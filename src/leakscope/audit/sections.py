@@ -6,7 +6,7 @@ import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from leakscope.audit.parts import Part
 from leakscope.contracts.checks import COUNT, JOBS, brief
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.registry import find_name
+from leakscope.contracts.registry import find_name, import_object
 
 #: Seconds that a budget or a timeout may have.
 LONGEST = 10**7
@@ -84,31 +84,30 @@ def _own_data(value: Any) -> DataSpec:
     return DataSpec(name=examples.name, instance=examples)
 
 
-def _model_name(model: ModelSpec) -> ModelSpec:
-    if model.instance is not None:
-        return model
+def _found(section: Any, table: Iterable[str], load: Callable[[], Any]) -> Any:
+    """Complete the name of a section; code is loaded now, while it is known who named it."""
+    if section.instance is not None:
+        return section
+    if ":" in section.name:
+        load()
+        return section
+    return section.model_copy(update={"name": find_name(section.name, list(table))})
+
+
+def _model_name(model: ModelSpec) -> Any:
     from leakscope.models import MODELS, model_factory
 
-    if ":" in model.name:
-        model_factory(model.name, model.seed)  # imported now, while it is known who named it
-        return model
-    return model.model_copy(update={"name": find_name(model.name, list(MODELS))})
+    return _found(model, MODELS, lambda: model_factory(model.name, model.seed))
 
 
-def _data_name(data: DataSpec | None) -> DataSpec | None:
+def _data_name(data: DataSpec | None) -> Any:
     if data is None:
         return None
-    if (data.mean is None) != (data.std is None):
-        raise UserError("expected both mean and std, or neither")
-    if data.instance is not None:
-        return data
-    from leakscope.contracts.registry import import_object
     from leakscope.data import DATA
 
-    if ":" in data.name:
-        import_object("data", data.name)
-        return data
-    return data.model_copy(update={"name": find_name(data.name, list(DATA))})
+    if (data.mean is None) != (data.std is None):
+        raise UserError("expected both mean and std, or neither")
+    return _found(data, DATA, lambda: import_object("data", data.name))
 
 
 _AS_DATA = BeforeValidator(lambda value: _named(value, DataSpec, _own_data)), AfterValidator(_data_name)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.controls import SAME_RECORD
-from leakscope.audit.loading import load_examples, precision, tensor_bytes
+from leakscope.audit.loading import load_examples, precision, tensor_bytes, tensors_hash
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
@@ -140,7 +140,7 @@ def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "")
         lpips=lpips,
         model_fingerprint=fingerprint,
         data_fingerprint=data.fingerprint(salt),
-        candidates_fingerprint=hashlib.sha256(salt.encode() + tensor_bytes(candidates)).hexdigest(),
+        candidates_fingerprint=tensors_hash(salt, candidates),
         lpips_fingerprint=None if lpips_file is None else hashlib.sha256(read_whole(lpips_file)).hexdigest(),
         salt=salt,
         course=_course(spec, data, model, fingerprint, salt),

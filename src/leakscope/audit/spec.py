@@ -11,22 +11,9 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, BeforeValidator, PrivateAttr, ValidationError, ValidationInfo
 from pydantic_core import ErrorDetails
 
-from leakscope.audit import parts
+from leakscope.audit import parts, sections
 from leakscope.audit.parts import Part
-from leakscope.audit.sections import (
-    ONCE,
-    DataKey,
-    DataSpec,
-    ModelKey,
-    ModelSpec,
-    Strict,
-    TrainingSpec,
-    UtilitySpec,
-    key,
-    seconds_of,
-    seed_list,
-    whole_training,
-)
+from leakscope.audit.sections import ONCE, DataSpec, ModelSpec, Strict, TrainingSpec, UtilitySpec, key
 from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
 from leakscope.contracts.checks import SPEC_BYTES, brief
 from leakscope.contracts.disk import read_whole
@@ -138,12 +125,12 @@ AttackParts = Annotated[list[Annotated[Part, BeforeValidator(parts.attack_part)]
 class AuditSpec(Strict):
     """One audit: protocols x defences x attacks x seeds x batches, with controls beside each attack, and findings."""
 
-    model: ModelKey = key("the victim; see the keys of `model`")
-    data: DataKey = key("the private examples; see the keys of `data`")
+    model: sections.ModelKey = key("the victim; see the keys of `model`")
+    data: sections.DataKey = key("the private examples; see the keys of `data`")
     task: Annotated[Part, BeforeValidator(parts.task_part)] = key(
         "what clients minimise: a [task](threat-models.md#tasks), or `package.module:loss`", "classification"
     )
-    training: Annotated[TrainingSpec | None, AfterValidator(whole_training)] = key(
+    training: Annotated[TrainingSpec | None, AfterValidator(sections.whole_training)] = key(
         "federated training before the audit; see the keys of `training`; default: the model as it is", None
     )
     utility: UtilitySpec | None = key(
@@ -171,7 +158,9 @@ class AuditSpec(Strict):
     attacks: AttackParts = key(
         "[attacks](attacks.md), or `package.module:Class`; `standard` stands for several", ["standard"]
     )
-    seeds: Annotated[list[int], BeforeValidator(seed_list), ONCE] = key("a number n means the seeds 0 to n − 1", [0])
+    seeds: Annotated[list[int], BeforeValidator(sections.seed_list), ONCE] = key(
+        "a number n means the seeds 0 to n − 1", [0]
+    )
     policy: Annotated[Policy, BeforeValidator(_policy)] = key(
         "limits of the verdict; see the keys of `policy`", Policy()
     )
@@ -207,7 +196,7 @@ class AuditSpec(Strict):
     timeout: float | None = key(
         "seconds after which a job is stopped and counts as failed; needs `processes` or `ray`", None, gt=0, le=10**7
     )
-    budget: Annotated[float | None, BeforeValidator(seconds_of)] = key(
+    budget: Annotated[float | None, BeforeValidator(sections.seconds_of)] = key(
         "time after which no further job is begun (`90s`, `10m`, `1h30m` or seconds); the same command again goes on "
         "with what is left; default: all are run",
         None,
@@ -253,14 +242,15 @@ def load_spec(source: AuditSpec | Mapping[str, Any] | str | os.PathLike[str], *,
     """
     if isinstance(source, Mapping | AuditSpec):
         return AuditSpec.parse(source)
-    path = Path(source)
-    text = _read(path)
-    return parse_yaml(text, str(path), path.parent, allow_code=allow_code).written_in(SpecFile(path, text))
+    return spec_with(Path(source), {}, allow_code=allow_code)
 
 
 def spec_with(path: Path, settings: Mapping[str, Any], *, allow_code: bool = False) -> AuditSpec:
     """Load the spec in the YAML file ``path``, with ``settings`` in place of its own."""
-    text = _read(path)
+    try:
+        text = read_whole(path, SPEC_BYTES).decode("utf-8")
+    except ValueError as error:
+        raise SpecError([f"cannot be read: {error}"], str(path)) from error
     written = read_yaml(text, str(path))
     if not isinstance(written, dict):
         raise SpecError([f"expected a mapping of settings, got {type(written).__name__}"], str(path))
@@ -275,13 +265,6 @@ def parse_yaml(
     """Parse the spec in ``text``, which lies in ``folder``."""
     with names_of_a_spec(folder or Path.cwd(), allowed=allow_code):
         return AuditSpec.parse(read_yaml(text, source), source)
-
-
-def _read(path: Path) -> str:
-    try:
-        return read_whole(path, SPEC_BYTES).decode("utf-8")
-    except ValueError as error:
-        raise SpecError([f"cannot be read: {error}"], str(path)) from error
 
 
 def _across(mapping: Mapping[str, Any]) -> list[str]:
@@ -303,13 +286,8 @@ def _line(error: ErrorDetails) -> str:
         return f"{where}: expected a value, got nothing"
     if error["type"] == "extra_forbidden":
         key = str(error["loc"][-1])
-        sections: dict[str, type[Strict]] = {
-            "model": ModelSpec,
-            "data": DataSpec,
-            "training": TrainingSpec,
-            "utility": UtilitySpec,
-        }
-        known = {1: AuditSpec, 2: sections.get(str(error["loc"][0])), 3: DataSpec}.get(len(error["loc"]))
+        nested: Any = {"model": ModelSpec, "data": DataSpec, "training": TrainingSpec, "utility": UtilitySpec}
+        known = {1: AuditSpec, 2: nested.get(str(error["loc"][0])), 3: DataSpec}.get(len(error["loc"]))
         fields = [name for name in known.model_fields if name != "instance"] if known else []
         try:
             find_name(key, fields)

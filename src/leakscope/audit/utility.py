@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.loading import load_examples, precision, tensor_bytes
+from leakscope.audit.loading import load_examples, precision, tensor_bytes, tensors_hash
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import UserError
@@ -80,10 +80,8 @@ def make_course(
     fresh = [row for row, x in enumerate(test.x) if _digest(x) not in known]
     if not fresh:
         raise UserError("test: expected examples that are not trained on, but the training examples hold all of them")
-    digest = hashlib.sha256(f"{salt}{fingerprint}".encode())
-    for part in (train.x, train.y, test.x[fresh], test.y[fresh]):
-        digest.update(tensor_bytes(part))
-    return Course(spec, model, train, test.subset(fresh), len(test) - len(fresh), digest.hexdigest())
+    digest = tensors_hash(f"{salt}{fingerprint}", train.x, train.y, test.x[fresh], test.y[fresh])
+    return Course(spec, model, train, test.subset(fresh), len(test) - len(fresh), digest)
 
 
 def _normalised_as(section: DataSpec, other: DataSpec) -> DataSpec:
@@ -111,8 +109,7 @@ def describe_utility(
     dtype, space, y = precision(course.model), course.train.inputs, course.train.y
     x = space.cast(course.train.x, dtype)
     shares = split_iid(len(x), spec.clients, torch.Generator().manual_seed(_SPLIT_SEED))
-    clients = [(x[rows], y[rows]) for rows in shares]
-    rates = spec.rates(protocol.kind)
+    clients, rates = [(x[rows], y[rows]) for rows in shares], spec.rates(protocol.kind)
     trained: dict[float, tuple[float, nn.Module | None, str]] = {}
     for place, rate in enumerate(rates):
         training = DefendedTraining(
