@@ -243,8 +243,10 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
             each = found.reconstruction.info["seconds"] / attack.iterations if found.reconstruction else math.nan
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
-            title = f"{setting}, {name}"
-            note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
+            title, note = (
+                f"{setting}, {name}",
+                f"{each:.3f} s a step on this machine, {whole} steps; published on a V100",
+            )
             rows.append(measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
             rows.append(measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
         if progress is not None:
@@ -262,11 +264,10 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
     if isinstance(examples, str):
         return [not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
     everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
-    training = FederatedTraining(
-        rounds=max(rounds), clients_per_round=2 if scale == "smoke" else 10, protocol=local.protocol
-    )
-    model = setting.network(seed)
-    trained = cached_training(training, model, [(c.x, c.y) for c in everyone], seed=seed, at=rounds)
+    each = 2 if scale == "smoke" else 10
+    training = FederatedTraining(rounds=max(rounds), clients_per_round=each, protocol=local.protocol)
+    people = [(c.x, c.y) for c in everyone]
+    trained = cached_training(training, setting.network(seed), people, seed=seed, at=rounds)
 
     def measure(model: nn.Module, client: Client) -> dict[str, float]:
         table = attacks(setting, scale, ("IG", "SME", "SME, defaults"))

@@ -150,15 +150,14 @@ class Coverage:
         for row in rows:
             self._clients[_client(row)].append(row)
         self._strength, self._defended, self._measures = strength, defended, measures
-        ran = {row.job.attack_name for row in self._all()}
-        self._required = ran if required is None else set(required)
+        needed = {row.job.attack_name for row in self._all()} if required is None else set(required)
         attacks = {row.job.attack for row in self._all()}
         self._proven = {attack for attack in attacks if strength.doubt({attack}) is None}
         self.uncovered = {client for client, tries in self._clients.items() if not any(map(self._covers, tries))}
         self._lacking = {
             (client, name)
             for client, tries in self._clients.items()
-            for name in self._required - {row.job.attack_name for row in tries if _had_its_turn(row)}
+            for name in needed - {row.job.attack_name for row in tries if _had_its_turn(row)}
         }
 
     @property

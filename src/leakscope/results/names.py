@@ -59,25 +59,20 @@ def _shown(value: Any) -> Any:
     (gradient-noise(sigma=0.1), top-k(fraction=0.5))
     """
     if isinstance(value, dict):
-        calls = {name: ", ".join(f"{k}={_shown(v)!r}" for k, v in _options(told)) for name, told in value.items()}
+        options = {name: told if isinstance(told, dict) else {} for name, told in value.items()}
+        calls = {name: ", ".join(f"{k}={_shown(v)!r}" for k, v in told.items()) for name, told in options.items()}
         return _Code(", ".join(f"{name}({arguments})" for name, arguments in calls.items()))
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         return _Code(f"({', '.join(repr(_shown(item)) for item in value)})")
     return value
 
 
-def _options(value: Any) -> Iterable[tuple[str, Any]]:
-    return value.items() if isinstance(value, dict) else ()
-
-
 def parts_of(rows: Iterable[Row]) -> dict[str, Part]:
     """Return every protocol, defence and attack of ``rows`` by its repr."""
-    places = ((getattr(row.job, name), row.job.parts.get(name)) for row in rows for name in _PARTS)
+    names = ("protocol", "defense", "attack")
+    places = ((getattr(row.job, name), row.job.parts.get(name)) for row in rows for name in names)
     facts = {text: told for text, told in places if told or text != "none"}
     return {text: Part.read(text, told) for text, told in facts.items()}
-
-
-_PARTS = ("protocol", "defense", "attack")
 
 
 @dataclass(frozen=True)
@@ -126,16 +121,12 @@ def name_settings(verdict: Verdict) -> list[Setting]:
 def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, list[str]]:
     """Return for each repr the options that tell it from others of the same name; of a single one its first numbers."""
     found = {text: (parts or {}).get(text) or Part.read(text, None) for text in dict.fromkeys(reprs)}
-    options = {
-        text: {f"{name}={value!r}": value for name, value in part.options.items()} for text, part in found.items()
-    }
+    options = {text: {f"{k}={value!r}": value for k, value in part.options.items()} for text, part in found.items()}
     told = {}
     for text, part in found.items():
         family = [options[other] for other, one in found.items() if one.name == part.name]
-        if len(family) > 1:
-            told[text] = [option for option in options[text] if not all(option in other for other in family)]
-        else:
-            # A single one is told by its numbers; words such as scope='tensor' are mostly defaults.
+        told[text] = [option for option in options[text] if not all(option in other for other in family)]
+        if len(family) == 1:  # told by its numbers; words such as scope='tensor' are mostly defaults
             told[text] = [option for option, value in options[text].items() if not _is_word(value)][:3]
     return told
 

@@ -90,8 +90,7 @@ def best(values: Iterable[float], better: Literal["higher", "lower"]) -> float:
     1.0
     """
     measured = [value for value in values if not math.isnan(value)]
-    choose = max if better == "higher" else min
-    return choose(measured, default=NAN)
+    return (max if better == "higher" else min)(measured, default=NAN)
 
 
 def counted(count: int, noun: str) -> str:
@@ -341,8 +340,7 @@ def finding_words(kind: str) -> str:
 
 
 def job_facts(job: JobRecord) -> dict[str, Any]:
-    facts: dict[str, Any] = plain(dataclasses.asdict(job))
-    return facts
+    return mapping(plain(dataclasses.asdict(job)))
 
 
 def _certificate(value: Any) -> Certificate | None:

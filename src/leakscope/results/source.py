@@ -75,12 +75,9 @@ def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = No
         if folder in file.parts:
             inside = file.parts[len(file.parts) - file.parts[::-1].index(folder) :]
             return Place(file="/".join(inside), line=line, installed=True)
-    for candidate in (root, _repository(file), Path.cwd()):
+    repository = next((folder for folder in file.parents if (folder / ".git").exists()), None)
+    for candidate in (root, repository, Path.cwd()):
         # What is relative to the root of the disk tells every folder.
         if candidate is not None and candidate != Path(candidate.anchor) and file.is_relative_to(candidate):
             return Place(file=file.relative_to(candidate).as_posix(), line=line)
     return Place(file=file.name, line=line)
-
-
-def _repository(file: Path) -> Path | None:
-    return next((folder for folder in file.parents if (folder / ".git").exists()), None)

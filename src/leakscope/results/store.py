@@ -237,9 +237,8 @@ class Store:
     def _entries(self, select: str) -> Iterator[tuple[Any, ...]]:
         """Yield key, position, kind, status, subject, content, error, seconds and end of each row of a table."""
         for position, *values, checksum in self._ask(select + _IN_ORDER):
-            key, kind, status, subject, content, *fate = (
-                values if select == _FINDINGS else [values[0], "", *values[1:-1]]
-            )
+            columns = values if select == _FINDINGS else [values[0], "", *values[1:-1]]
+            key, kind, status, subject, content, *fate = columns
             facts, told = _parsed(subject), _parsed(content)
             if seal(values) != checksum or _BROKEN in (facts, told):
                 status, facts, told, fate = "failed", mapping(facts), None, [DAMAGED, None, None]

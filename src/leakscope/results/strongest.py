@@ -81,9 +81,9 @@ def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bo
 
 
 def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
-    job, baseline = row.job, baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
     same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
-    same |= {name: getattr(job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    same |= {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
     return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
 
 

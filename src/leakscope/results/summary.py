@@ -91,8 +91,7 @@ def _summarise(
     unmeasured = [example for example, value in zip(examples, values, strict=True) if math.isnan(value)]
     missing = [reasons[example.key].get(measure.key, measure.otherwise) for example in unmeasured]
     unmeasured = [example for example, value in zip(examples, blind, strict=True) if math.isnan(value)]
-    whys = (baselines.why_missing(example.attack, example.index, measure) for example in unmeasured)
-    blind_missing = [_joined(why) or NO_CONTROL for why in whys]
+    blind_missing = [_joined(baselines.why_missing(e.attack, e.index, measure)) or NO_CONTROL for e in unmeasured]
     nothing = None if examples else NO_RESULT
     return MeasureSummary(
         measure=measure,

@@ -96,8 +96,7 @@ def judge(
     label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
     settings = []
     for protocol in dict.fromkeys(cell.protocol for cell in cells):
-        controls = [row for row in rows if not row.counts and row.job.protocol == protocol]
-        baselines = Baselines(controls)
+        baselines = Baselines(row for row in rows if not row.counts and row.job.protocol == protocol)
         strength = AttackStrength.of(protocol, rows, baselines, limits, floors, protocol in with_floor)
         for cell, planned in cells.items():
             if cell.protocol == protocol:
@@ -107,8 +106,7 @@ def judge(
                 chance = label_chance if not math.isnan(label_chance) else baselines.label_accuracy
                 judge_ = Judge(cell, attempts, baselines, strength, floors.get(cell, NAN), limits, expected, chance)
                 settings.append(judge_.verdict())
-    order = list(cells)
-    settings.sort(key=lambda setting: order.index(setting.scenario))
+    settings.sort(key=lambda setting: list(cells).index(setting.scenario))
     reasons = [reason for setting in settings for reason in setting.reasons]
     doubts = _doubts_of_all(rows, total - _spared(plan)[1], settings, _ended_budget(plan))
     every = [example for setting in settings for example in setting.examples]
@@ -149,9 +147,7 @@ def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[Scenario, int], 
 def _expectations(
     rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
 ) -> tuple[int, dict[Scenario, Expected], set[str]]:
-    """Count the jobs that should be there, in all and per setting, and name protocols of which theory can say
-    something.
-    """
+    """Count the jobs that should be there, in all and per setting; name the protocols with a floor by theory."""
     grid: dict[Scenario, set[tuple[Any, ...]]] = defaultdict(set)
     for row in rows:
         if row.counts:
@@ -159,13 +155,9 @@ def _expectations(
     widest = len(set().union(*grid.values())) if grid else 0
     # Positions count the plan from 0, so a gap in them is a job without a row.
     total = max((row.position + 1 for row in rows), default=0)
-    if isinstance(plan, int):
-        total = max(total, plan)
-    entries = plan.get("settings", []) if isinstance(plan, Mapping) else []
-    if isinstance(plan, Mapping):
-        total = max(total, int(plan.get("total", 0)))
-    examples = int(plan.get("examples", 0)) if isinstance(plan, Mapping) else 0
-    facts: dict[str, Any] = {"examples": examples, "budget": _ended_budget(plan)}
+    known: Mapping[str, Any] = plan if isinstance(plan, Mapping) else {"total": plan or 0}
+    total, entries = max(total, int(known.get("total", 0))), known.get("settings", [])
+    facts: dict[str, Any] = {"examples": int(known.get("examples", 0)), "budget": _ended_budget(plan)}
     spared, _ = _spared(plan)
     cells = {
         cell: Expected(
