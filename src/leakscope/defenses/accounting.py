@@ -1,12 +1,10 @@
 """How much differential privacy Gaussian noise gives, by the Renyi accountant of opacus.
 
-Mironov, Talwar, Zhang, "Renyi Differential Privacy of the Sampled Gaussian Mechanism", 2019.
-
-A release is the sum of vectors of norm at most C over a random part of the examples, plus noise of standard deviation
-``noise_multiplier`` times C. ``sampling_rate`` is the chance with which each example is in that part, drawn for each
-example on its own; 1 is all of them. Two data sets are neighbours if one has an example that the other lacks.
-
-The classical sqrt(2 ln(1.25 / delta)) / epsilon is not used: it is proved for epsilon up to 1 only, and false at 10.
+Mironov, Talwar, Zhang, "Renyi Differential Privacy of the Sampled Gaussian Mechanism", 2019. A release is the sum of
+vectors of norm at most C over a random part of the examples, plus noise of standard deviation ``noise_multiplier``
+times C. ``sampling_rate`` is the chance with which each example is in that part, drawn for each example on its own.
+Two data sets are neighbours if one has an example that the other lacks. The classical sqrt(2 ln(1.25 / delta)) /
+epsilon is not used: it is proved for epsilon up to 1 only, and false at 10.
 """
 
 from __future__ import annotations
@@ -43,8 +41,8 @@ def epsilon_of(noise_multiplier: float, sampling_rate: float = 1.0, steps: int =
     >>> round(epsilon_of(4.0), 2), round(epsilon_of(1.1, sampling_rate=0.01, steps=1000), 2)
     (1.01, 1.71)
     """
-    problems = problems_of(noise_multiplier=noise_multiplier, sampling_rate=sampling_rate, steps=steps, delta=delta)
-    refuse("epsilon_of", problems)
+    numbers = {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
+    refuse("epsilon_of", problems_of(noise_multiplier=noise_multiplier, **numbers))
     if noise_multiplier**2 == 0:  # or so little that its square is
         return math.inf
     from opacus.accountants.analysis import rdp  # slow to import
@@ -74,8 +72,8 @@ def noise_multiplier_for(epsilon: float, sampling_rate: float = 1.0, steps: int 
     >>> round(noise_multiplier_for(1.0), 2), round(noise_multiplier_for(10.0), 2)
     (4.05, 0.53)
     """
-    problems = problems_of(epsilon=epsilon, sampling_rate=sampling_rate, steps=steps, delta=delta)
-    refuse("noise_multiplier_for", problems)
+    numbers = {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
+    refuse("noise_multiplier_for", problems_of(epsilon=epsilon, **numbers))
     return _noise_multiplier(epsilon, sampling_rate, steps, delta)
 
 

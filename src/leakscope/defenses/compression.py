@@ -33,12 +33,9 @@ class GradientDropout(Defense):
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         factor = 1 / (1 - self.probability) if self.scaled else 1.0
-        protected = {}
-        for name, value in update.items():
-            # Drawn on the CPU, so that it is the same on every device.
-            sent = torch.rand(value.shape, generator=generator, dtype=torch.float64) >= self.probability
-            protected[name] = value * sent.to(value) * factor
-        return protected
+        # Drawn on the CPU, so that it is the same on every device.
+        draws = {n: torch.rand(v.shape, generator=generator, dtype=torch.float64) for n, v in update.items()}
+        return {n: v * (draws[n] >= self.probability).to(v) * factor for n, v in update.items()}
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
         return Channel(dropout=self.probability, dropout_scaled=self.scaled and self.probability > 0)
@@ -58,8 +55,8 @@ class GradientPruning(Defense):
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
         if self.scope == "tensor":
             return {name: self._prune(value.flatten()).reshape(value.shape) for name, value in update.items()}
-        pieces = self._prune(torch.cat([v.flatten() for v in update.values()]))
-        parts = pieces.split([v.numel() for v in update.values()])
+        pruned = self._prune(torch.cat([v.flatten() for v in update.values()]))
+        parts = pruned.split([v.numel() for v in update.values()])
         return {name: part.reshape(v.shape) for (name, v), part in zip(update.items(), parts, strict=True)}
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
@@ -67,10 +64,8 @@ class GradientPruning(Defense):
 
     def _prune(self, flat: Tensor) -> Tensor:
         # A stable sort makes ties, such as many exact zeros, deterministic.
-        drop = torch.sort(flat.abs(), stable=True).indices[: int(self.fraction * flat.numel())]
-        pruned = flat.clone()
-        pruned[drop] = 0
-        return pruned
+        smallest = torch.sort(flat.abs(), stable=True).indices[: int(self.fraction * flat.numel())]
+        return flat.index_fill(0, smallest, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,9 +93,6 @@ class TopK(Defense):
         GradientPruning(fraction=0.1, scope='tensor')
         """
         return GradientPruning(fraction=round(1 - self.share, 12), scope=self.scope)
-
-
-_HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,7 +135,7 @@ class GradientQuantisation(Defense):
         if self.values == "sign":
             return value.sign() * value.double().abs().mean().to(value)
         if self.values != "uniform" or self.bits is None:
-            half = _HALF[self.values]
+            half = getattr(torch, self.values)
             most = torch.finfo(half).max
             return value.clamp(-most, most).to(half).to(value.dtype)
         if self.bits == 32:

@@ -1,25 +1,21 @@
 """Fake gradients: the update is cut down to sorted random numbers, or replaced by them, entry by entry.
 
 Jin, Chen, Hsu, Yu, Chen, "CAFE: Catastrophic Data Leakage in Vertical Federated Learning", NeurIPS 2021, Algorithm 5.
-
 Several vectors psi of Gaussian numbers are drawn, each tensor of them sorted with the largest first. The entries g of
 the update are put in order too, tensor by tensor, and the nearest psi is taken; if it is farther than a threshold, all
 are drawn anew. What is sent for the l-th entry in this order is min(psi_l, max(g_l, -psi_l)): g_l cut to at most psi_l
 in magnitude where psi_l >= 0, and psi_l itself where psi_l < 0, which is the lower half of each tensor.
 
-What remains to be seen. A positive value sent has the true sign and is at most the true value; it is the true value
-where that is below psi_l, so a huge ``sigma`` sends the upper half as it is. The lower half keeps its ranks, and so
-does the rest as far as it is positive: with ``order`` "signed" the whole is close to a smooth function of the update,
-and stays nearly parallel to it whatever ``sigma``. It is obscurity, without a promise such as that of ``DPSGD``. For
-training, ``sigma`` is the length of the step: small ones are slow; those above 0.5 send far more in the negative than
-in the positive, for the upper half stays small, and training drifts off.
+Promise: none. A positive value sent has the true sign; it is the true value where that is below psi_l, so a huge
+``sigma`` sends the upper half as it is. With ``order`` "signed" the ranks stay, and what is sent is nearly parallel to
+the update whatever ``sigma``. For training, ``sigma`` is the length of the step: small ones are slow, and above 0.5
+training drifts off, for the upper half stays small.
 
-Where the paper is not clear. It sorts by magnitude but compares signed values: ``order`` has both, "magnitude" as
-printed, where the rule sends the most negative numbers for the entries next to zero; "signed" is the one that makes
-sense. It does not tell sigma, the number of candidates and the threshold. In ``units`` "relative" sigma is in units of
-each tensor's root mean square and the threshold in units of the update's norm, so that the same settings do for
-every model; "absolute" is as printed. Equal entries are put in a random order. In high dimension all candidates are
-about equally far, so a few do, and a threshold that is not met at once hardly ever is: ``retries`` has an end.
+Deviations. The paper sorts by magnitude but compares signed values: ``order`` has both, "magnitude" as printed, which
+sends the most negative numbers for the entries next to zero. It does not tell sigma, the number of candidates and the
+threshold. In ``units`` "relative" sigma is in units of each tensor's root mean square and the threshold in units of the
+update's norm; "absolute" is as printed. Equal entries are put in a random order. In high dimension all candidates are
+about equally far, so a few do, and ``retries`` has an end.
 """
 
 from __future__ import annotations
@@ -40,11 +36,7 @@ from leakscope.contracts.settings import setting
 
 @dataclass(frozen=True, kw_only=True)
 class FakeGradients(Defense):
-    """Cut the update down to the nearest of some sorted random vectors: its upper half is clipped, its lower replaced.
-
-    ``sigma`` is the size of the random numbers, ``candidates`` how many vectors are drawn at a time. If the nearest is
-    farther than ``threshold``, this is done again up to ``retries`` times, and then it is an error.
-    """
+    """Cut the update down to the nearest of some sorted random vectors: clip its upper half, replace its lower half."""
 
     sigma: float = setting(0.5, "Size of the random numbers.", gt=0)
     threshold: float = setting(2.0, "How far the nearest random vector may be.", gt=0)
@@ -54,8 +46,7 @@ class FakeGradients(Defense):
     units: Literal["relative", "absolute"] = setting("relative", "Units of sigma and threshold.")
 
     def protect_message(self, update: Gradient, generator: torch.Generator) -> Gradient:
-        broken = [name for name, value in update.items() if not bool(torch.isfinite(value).all())]
-        if broken:
+        if broken := [name for name, value in update.items() if not bool(torch.isfinite(value).all())]:
             raise UserError(
                 f"FakeGradients: expected finite values, which can be sorted, got others in {', '.join(broken)}: "
                 "the training diverged. Lower the learning rate or check the inputs."
@@ -75,7 +66,6 @@ class FakeGradients(Defense):
         return protected
 
     def _places(self, flat: Tensor, generator: torch.Generator) -> Tensor:
-        """Where the entries are, the largest first."""
         # Equal entries, such as the many exact zeros of a ReLU net, in a random order: in that of the tensor their
         # fake values would fall along it and tell which they are.
         shuffled = torch.randperm(flat.numel(), generator=generator)
@@ -83,7 +73,6 @@ class FakeGradients(Defense):
         return shuffled[torch.sort(keys, descending=True, stable=True).indices]
 
     def _nearest(self, true: Mapping[str, Tensor], generator: torch.Generator) -> Gradient:
-        """The candidate nearest to the sorted update; ValueError if none comes within the threshold."""
         norm = math.sqrt(sum(_square(value) for value in true.values()))
         unit = norm if self.units == "relative" else 1.0
         sizes = {name: self._size(value) for name, value in true.items()}
@@ -122,7 +111,6 @@ def cut_to(true: Tensor, fake: Tensor) -> Tensor:
 
 
 def _sorted_normal(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Numbers from N(0, 1), the largest first; the same ones whatever the precision."""
     # The sort of numpy gives the same values in a tenth of the time.
     rising = np.sort(torch.randn(like.shape, generator=generator).numpy())
     return torch.from_numpy(rising).flip(0).to(like)

@@ -10,11 +10,10 @@ pi_1 the identity, the others random permutations of the batch; lambda_i is draw
 most]. Targets are mixed alike, so that labels become a probability for each class. In a batch of one there is nothing
 to mix with, and the example stays as it is.
 
-Promise: none. A matching attack recovers the mixtures as well as it would the examples, and the largest part of each is
-plain to see. Nor do the parts stay mixed: each example is in as many mixtures as each mixture has examples, so that a
+Promise: none. A matching attack recovers the mixtures as well as it would the examples. Nor do the parts stay mixed: a
 batch is as many equations as unknown pictures, and the shares are in the soft labels, which the gradient of the head
-gives away (equations/mixtures.py). ``head-first`` and the matching attacks that know the
-defence take the mixtures apart; a result where that could not be done carries the flag "defence approximated".
+gives away (equations/mixtures.py). ``head-first`` and the matching attacks that know the defence take the mixtures
+apart; a result where that could not be done carries the flag "defence approximated".
 """
 
 from __future__ import annotations
@@ -47,10 +46,8 @@ class MixUp(Defense):
 
     def problems(self) -> list[str]:
         if self.images > 1 and not self.least < 1 / self.images < self.most:
-            return [
-                f"least, most: expected them on either side of 1/{self.images}, for {self.images} shares add up to 1, "
-                f"got {self.least:g} and {self.most:g}"
-            ]
+            wanted = f"on either side of 1/{self.images}, for {self.images} shares add up to 1"
+            return [f"least, most: expected them {wanted}, got {self.least:g} and {self.most:g}"]
         return []
 
     def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> MixUp:
@@ -69,7 +66,6 @@ class MixUp(Defense):
         return Channel(mixed=self.images) if examples > 1 else Channel()
 
     def _numbers(self, y: Tensor, like: Tensor) -> Tensor:
-        """Targets that can be mixed: class numbers as a probability for each class."""
         if y.is_floating_point():
             return y
         if y.dim() != 1 or self.classes is None:
@@ -77,7 +73,6 @@ class MixUp(Defense):
         return y.to(like) if self.classes == 1 else nn.functional.one_hot(y, self.classes).to(like)
 
     def _shares(self, count: int, generator: torch.Generator) -> Tensor:
-        """Rows of Dirichlet(3, 1, ..., 1) within the bounds."""
         rows = torch.empty(count, self.images, dtype=torch.float64)
         open_rows = torch.arange(count)
         for _ in range(_TRIES):
@@ -86,10 +81,8 @@ class MixUp(Defense):
             open_rows = open_rows[outside.any(1)]
             if not len(open_rows):
                 return rows
-        raise UserError(
-            f"mixup: expected shares between {self.least:g} and {self.most:g} in {_TRIES} draws, got none; "
-            "set least and most farther apart"
-        )
+        wanted = f"shares between {self.least:g} and {self.most:g} in {_TRIES} draws"
+        raise UserError(f"mixup: expected {wanted}, got none; set least and most farther apart")
 
 
 def _dirichlet(count: int, parts: int, generator: torch.Generator) -> Tensor:

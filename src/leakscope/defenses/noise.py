@@ -73,11 +73,9 @@ class GradientNoise(Defense):
 class DPSGD(Defense):
     """Clip each example's gradient to norm ``clip``; noise for ``epsilon`` (1 unless told) or a ``noise_multiplier``.
 
-    The noise on the sum of the examples' gradients has a standard deviation of the multiplier times ``clip``; on
-    their mean it is that over the number of examples. ``epsilon`` and ``delta`` hold for ``steps`` such gradients.
-
-    Abadi et al., "Deep Learning with Differential Privacy", CCS 2016; the noise is that of the Renyi accountant. With
-    ``clip`` 3 and ``epsilon`` of 10, 5, 1 and 0.1 it is the rival of fake gradients in Jin et al., "CAFE", 2021.
+    The noise on the sum of the examples' gradients has a standard deviation of the multiplier times ``clip``. Abadi et
+    al., "Deep Learning with Differential Privacy", CCS 2016; the noise is that of the Renyi accountant. With ``clip`` 3
+    and ``epsilon`` of 10, 5, 1 and 0.1 it is the baseline of fake gradients in Jin et al., "CAFE", 2021.
 
     Promise: (epsilon, delta) for ``steps`` noisy gradients, when one example is taken out of the data; the number of
     examples counts as known. The defaults are for FedSGD in one round. A client that sends more says so in ``steps``:
@@ -97,10 +95,8 @@ class DPSGD(Defense):
             # Filled in here, so that the repr, which identifies the defence, tells the promise.
             object.__setattr__(self, "epsilon", 1.0)
         elif self.epsilon is not None and self.noise_multiplier is not None:
-            return [
-                f"epsilon, noise_multiplier: expected only one, got {self.epsilon} and {self.noise_multiplier}; "
-                "each follows from the other"
-            ]
+            got = f"{self.epsilon} and {self.noise_multiplier}"
+            return [f"epsilon, noise_multiplier: expected only one, got {got}; each follows from the other"]
         try:
             _ = self.noise  # an epsilon out of reach is told now, not by the client
         except ValueError as error:
@@ -147,9 +143,8 @@ class DPSGD(Defense):
         protected = {}
         for name, value in gradients.items():
             scaled = value * factors.to(value).reshape(-1, *[1] * (value.dim() - 1))
-            # All noise goes to the first example: only the sum or the mean of the rows leaves the client, so it does
-            # not matter which row carries it, and one draw is cheaper than one an example and has the same law.
-            # Drawn on the CPU, so that the noise is the same on every device.
+            # All noise goes to the first example, for only the sum or the mean of the rows leaves the client. It is
+            # drawn on the CPU, so that it is the same on every device.
             scaled[0] += self.noise * self.clip * torch.randn(value.shape[1:], generator=generator).to(value)
             protected[name] = scaled
         return protected

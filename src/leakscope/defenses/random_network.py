@@ -1,8 +1,7 @@
 """Random numbers in the client's network: dropout of hidden units, and PRECODE's variational bottleneck.
 
-The model that everybody shares draws nothing; the client's copy of it draws at every forward pass. Attacks that do not
-search the draws simulate the network of the mean. Their results carry the flag "defence approximated", and no audit
-calls them safe.
+The model that everybody shares draws nothing; the client's copy draws at every forward pass. Attacks that do not search
+the draws simulate the network of the mean, and their results carry the flag "defence approximated".
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ class NetworkDropout(Defense):
         self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]
     ) -> NetworkDropout:
         modules = dict(model.named_modules())
-        wrong = [name for name in self.layers if not isinstance(modules.get(name), _LAYERS)]
-        if wrong:
+        if wrong := [name for name in self.layers if not isinstance(modules.get(name), _LAYERS)]:
             raise UserError(f"layers: expected linear or convolution layers of the model, got {', '.join(wrong)}")
         if self.layers:
             return self
@@ -67,9 +65,8 @@ class NetworkDropout(Defense):
         return model
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel:
-        if not self.probability:
-            return Channel()
-        return Channel(inexact=True, units_dropped=self.probability, dropped_layers=self.layers)
+        dropped = Channel(inexact=True, units_dropped=self.probability, dropped_layers=self.layers)
+        return dropped if self.probability else Channel()
 
 
 _TENSORS = ("encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias", "head.weight", "head.bias")
@@ -154,7 +151,6 @@ class VariationalBottleneck(nn.Module):
 
 
 def _linear(inputs: int, outputs: int, generator: torch.Generator) -> nn.Linear:
-    """A layer as torch starts it, from this generator."""
     layer = nn.utils.skip_init(nn.Linear, inputs, outputs)
     bound = 1 / math.sqrt(inputs)
     with torch.no_grad():

@@ -41,10 +41,8 @@ class Soteria(Defense):
         layers = structure(model, input_shape).layers
         dense = [layer.name for layer in layers if isinstance(layer.module, nn.Linear) and layer.trainable]
         if not dense or self.layer not in (None, *dense):
-            raise UserError(
-                f"layer: expected a trained dense layer of the model ({', '.join(dense) or 'it has none'}), "
-                f"got {self.layer!r}"
-            )
+            known = ", ".join(dense) or "it has none"
+            raise UserError(f"layer: expected a trained dense layer of the model ({known}), got {self.layer!r}")
         return dataclasses.replace(self, layer=dense[-1] if self.layer is None else self.layer)
 
     def protect_copy(self, model: nn.Module) -> nn.Module:

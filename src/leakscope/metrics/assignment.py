@@ -23,12 +23,12 @@ COPY = 1e-6
 
 
 def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", method: Method = "hungarian") -> Tensor:
-    """For each original the number of its reconstruction, or -1 where there are not enough of them.
+    """Return for each original the number of its reconstruction, or -1 where there are not enough of them.
 
     ``hungarian`` minimises the total cost one-to-one, by mean squared error after as many copies as possible have their
-    originals: else a wild guess elsewhere could take a copy away from its original. ``greedy`` takes the cheapest pair
-    that is left again and again; ``best`` gives each original its cheapest reconstruction, which may serve several;
-    ``none`` keeps the order. A reconstruction that is not finite costs more than any that is.
+    originals: else a wild guess elsewhere could take a copy away. ``greedy`` takes the cheapest pair that is left,
+    ``best`` gives each original its cheapest reconstruction, which may serve several, ``none`` keeps the order.
+    A reconstruction that is not finite costs more than any that is.
 
     >>> originals = torch.tensor([[0.0], [0.5], [1.0]])
     >>> assign(originals, torch.tensor([[0.4], [0.9], [0.1]])).tolist()
@@ -39,10 +39,8 @@ def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", metho
     if method not in get_args(Method):
         raise UserError(f"method: expected one of {', '.join(get_args(Method))}, got {method!r}")
     if originals.shape[1:] != reconstructions.shape[1:] or originals.dim() < 2:
-        raise UserError(
-            "expected originals (N, *shape) and reconstructions (M, *shape), got "
-            f"{tuple(originals.shape)} and {tuple(reconstructions.shape)}"
-        )
+        got = f"{tuple(originals.shape)} and {tuple(reconstructions.shape)}"
+        raise UserError(f"expected originals (N, *shape) and reconstructions (M, *shape), got {got}")
     number = len(originals)
     order = np.full(number, -1, dtype=np.int64)
     if method == "none":
@@ -51,9 +49,8 @@ def assign(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse", metho
         table = cost_matrix(originals, reconstructions, cost)
         if cost == "mse" and method == "hungarian":
             table = _copies_first(table, float(originals.max() - originals.min()) ** 2)
-        costs = table.cpu().numpy()
-        solvers = {"best": lambda table: table.argmin(axis=1), "greedy": _greedy, "hungarian": hungarian}
-        order = solvers[method](costs)
+        solvers = {"best": lambda costs: costs.argmin(axis=1), "greedy": _greedy, "hungarian": hungarian}
+        order = solvers[method](table.cpu().numpy())
     return torch.from_numpy(order).to(originals.device)
 
 
@@ -85,7 +82,7 @@ def cost_matrix(originals: Tensor, reconstructions: Tensor, cost: Cost = "mse") 
 
 
 def _copies_first(costs: Tensor, squared_range: float) -> Tensor:
-    """Mean squared errors with those of copies lowered so far that no sum of others outweighs one of them."""
+    # No sum of other errors may outweigh one copy.
     bonus = 2 * float(costs.max()) * len(costs) + 1
     return costs - bonus * (costs < COPY * squared_range)
 

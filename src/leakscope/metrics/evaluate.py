@@ -27,10 +27,9 @@ NO_OTHERS = "no other candidates to tell the original from"
 class Evaluation:
     """One row an original, in the originals' order.
 
-    ``rows`` hold each measure of inputs (NaN where not measured), identified (None where it means nothing), label,
-    label_guess and label_correct (None without a guess). ``reasons`` says for each measure why it is NaN. ``order[i]``
-    is the reconstruction compared with original i, or -1; ``matched`` holds them, clamped to [0, 1], NaN where there
-    is none.
+    ``rows`` hold each measure of inputs (NaN where not measured), identified, label, label_guess and label_correct
+    (None where they mean nothing). ``reasons`` says for each measure why it is NaN. ``order[i]`` is the reconstruction
+    compared with original i, or -1; ``matched`` holds them, clamped to [0, 1], NaN where there is none.
     """
 
     rows: tuple[dict[str, Any], ...]
@@ -53,11 +52,10 @@ def evaluate(
 ) -> Evaluation:
     """Compare reconstructions with originals, both in unit space.
 
-    Values outside [0, 1] are clamped before anything is compared, as a picture would be when shown. A
-    reconstruction with NaN or infinite values is matched last and measured NaN ("non-finite reconstruction"),
-    never as good; an original that gets none is NaN ("nothing reconstructed"). PSNR of equal pictures is 200
-    dB, to fit into files. ``candidates_unit`` are other examples of the same data, for identification. ``inputs`` and
-    ``task`` say which measures apply, those of a box and of classification unless told.
+    Values outside [0, 1] are clamped first, as a picture would be when shown. A reconstruction with NaN or infinite
+    values is matched last and measured NaN; so is an original that gets none. PSNR of equal pictures is 200 dB, to fit
+    into files. ``candidates_unit`` are other examples of the same data, for identification. ``inputs`` and ``task`` say
+    which measures apply, those of a box and of classification unless told.
 
     >>> x = torch.tensor([[0.0, 0.0], [1.0, 1.0]])
     >>> guess = torch.tensor([[0.9, 0.9], [0.0, -0.5]])
@@ -70,7 +68,8 @@ def evaluate(
     originals, guesses = _checked(originals_unit, labels, reconstructions_unit, guessed_labels)
     space = Box(tuple(originals.shape[1:])) if inputs is None else inputs
     task = Classification() if task is None else task
-    originals, guesses = originals.clamp(0, 1), _clamped(guesses)
+    # Infinity becomes NaN: a clamp alone would turn a diverged run into white.
+    originals, guesses = originals.clamp(0, 1), guesses.clamp(0, 1).where(torch.isfinite(guesses), torch.nan)
     order = assign(originals, guesses, cost, match)
     matched = torch.full_like(originals, torch.nan)
     matched[order >= 0] = guesses[order[order >= 0]]
@@ -82,11 +81,11 @@ def evaluate(
     ]
     reasons: dict[str, str] = {}
     measures = [measure for measure in MEASURES.values() if measure.of == "inputs"]
-    distances = [measure for measure in measures if measure.key != "identified"]
+    distances = [measure.key for measure in measures if measure.key != "identified"]
     if any(problems):
-        words = "; ".join(sorted({problem for problem in problems if problem}))
-        reasons = {one.key: f"{words} ({sum(map(bool, problems))} of {len(problems)})" for one in distances}
-    values = {one.key: torch.full((len(originals),), torch.nan, dtype=torch.float64) for one in distances}
+        words = "; ".join(sorted(set(problems) - {""}))
+        reasons = dict.fromkeys(distances, f"{words} ({sum(map(bool, problems))} of {len(problems)})")
+    values = {key: torch.full((len(originals),), torch.nan, dtype=torch.float64) for key in distances}
     identities = _identified(originals, matched, candidates_unit)
     if identities is None:
         reasons["identified"] = NO_OTHERS
@@ -141,22 +140,16 @@ def _checked(
     return originals.detach().float(), guesses.detach().to(device=originals.device, dtype=torch.float32)
 
 
-def _clamped(guesses: Tensor) -> Tensor:
-    """Clamped to [0, 1], but infinity becomes NaN: a clamp alone would turn a diverged run into white."""
-    return torch.where(torch.isfinite(guesses), guesses.clamp(0, 1), torch.nan)
-
-
 def _value(measure: Measure, a: Tensor, b: Tensor, lpips: Lpips | None, reasons: dict[str, str]) -> Tensor:
-    """The measure of each pair; NaN, with a reason, where it cannot be computed."""
     if measure.key == "ssim" and a.dim() < 3:
         reasons["ssim"] = image.SSIM_NEEDS_SPACE
     if measure.compute is not None:
         return measure.compute(a, b)
     why_not = NO_WEIGHTS if lpips is None else lpips.reason(tuple(a.shape[1:]))
-    if lpips is None or why_not is not None:
-        reasons[measure.key] = why_not or NO_WEIGHTS
-        return torch.full((len(a),), torch.nan)
-    return lpips(a, b)
+    if lpips is not None and why_not is None:
+        return lpips(a, b)
+    reasons[measure.key] = why_not or NO_WEIGHTS
+    return torch.full((len(a),), torch.nan)
 
 
 def _identified(originals: Tensor, matched: Tensor, pool: Tensor | None) -> Tensor | None:

@@ -18,8 +18,6 @@ from leakscope.contracts.errors import UserError
 def feature_errors(truth: Tensor, recovered: Tensor) -> Tensor:
     """|z_i - Q Q' z_i| / |z_i| for each row of ``truth`` (n, d), Q an orthonormal basis of the rows ``recovered``.
 
-    A true feature of length zero is recovered by anything.
-
     >>> truth = torch.tensor([[3.0, 4.0, 0.0], [0.0, 0.0, 2.0]])
     >>> feature_errors(truth, torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.0]])).round(decimals=6).tolist()
     [0.8, 0.0]

@@ -14,20 +14,17 @@ MAX_CANDIDATES = 1000
 def identified(original_index: Tensor, reconstructions: Tensor, candidates: Tensor) -> Tensor:
     """Whether each reconstruction is nearer (MSE) to its own original than to every other candidate.
 
-    ``original_index[i]`` is the place of reconstruction i's original in ``candidates``: the other originals
-    of the batch and a pool of other examples of the same data. A candidate equal to the original is the
-    original; a tie with any other is not identification, and neither is a reconstruction that is not finite.
+    ``original_index[i]`` is the place of reconstruction i's original in ``candidates``. A candidate equal to the
+    original is the original; a tie with any other, or a reconstruction that is not finite, is no identification.
 
     >>> candidates = torch.tensor([[0.0], [0.5], [1.0]])
     >>> identified(torch.tensor([0, 1]), torch.tensor([[0.1], [0.9]]), candidates).tolist()
     [True, False]
     """
     if len(original_index) != len(reconstructions) or candidates.shape[1:] != reconstructions.shape[1:]:
-        raise UserError(
-            f"expected one index for each of {len(reconstructions)} reconstructions and candidates of the "
-            f"same shape, got {len(original_index)} indices, shapes {tuple(reconstructions.shape)} and "
-            f"{tuple(candidates.shape)}"
-        )
+        wanted = f"one index for each of {len(reconstructions)} reconstructions and candidates of the same shape"
+        shapes = f"{tuple(reconstructions.shape)} and {tuple(candidates.shape)}"
+        raise UserError(f"expected {wanted}, got {len(original_index)} indices, shapes {shapes}")
     if bool(((original_index < 0) | (original_index >= len(candidates))).any()):
         raise UserError(f"original_index: expected places among {len(candidates)} candidates")
     pool = candidates.detach().double().flatten(1)

@@ -1,8 +1,7 @@
 """Distances between pictures (or signals, or table rows) in unit space, one number an example.
 
-Every function takes two tensors of the same shape (B, ...) with values in [0, 1] and computes in double
-precision. Nothing is summed or averaged over the batch, and nothing is clamped:
-:func:`leakscope.metrics.evaluate` does that.
+Every function takes two tensors of the same shape (B, ...) with values in [0, 1], clamps nothing and computes in double
+precision.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def rmse(original: Tensor, reconstruction: Tensor) -> Tensor:
 def rmse_maxnorm(original: Tensor, reconstruction: Tensor) -> Tensor:
     """The error relative to its own largest entry, sqrt(mean(e^2 / max e^2)); 0 where there is no error.
 
-    Published tables call this RMSE. It measures the shape of the error and not its size: any Gaussian error
-    over 3072 pixels gives about 0.27, a constant one gives 1. Compare only with such tables.
+    Published tables call this RMSE. It measures the shape of the error and not its size: a Gaussian error over 3072
+    pixels gives about 0.27, a constant one 1.
 
     >>> rmse_maxnorm(torch.zeros(1, 4), torch.tensor([[0.1, 0.0, 0.0, 0.0]])).item()
     0.5
@@ -49,10 +48,7 @@ def rmse_maxnorm(original: Tensor, reconstruction: Tensor) -> Tensor:
 
 
 def psnr(original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap: float | None = None) -> Tensor:
-    """Peak signal-to-noise ratio in dB, 10 log10(R^2 / MSE) with R = ``data_range``.
-
-    It is infinite for equal pictures; ``cap`` bounds it from above, for files and plots that cannot hold
-    infinity.
+    """Peak signal-to-noise ratio in dB, 10 log10(R^2 / MSE) with R = ``data_range``; infinite, or ``cap``, at MSE 0.
 
     >>> psnr(torch.zeros(1, 1, 2, 2), torch.full((1, 1, 2, 2), 0.1)).item()  # doctest: +ELLIPSIS
     19.99999...
@@ -69,9 +65,8 @@ def psnr(original: Tensor, reconstruction: Tensor, data_range: float = 1.0, cap:
 def ssim(original: Tensor, reconstruction: Tensor, data_range: float = 1.0) -> Tensor:
     """Structural similarity: Gaussian window of 11, sigma 1.5, K1 = 0.01, K2 = 0.03; mean over whole windows.
 
-    Works for (B, C, L) signals, with a window along the line, and for (B, C, H, W) pictures of any number of
-    channels, which are averaged. Where a side is shorter than 11 the window shrinks along it to the largest
-    odd size that fits. Rows of a table (B, D) have no neighbourhood: NaN, see ``SSIM_NEEDS_SPACE``.
+    For signals (B, C, L) and pictures (B, C, H, W), averaged over channels. Where a side is shorter than 11 the window
+    shrinks along it to the largest odd size that fits. Rows of a table (B, D) give NaN, see ``SSIM_NEEDS_SPACE``.
 
     >>> x = torch.linspace(0, 1, 256).reshape(1, 1, 16, 16)
     >>> round(ssim(x, x).item(), 6), round(ssim(x, 1 - x).item(), 3)
@@ -83,8 +78,7 @@ def ssim(original: Tensor, reconstruction: Tensor, data_range: float = 1.0) -> T
         return torch.full((len(a),), torch.nan, dtype=torch.float64, device=a.device)
     c1, c2 = (_K1 * data_range) ** 2, (_K2 * data_range) ** 2
     mean_a, mean_b = _blur(a), _blur(b)
-    variance_a = _blur(a * a) - mean_a**2
-    variance_b = _blur(b * b) - mean_b**2
+    variance_a, variance_b = _blur(a * a) - mean_a**2, _blur(b * b) - mean_b**2
     covariance = _blur(a * b) - mean_a * mean_b
     luminance = (2 * mean_a * mean_b + c1) / (mean_a**2 + mean_b**2 + c1)
     structure = (2 * covariance + c2) / (variance_a + variance_b + c2)
@@ -109,7 +103,5 @@ def _error(original: Tensor, reconstruction: Tensor) -> Tensor:
 
 def check_same_shape(original: Tensor, reconstruction: Tensor) -> None:
     if original.shape != reconstruction.shape or original.dim() < 2:
-        raise UserError(
-            "expected an original and a reconstruction of the same shape (batch, ...), got "
-            f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
-        )
+        got = f"{tuple(original.shape)} and {tuple(reconstruction.shape)}"
+        raise UserError(f"expected an original and a reconstruction of the same shape (batch, ...), got {got}")

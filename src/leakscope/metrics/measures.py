@@ -1,7 +1,4 @@
-"""The one table of measures, from which policy, verdict, console, page and comparison are made; and intervals of means.
-
-A measure is a number of one example. ``better`` is the direction in which the adversary gains.
-"""
+"""The one table of measures, from which policy, verdict, console and pages are made; and intervals of means."""
 
 from __future__ import annotations
 
@@ -25,13 +22,13 @@ PSNR_CAP = 200.0
 
 @dataclass(frozen=True)
 class Measure:
-    """One measure.
+    """A number of one example; ``better`` is the direction in which the adversary gains.
 
     ``key`` is its name in an example's record, ``digits`` how many a table shows after the point (None: a share).
-    ``of`` is what it compares: inputs, or the targets of a task whose guesses are right or wrong ("labels") or near or
-    far ("targets"). ``limit`` is the key of the policy that bounds it, of every example or over a setting (``per``).
-    ``compute(originals, reconstructions)`` gives its values (B,) from inputs in unit space, both (B, ...); without it
-    :func:`leakscope.metrics.evaluate` has its own way. ``otherwise`` is why it is missing where a job does not say.
+    ``of`` is what it compares: inputs, or targets whose guesses are right or wrong ("labels") or near or far
+    ("targets"). ``limit`` is the key of the policy that bounds it, of every example or over a setting (``per``).
+    ``compute(originals, reconstructions)`` gives its values (B,) from inputs in unit space, both (B, ...).
+    ``otherwise`` is why it is missing where a job does not say.
     """
 
     name: str

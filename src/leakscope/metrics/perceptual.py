@@ -1,9 +1,8 @@
 """The Unreasonable Effectiveness of Deep Features as a Perceptual Metric (Zhang et al., 2018): LPIPS.
 
-Version 0.1, five convolution stages of AlexNet: each stage's output is scaled to unit length over channels,
-the squared difference of two pictures is weighted by the calibrated head, averaged over space and summed over
-stages. The weights are no part of this package: they are read from a plain ``.npz`` file with the arrays
-conv0_w, conv0_b, ..., lin0, ..., lin4.
+Version 0.1, five convolution stages of AlexNet: each stage's output is scaled to unit length over channels, the squared
+difference of two pictures is weighted by the calibrated head, averaged over space and summed over stages. The weights
+are read from an ``.npz`` file with the arrays conv0_w, conv0_b, ..., lin0, ..., lin4.
 """
 
 from __future__ import annotations
@@ -60,8 +59,7 @@ class Lpips:
         if self.reason(tuple(original.shape[1:])) is not None:
             return torch.full((len(original),), torch.nan, dtype=torch.float64, device=original.device)
         with torch.no_grad():
-            chunks = zip(original.split(_CHUNK), reconstruction.split(_CHUNK), strict=True)
-            parts = [self._distance(a, b) for a, b in chunks]
+            parts = list(map(self._distance, original.split(_CHUNK), reconstruction.split(_CHUNK)))
         return torch.cat(parts) if parts else original.new_zeros(0, dtype=torch.float64)
 
     def _distance(self, a: Tensor, b: Tensor) -> Tensor:
@@ -73,7 +71,6 @@ class Lpips:
         return total
 
     def stages(self, pictures: Tensor) -> list[Tensor]:
-        """The outputs of the five stages for pictures in unit space."""
         x = pictures.detach().float().expand(-1, 3, -1, -1) * 2 - 1
         shift, scale = (torch.tensor(triple, device=x.device).reshape(1, 3, 1, 1) for triple in (_SHIFT, _SCALE))
         x = (x - shift) / scale
