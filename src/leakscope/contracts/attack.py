@@ -34,7 +34,6 @@ class Attack(Described, ABC):
     reads_channel: ClassVar[bool] = False
     #: Whether it runs the defence's own code, where the adversary knows it; that needs no channel.
     runs_defense: ClassVar[bool] = False
-    #: Published settings by name, for ``preset``.
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = MappingProxyType({})
 
     ignore_defense: bool = setting(False, "Whether what is known of the defence is left out.")
@@ -86,28 +85,20 @@ class Attack(Described, ABC):
     ) -> Reconstruction:
         """Check, seed, run, time and guard: the same for every attack."""
         if not isinstance(observation, Observation):
-            raise UserError(
-                f"expected an Observation, got {type(observation).__name__}. Make one with protocol.observe(...) "
-                "or Observation.from_update(...)."
-            )
+            fix = "Make one with protocol.observe(...) or Observation.from_update(...)."
+            raise UserError(f"expected an Observation, got {type(observation).__name__}. {fix}")
         if self.ignore_defense:
             observation = observation.without_channel()
         if missing := self.missing(observation):
-            raise MissingKnowledge(
-                f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds. "
-                "Grant it in the Knowledge, or choose an attack that works without."
-            )
+            withheld = f"{type(self).__name__} needs to know {', '.join(missing)}, which this threat model withholds"
+            raise MissingKnowledge(f"{withheld}. Grant it in the Knowledge, or choose an attack that works without.")
         if not self.reads_rounds and observation.has_rounds:
-            raise NotApplicable(
-                f"{type(self).__name__} reads one update of all examples, got {len(observation.messages)} messages on "
-                "batches of them. Use an attack that reads rounds."
-            )
+            got = f"{len(observation.messages)} messages on batches of them. Use an attack that reads rounds."
+            raise NotApplicable(f"{type(self).__name__} reads one update of all examples, got {got}")
         for number, message in enumerate(observation.messages):
             if broken := [n for n, value in message.update.items() if not bool(torch.isfinite(value).all())]:
-                raise UserError(
-                    f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}. "
-                    "Expected finite numbers; was the update captured whole?"
-                )
+                got = f"message {number}: the update has NaN or infinite entries in {', '.join(broken)}"
+                raise UserError(f"{got}. Expected finite numbers; was the update captured whole?")
         if device is not None and torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise UserError(f"device {device!r}: this machine has no CUDA device; use 'cpu'")
         if dtype is None and observation.dtype in (torch.float16, torch.bfloat16):

@@ -15,10 +15,9 @@ EXPLAINED = 1e-6
 class Certificate:
     """Say what was proved of one example. Explaining the update is not enough: nothing else may explain it.
 
-    ``residual`` is what the inputs leave of the update, in units of what rounding (or known noise) leaves by itself;
-    ``tolerance`` is the residual, in the same units, up to which the update counts as explained. ``free_directions``
-    counts the directions in which this example can move without a trace in the equations that were solved; None where
-    they were not counted. ``method`` says how the example was solved.
+    ``residual`` is what the inputs leave of the update, in units of what rounding (or known noise) leaves by itself; up
+    to ``tolerance`` the update counts as explained. ``free_directions`` counts the directions in which this example can
+    move without a trace in the equations that were solved; None where they were not counted.
 
     >>> Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="masks decoded").holds
     True

@@ -87,10 +87,6 @@ class Defense(Described):
         return tuple(hook for hook in HOOKS if getattr(type(self), hook) is not getattr(Defense, hook))
 
     @property
-    def needs_example_gradients(self) -> bool:
-        return "protect_example_gradients" in self.hooks
-
-    @property
     def acts_on_steps(self) -> bool:
         """Whether it acts at each local step rather than on the message alone."""
         return any(hook != "protect_message" for hook in self.hooks)

@@ -16,10 +16,7 @@ MAX_FACT = 2000
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
-    """By which function or command, of which files (names without folders), and what the check of the sign answered.
-
-    ``notes`` say how the captured tensors were read; ``version`` is that of leakscope.
-    """
+    """By which function or command, of which files (names without folders), and what the check of the sign answered."""
 
     by: str
     version: str = __version__

@@ -68,7 +68,6 @@ class LocalTraining:
         return [f"training.{line}" for line in problems]
 
     def granted(self, knowledge: Knowledge) -> LocalTraining:
-        """Only those facts of the recipe that the knowledge grants."""
         names = [name for name, granted_by in self.GRANTED_BY.items() if knowledge.grants(granted_by)]
         return LocalTraining(**{name: getattr(self, name) for name in names})
 
@@ -267,7 +266,6 @@ class Observation:
 
     @property
     def value_range(self) -> ValueRange | None:
-        """The bounds of a box of floats, where they are known."""
         return self.inputs.value_range
 
     @property

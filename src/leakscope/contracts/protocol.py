@@ -62,11 +62,9 @@ class ClientSide:
 class Protocol(Described, ABC):
     """How an update comes about. Settings are keyword-only fields; data is given to :meth:`observe`."""
 
-    #: What a client of this protocol sends.
     kind: ClassVar[UpdateKind]
     #: Whether it sends one message a round on batches of the examples, rather than one of all of them.
     sends_rounds: ClassVar[bool] = False
-    #: What its adversary knows unless somebody says otherwise.
     default_knowledge: ClassVar[Knowledge] = Knowledge.honest_server
 
     batchnorm: BatchNormMode = setting("eval", "Whether BatchNorm uses its running statistics or those of the batch.")
@@ -197,7 +195,7 @@ class Protocol(Described, ABC):
 
 
 def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
-    """What the adversary of several protocols knows unless somebody says otherwise: their own default if it is one."""
+    """Return the default of several protocols if they agree, else the honest server."""
     defaults = {protocol.default_knowledge for protocol in protocols}
     return defaults.pop() if len(defaults) == 1 else Knowledge.honest_server
 
@@ -269,7 +267,7 @@ def batch_gradient(client: ClientSide, reduction: Reduction = "mean") -> Gradien
     """The gradient of the client's loss on its examples, with the defence's hooks applied in their order."""
     defense, draws = client.defense, client.generator
     x, y = defense.protect_batch(client.x, client.y, draws)
-    if defense.needs_example_gradients:
+    if "protect_example_gradients" in defense.hooks:
         each = defense.protect_example_gradients(example_gradients(client, x, y), draws)
         gradient = {k: v.mean(0) if reduction == "mean" else v.sum(0) for k, v in each.items()}
     else:

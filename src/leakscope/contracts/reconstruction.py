@@ -52,8 +52,7 @@ class Diagnosis:
     """Why a result is what it is, and the numbers behind it; None where a number was not computed.
 
     ``residual`` is the norm of what the result leaves unexplained, relative to the update. ``hidden`` counts the
-    directions that rounding of the update hides, or that the equations of a certificate leave free. ``expected_rmse``
-    is the error of the inputs to be expected.
+    directions that rounding of the update hides, or that the equations of a certificate leave free.
     """
 
     outcome: DiagnosisOutcome

@@ -27,7 +27,7 @@ from leakscope.contracts.errors import UserError
 
 
 def folded(name: str) -> str:
-    """``name`` without case and separators.
+    """Drop case and separators.
 
     >>> folded("inverting-gradients") == folded("InvertingGradients") == folded("inverting_gradients")
     True
@@ -88,9 +88,7 @@ E = TypeVar("E", bound=Entry)
 
 
 class Registry(Mapping[str, E], Generic[E]):
-    """Entries of one kind by name, open to the user's own.
-
-    ``base`` is the class that the user's classes must inherit; None where entries are functions.
+    """Entries of one kind by name, open to the user's own; ``base`` is the class that the user's classes must inherit.
 
     >>> shapes = Registry("shape", [Entry("square", int, "four sides")])
     >>> shapes.find("Square").summary, "square" in shapes
@@ -138,9 +136,8 @@ class Registry(Mapping[str, E], Generic[E]):
             return self.find(name).target
         target = import_object(self.kind, name)
         if self.base is not None and not (isinstance(target, type) and issubclass(target, self.base)):
-            raise UserError(
-                f"{self.kind} {name!r}: expected a class that inherits leakscope.{self.base.__name__}, got {target!r}"
-            )
+            wanted = f"a class that inherits leakscope.{self.base.__name__}"
+            raise UserError(f"{self.kind} {name!r}: expected {wanted}, got {target!r}")
         return target
 
     def name_of(self, cls: type) -> str:
@@ -150,8 +147,6 @@ class Registry(Mapping[str, E], Generic[E]):
 
 @dataclass(frozen=True)
 class _Spec:
-    """A spec that is being read: the folder it lies in, whether its code is allowed, and names that were typed."""
-
     folder: Path | None = None
     allowed: bool = True
     typed: frozenset[str] = frozenset()
@@ -214,10 +209,8 @@ _HOW_TO_ALLOW = "A spec is data: such code runs only with allow_code, or if the 
 def _own_folder(package: str, folders: list[Path]) -> str | None:
     found = _found(package)
     if package in sys.stdlib_module_names or _in_standard_library(found):
-        raise UserError(
-            f"{package} is part of Python's standard library, whose code is never run for a name. "
-            "A file of your own needs another name"
-        )
+        why = f"{package} is part of Python's standard library, whose code is never run for a name"
+        raise UserError(f"{why}. A file of your own needs another name")
     for folder in map(str, folders):
         own = PathFinder.find_spec(package, [folder])
         if own is None or (found is not None and own.origin is None and found.origin is not None):

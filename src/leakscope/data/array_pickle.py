@@ -146,10 +146,8 @@ def read_array_pickle(file: Path) -> Any:
         ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, RecursionError,
         MemoryError, NotImplementedError, pickle.UnpicklingError,
     ) as error:  # fmt: skip
-        raise UserError(
-            f"{file}: expected a pickle of NumPy arrays, lists and text; {error}. "
-            "Get the file from its publisher, or use the binary version."
-        ) from error
+        fix = "Get the file from its publisher, or use the binary version."
+        raise UserError(f"{file}: expected a pickle of NumPy arrays, lists and text; {error}. {fix}") from error
 
 
 def _check_opcodes(content: bytes) -> None:

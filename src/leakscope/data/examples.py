@@ -80,10 +80,9 @@ class Examples:
     def batch(self, number: int, size: int) -> Examples:
         """Examples number*size up to (number+1)*size: disjoint batches, always full."""
         if size < 1 or number < 0 or (number + 1) * size > len(self):
-            raise UserError(
-                f"batch: {self.name} has {len(self)} examples, batch {number} of size {size} needs examples "
-                f"{number * size} to {(number + 1) * size - 1}. Use a smaller batch or more data."
-            )
+            needs = f"batch {number} of size {size} needs examples {number * size} to {(number + 1) * size - 1}"
+            have = f"batch: {self.name} has {len(self)} examples"
+            raise UserError(f"{have}, {needs}. Use a smaller batch or more data.")
         return self.subset(range(number * size, (number + 1) * size))
 
     def normalised(self, mean: float | Sequence[float], std: float | Sequence[float]) -> Examples:

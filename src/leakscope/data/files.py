@@ -22,10 +22,8 @@ AnyPath = str | os.PathLike[str]
 def data_folder(reader: str) -> Path:
     """The folder that LEAKSCOPE_DATA names, or an error saying how to give ``reader`` its files."""
     if not (value := os.environ.get(ENVIRONMENT)):
-        raise UserError(
-            f"data {reader!r}: no path given and {ENVIRONMENT} is not set. "
-            f"Pass path=..., or set {ENVIRONMENT} to the folder that holds the data sets."
-        )
+        fix = f"Pass path=..., or set {ENVIRONMENT} to the folder that holds the data sets."
+        raise UserError(f"data {reader!r}: no path given and {ENVIRONMENT} is not set. {fix}")
     if not Path(value).is_dir():
         raise UserError(f"data {reader!r}: {ENVIRONMENT}={value} is not a folder. Correct it or pass path=...")
     return Path(value)
@@ -53,8 +51,7 @@ class Source:
     """A plain or gzipped file read front to back, where any damage is one ValueError that names the file."""
 
     def __init__(self, file: Path) -> None:
-        self.file = file
-        self.zipped = file.suffix == ".gz"
+        self.file, self.zipped = file, file.suffix == ".gz"
 
     def __enter__(self) -> Source:
         try:

@@ -61,10 +61,9 @@ def load_folder(
     for file, _ in chosen:
         picture = read_picture(file, mode, size)
         if pixels and picture.shape != pixels[0].shape:
-            raise UserError(
-                f"{file}: expected a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}, got "
-                f"{tuple(picture.shape[1:])}. Pass resize=... to bring all pictures to one size."
-            )
+            wanted = f"a size of {tuple(pixels[0].shape[1:])} as of {chosen[0][0].name}"
+            got = f"{tuple(picture.shape[1:])}. Pass resize=... to bring all pictures to one size."
+            raise UserError(f"{file}: expected {wanted}, got {got}")
         if not pixels:
             check_room(root, len(chosen) * picture.numel())
         pixels.append(picture)

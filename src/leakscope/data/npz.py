@@ -173,15 +173,14 @@ def load_npz(
     if path is None and file_name is None:
         raise UserError("data 'npz': expected path=... to a .npz file, got none")
     checked_layout = checked_choice(layout, LAYOUTS, "npz: layout")
-    limit = checked_limit(limit, name)
-    pack = Pack(find_file(name, path, (file_name,) if file_name else ()))
-    file = pack.file
+    limit, file = checked_limit(limit, name), find_file(name, path, (file_name,) if file_name else ())
+    pack = Pack(file)
     count = next(iter(pack.shape(x_key)), 0)
     check_room(file, count)
     chosen = torch.arange(count)
     if split is not None:
         wanted = ("train", "test").index(checked_choice(split, ("train", "test"), "npz: split"))
-        chosen = torch.nonzero(_integers(pack, "split", count) == wanted).flatten()
+        chosen = chosen[_integers(pack, "split", count) == wanted]
     chosen = chosen[:limit]
     if count and len(chosen) == 0:
         raise UserError(f"{file}: no examples{f' in split {split!r}' if split else ''}")
@@ -192,14 +191,12 @@ def load_npz(
     group = None if group_key is None else _integers(pack, group_key, count)
     class_names = pack.text(names_key)
     classes = len(class_names) if class_names else classes_of(y)
-    if num_classes is not None:
-        if not is_whole(num_classes):
-            raise UserError(f"{name}: num_classes: expected a number of at least 1, got {brief(num_classes)}")
-        classes = num_classes
+    if num_classes is not None and not is_whole(num_classes):
+        raise UserError(f"{name}: num_classes: expected a number of at least 1, got {brief(num_classes)}")
     return Examples(
         x=x[chosen].contiguous(),
         y=y[chosen],
-        num_classes=classes,
+        num_classes=num_classes or classes,
         value_range=value_range,
         name=name if name != "npz" else file.stem,
         class_names=class_names,

@@ -262,10 +262,8 @@ def _binary_rows(
 ) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     row, size = label_bytes + PIXELS, file.stat().st_size
     if not size or size % row:
-        raise UserError(
-            f"{file}: expected rows of {row} bytes ({label_bytes} for labels, {PIXELS} for pixels), got "
-            f"{size} bytes. The file is truncated, or of another data set."
-        )
+        wanted = f"rows of {row} bytes ({label_bytes} for labels, {PIXELS} for pixels)"
+        raise UserError(f"{file}: expected {wanted}, got {size} bytes. The file is truncated, or of another data set.")
     count = size // row if limit is None else min(limit, size // row)
     check_room(file, count * PIXELS)
     with Source(file) as source:

@@ -86,10 +86,8 @@ def _noise_multiplier(epsilon: float, sampling_rate: float, steps: int, delta: f
     while excess(high) > 0:
         high += math.log(2)
         if math.exp(high) > _MOST_NOISE:
-            raise UserError(
-                f"epsilon: expected one that noise can reach in {steps} steps at delta {delta:g}, got {epsilon:g}; "
-                "use a larger epsilon or fewer steps"
-            )
+            wanted = f"one that noise can reach in {steps} steps at delta {delta:g}"
+            raise UserError(f"epsilon: expected {wanted}, got {epsilon:g}; use a larger epsilon or fewer steps")
     low = high - math.log(2)
     while excess(low) <= 0:
         low, high = low - math.log(2), low
