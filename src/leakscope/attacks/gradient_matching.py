@@ -180,16 +180,14 @@ class GradientMatching(Attack):
     def _readings(
         self, observation: Observation, generator: torch.Generator, shuffled: bool
     ) -> tuple[list[RecoveredLabels], tuple[str, ...], tuple[str, ...]]:
-        """Return labels to try, none where they are searched along; flags and notes.
-
-        ``shuffled``: sorted labels would fill whole batches with one class, as no client that shuffles does.
-        """
+        """Return labels to try, none where they are searched along, in random order if ``shuffled``; flags and notes."""
         if observation.labels is None and self.labels == "joint" and observation.task.searchable:
             return [], (), ()
         readings, flags, notes = find_readings(observation, generator)
         if not readings:
             require_searchable(observation)
         if shuffled and observation.labels is None:
+            # Sorted labels would fill whole batches with one class, as no client that shuffles does.
             orders = [torch.randperm(len(reading.labels), generator=generator) for reading in readings]
             pairs = zip(readings, orders, strict=True)
             readings = [replace(one, labels=one.labels[order.to(one.labels.device)]) for one, order in pairs]

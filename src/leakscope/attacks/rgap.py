@@ -64,10 +64,7 @@ class RGAP(Attack):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Walk:
-    """Hold a recursion that has come to the input ``x`` of a stage, with the loss's derivative by it.
-
-    ``start`` is the derivative at the logits it began with, ``residual`` the worst of the layers so far.
-    """
+    """Hold the input ``x`` of a stage, the loss's derivative by it and at the logits (``start``), worst residual."""
 
     x: Array = field(repr=False)
     signal: Array = field(repr=False)

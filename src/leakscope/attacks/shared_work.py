@@ -34,10 +34,7 @@ class _Result:
 
 
 class SharedWork:
-    """Keep results by everything they depend on; ``recalled_seconds`` is what the work took that was not done again.
-
-    It belongs to one process and one model: code is no part of the key, only the structure and every tensor.
-    """
+    """Keep results of one process and one model by all they depend on; ``recalled_seconds`` were not spent again."""
 
     def __init__(self) -> None:
         self.recalled_seconds = 0.0
@@ -68,10 +65,7 @@ def shared(
     numbers: int,
     work: Callable[[], Any],
 ) -> Any:
-    """Return what ``work`` finds, or what equal work has found where work is shared.
-
-    It must depend on nothing but ``parts``, the model, the tensors in ``tables`` and draws from ``generator``.
-    """
+    """Return what ``work`` finds, or found before; it depends on the arguments and draws from ``generator`` alone."""
     key = None if store is None else _key(kind, parts, model, tables, generator)
     return work() if store is None or key is None else store.recall(key, generator, numbers, work)
 
@@ -93,11 +87,9 @@ def run_matcher(
     # Objects go by their own equality, that of values for the house's dataclasses: a repr may leave something out.
     parts = matcher, victim.task, victim.channel, victim.reduction, tuple(sorted(facts.items()))
     numbers = facts["count"] * facts["inputs"].size
-
-    def work() -> Match:
-        return matcher.run(victim, observed, targets=targets, generator=generator, progress=progress, **facts)
-
-    found: Match = shared(store, "search", parts, victim.model, tables, generator, numbers, work)
+    facts |= {"targets": targets, "generator": generator, "progress": progress}
+    given = (store, "search", parts, victim.model, tables, generator, numbers)
+    found: Match = shared(*given, lambda: matcher.run(victim, observed, **facts))
     return found
 
 

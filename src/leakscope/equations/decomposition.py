@@ -64,8 +64,7 @@ class Decomposition:
 def decompose(matrix: Tensor, *, removed: Tensor | None = None, vectors: bool = False) -> Decomposition:
     """Return the singular values of a matrix with one row an unknown and one column an observed entry.
 
-    ``removed`` (one number an unknown) asks for those of a matrix J with JJ' = matrix matrix' - removed removed', which
-    is what a projection of the columns does.
+    ``removed`` asks for those of J with JJ' = matrix matrix' - removed removed', as a projection of the columns has.
     """
     unknowns, entries = matrix.shape
     exact = torch.finfo(matrix.dtype).eps

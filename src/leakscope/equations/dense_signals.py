@@ -91,9 +91,7 @@ def separate(
     rescale: Callable[[Tensor], Tensor] = positive_peak,
     rounds: int = MOST_STEPS,
 ) -> Separated:
-    """Solve for the inputs of a dense layer from its ``gradient`` (units, d) and nearly right ``inputs`` (n, d).
-
-    Without a bias gradient a row has neither sign nor scale of its own, and ``rescale`` gives it both.
+    """Solve for a dense layer's inputs near ``inputs`` (n, d); without a bias gradient ``rescale`` scales them.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, head = (torch.randn(s, generator=draws).double() for s in ((40, 6), (2, 40)))

@@ -84,8 +84,7 @@ def visible_zeros(gradient: Tensor) -> tuple[Tensor, float]:
 def completed_span(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch.Generator) -> Tensor:
     """Return the span of the matrix of rank len(span) that agrees with the gradient where ``mask`` is true.
 
-    Alternating least squares from ``span``, with the other entries as small numbers of falling weight: so the start is
-    that of a whole matrix and the end that of one with holes.
+    Alternating least squares from ``span``, with the other entries as small numbers of falling weight.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> inputs = torch.randn((2, 20), generator=draws).double()
@@ -272,10 +271,8 @@ def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
     signals = (at.output_gradients @ problem.head) * slopes
     mask, head_mask = problem.mask.double(), problem.head_mask.double()
 
-    gaps = (
-        (problem.gradient - signals.T @ at.features) * mask,
-        (problem.head_gradient - at.output_gradients.T @ problem.activation(inner)) * head_mask,
-    )
+    gap = (problem.gradient - signals.T @ at.features) * mask
+    head_gap = (problem.head_gradient - at.output_gradients.T @ problem.activation(inner)) * head_mask
 
     def from_head(last: Tensor) -> Tensor:
         return ((at.output_gradients @ last) * slopes) @ problem.weight
@@ -288,7 +285,7 @@ def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
         moved = at.output_gradients.T @ ((step @ problem.weight.T) * slopes)
         return torch.einsum("lab,bl->al", columns, step) + from_head(moved * head_mask)
 
-    side = signals @ gaps[0] + from_head(gaps[1])
+    side = signals @ gap + from_head(head_gap)
     # Features differ in how loud they are; dividing each by its own weight lets conjugate gradients treat them alike.
     loudness = signals.square().sum(1) + (at.output_gradients.square() @ head_mask * slopes.square()).sum(1)
     scale = 1 / loudness.clamp_min(1e-300).sqrt()[:, None]

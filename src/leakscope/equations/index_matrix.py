@@ -28,10 +28,7 @@ INSIDE = 1e-7
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Identifiability:
-    """Hold what step I can solve for: ``rank`` and ``condition`` of S, its ``smallest`` singular value.
-
-    ``determined``: for each sample, whether its output gradient follows; ``absent``: samples in no round.
-    """
+    """Hold what step I can solve for: facts of S, which samples are ``determined``, and which are in no round."""
 
     samples: int
     rounds: int

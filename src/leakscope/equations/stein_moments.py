@@ -235,10 +235,7 @@ def _third_moment(gradient: Tensor, weight: Tensor, loading: Tensor, direction: 
 def moment_matrices(
     gradient: Tensor, weight: Tensor, loadings: Tensor, span: Tensor, activation: ActivationClass
 ) -> tuple[Tensor, Tensor]:
-    """Return moments inside ``span`` as matrices (s, n, n) sum_i c_si y_i y_i', and the map (n, n) with x = y map.
-
-    Nothing larger than units x n^3 is formed. Each order is weighted by the size of its sampling error.
-    """
+    """Return moments inside ``span`` as matrices (s, n, n) sum_i c_si y_i y_i', and the map (n, n) with x = y map."""
     reduced, rows = weight @ span.T, gradient @ span.T
     reduced = reduced - reduced.mean(0)
     # Whitened, so that the rows need not have unit variance; features take the inverse map.

@@ -97,10 +97,7 @@ DrawingSize = Literal["tiny", "small", "paper"]
 
 @dataclass(frozen=True)
 class Plan:
-    """Plan a U-Net: ``channels`` of the first resolution, times ``factors`` at each, with so many residual ``blocks``.
-
-    Each resolution halves the one before; attention is at the second and at the coarsest.
-    """
+    """Plan a U-Net: ``channels`` times ``factors`` at each halved resolution, with so many residual ``blocks``."""
 
     channels: int
     factors: tuple[int, ...]

@@ -225,10 +225,9 @@ class Reweighted(Distance):
 
 @dataclass(frozen=True, kw_only=True)
 class GaussianKernel(Distance):
-    """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG).
+    """Sum over tensors of Q_l (1 - exp(-d_l / s_l)), d_l the mean squared difference (SAPAG), Q_l = 1 / (l + 1).
 
-    With s_l = Var(g_l) alone the exponential underflows; s_l is therefore never below ``guard`` times the current d_l,
-    nor below 1e-12. Q_l is 1 / (l + 1), falling with depth.
+    s_l = Var(g_l) alone would underflow: it is never below ``guard`` times the current d_l, nor below 1e-12.
 
     >>> far = GaussianKernel()({"w": torch.tensor([0.0, 1e-3])}, {"w": torch.tensor([1e3, 1e3])})
     >>> round(float(far), 4)

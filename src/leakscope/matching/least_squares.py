@@ -67,10 +67,7 @@ class Solved(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Fit:
-    """Hold where the search ended: the point, ||r||^2 and r there, and its cost.
-
-    ``steps`` counts trials, accepted or not; ``products`` pairs of products with J and J'; ``builds`` Jacobians made.
-    """
+    """Hold where the search ended, ||r||^2 and r there, and its cost: trials, pairs of products, Jacobians made."""
 
     x: Tensor
     objective: float

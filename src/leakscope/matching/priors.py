@@ -215,9 +215,7 @@ def _decayed(decay: float, every: int, scene: Scene) -> Tensor | float:
 
 @torch.library.custom_op("leakscope::assignment", mutates_args=())
 def assignment(costs: Tensor) -> Tensor:
-    """Return each row's column in the one-to-one assignment of least total ``costs`` (n, m); -1 without one.
-
-    Costs that are not finite count as larger than any other.
+    """Return each row's column in the assignment of least total ``costs`` (n, m), -1 without one; infinite costs last.
 
     >>> assignment(torch.tensor([[4.0, 1.0, 3.0], [2.0, 0.0, 5.0], [3.0, 2.0, 2.0]])).tolist()
     [1, 0, 2]

@@ -110,8 +110,7 @@ JOINED_ENTRIES = 2**20
 class Problem:
     """Hold the problem of a row: the canvas's ``size`` variables, label logits where searched, unknown numbers.
 
-    An unknown number is stored in units of its own learning rate over the optimiser's, so that one optimiser with one
-    learning rate moves each at its own pace.
+    An unknown number is in units of its own learning rate over the optimiser's, so that each moves at its own pace.
     """
 
     matcher: Matcher

@@ -24,11 +24,7 @@ CHOICES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Ask the C library of this process to keep freed memory; return whether it does.
-
-    By default blocks of some megabytes go back to the system each time, and up to half of a step is spent on mapping
-    and clearing fresh pages. Only glibc can be asked, unless the user has set it up.
-    """
+    """Ask glibc to keep freed memory, unless the user has set it up: mapping fresh pages takes up to half of a step."""
     if not sys.platform.startswith("linux") or any(name in os.environ for name in CHOICES):
         return False
     try:

@@ -264,10 +264,7 @@ def _row_by_row(function: Any, info: Any, in_dims: tuple[int | None, ...], argum
 
 @dataclass(frozen=True, kw_only=True)
 class Unknown:
-    """Search one more number along with the inputs, in [low, high].
-
-    ``step`` is its learning rate. Its derivative is taken anew at every ``every``-th step.
-    """
+    """Search one more number in [low, high] with learning rate ``step``, derived anew every ``every`` steps."""
 
     name: str
     start: float

@@ -39,10 +39,7 @@ def unexplained(
     *,
     order: Sequence[Sequence[int]] | None = None,
 ) -> float:
-    """Return what inputs leave of the update; ``order`` is their visiting order where an attack found one.
-
-    Without it the known one is taken, or the best of a few candidates.
-    """
+    """Return what inputs leave of the update, visited in ``order``, the known one, or the best of a few candidates."""
     return explain(observation, inputs, targets, output_gradient, order=order).left
 
 

@@ -79,10 +79,7 @@ def invert(
     generator: torch.Generator,
     progress: Progress | None,
 ) -> Data:
-    """Search each sample by itself from the workers' ``representations`` (samples, inputs).
-
-    Where one is not ``determined`` (workers, samples), total variation alone decides.
-    """
+    """Search each sample by its ``representations`` (samples, inputs), by total variation where not ``determined``."""
     # A copy in the clients' mode: neither weights nor statistics of the observed model may change.
     model = copy.deepcopy(rounds.model).eval().requires_grad_(False)
     rows = [table.to(rounds.like) for table in representations]
@@ -194,11 +191,7 @@ class _Visit:
 
 
 class RoundSearch:
-    """Search all samples, one recorded round at a time.
-
-    A loop of its own: a step moves the samples of one round only, each with its own count of Adam's steps, while the
-    model's weights, and steps I and II if they run along, move on from round to round.
-    """
+    """Search all samples, one recorded round at a time, each with its own count of Adam's steps; weights move on."""
 
     def __init__(self, settings: CAFE, rounds: Rounds, targets: Tensor | None, generator: torch.Generator) -> None:
         observation = rounds.observation

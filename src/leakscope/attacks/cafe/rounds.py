@@ -203,10 +203,7 @@ CUTOFF = 1e-11
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """Hold one row per sample, the share of the gradients it leaves, and the expected error if that is noise.
-
-    ``determined`` (samples,): whose row of step II follows; the others are zero.
-    """
+    """Hold one row per sample, zero unless ``determined``, the share of the gradients it leaves, the expected error."""
 
     rows: Tensor
     residual: float

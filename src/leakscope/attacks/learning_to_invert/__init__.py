@@ -102,16 +102,14 @@ class LearningToInvert(Attack):
         client = PlayedClient.of(observation)
         draws = torch.Generator().manual_seed(self.seed)
 
-        def work() -> Inversion:
-            return self._learn(client, x, y, draws, progress)
-
         seen, message = observation, observation.message
         facts = (seen.task, seen.training, seen.reduction, seen.batchnorm, message.kind, tuple(message.update))
         parts = (self, seen.defense, count, *facts)
         tables: list[Mapping[str, Tensor]] = [seen.model.state_dict(), {"auxiliary inputs": x, "auxiliary targets": y}]
         numbers = self.clients * (self.features + count * seen.inputs.size)
         inversion: Inversion = shared(
-            *(seen.shared, "learning-to-invert", parts, seen.model, tables, draws, numbers, work)
+            *(seen.shared, "learning-to-invert", parts, seen.model, tables, draws, numbers),
+            lambda: self._learn(client, x, y, draws, progress),
         )
         flat, alike = inversion(message.update)
         inputs = seen.inputs.project(flat.reshape(count, *seen.input_shape))

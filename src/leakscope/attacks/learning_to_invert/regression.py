@@ -187,9 +187,7 @@ def with_penalty(matrix: Tensor, penalty: float) -> Tensor:
 
 
 def choose_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[KernelRidge, float] | None:
-    """Fit ridge regressions to the first rows; return the one with the least held-out error, and that error, or None.
-
-    ``widths`` are in parts of the median squared distance; None is the linear one.
+    """Fit ridge regressions to the first rows, by ``widths`` of the median distance; return the best and its error.
 
     >>> x = torch.linspace(0, 1, 8, dtype=torch.float64)[:, None]
     >>> ridge, error = choose_ridge(Pairs(x[::2], 3 * x[::2], x[1::2], 3 * x[1::2]), [None])

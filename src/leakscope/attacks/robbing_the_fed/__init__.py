@@ -185,9 +185,7 @@ class RobbingTheFed(Attack):
 
 
 def measurement_row(kind: Measurement, shape: Sequence[int], frequency: int, generator: torch.Generator) -> Tensor:
-    """The measurement h as a flat row of float64: the mean, one cosine along the flat input, or random numbers.
-
-    The last two have length one, so that they have unit variance where every input value has it.
+    """Return the measurement h: the mean, or one cosine along the flat input or random numbers, of length one.
 
     >>> measurement_row("mean", (1, 2, 2), 1, torch.Generator()).tolist()
     [0.25, 0.25, 0.25, 0.25]

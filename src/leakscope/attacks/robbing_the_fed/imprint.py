@@ -135,8 +135,6 @@ class BinReading:
 def bin_sums(weight: Tensor, bias: Tensor, *, cumulative: bool) -> tuple[Tensor, Tensor]:
     """Return sums of g x (rows) and of g over the examples of each bin; ``cumulative`` units see all higher bins too.
 
-    Three examples 2, 3 and 5 with g = 1, 1, -1; two thresholds below 2 and 5: the top bin is its own row.
-
     >>> sums, gradients = bin_sums(torch.tensor([[0.0], [-5.0]]), torch.tensor([1.0, -1.0]), cumulative=True)
     >>> sums.flatten().tolist(), gradients.tolist()
     ([5.0, -5.0], [2.0, -1.0])
@@ -225,10 +223,7 @@ def _rounding(observation: Observation, bias: Tensor, block: Imprint) -> Tensor:
 def _scaled(
     sums: Tensor, gradients: Tensor, rounding: Tensor, block: Imprint, places: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return pictures, their factors, their measurements by the bias gradient, and the relative error of their length.
-
-    Where the bias gradient is less certain than the bin itself, the measurement is taken to be the middle of the bin.
-    """
+    """Return pictures, factors, measurements and relative errors; the bin's middle where it is surer than the bias."""
     low, high = block.edges.double()[places], block.edges.double()[places + 1]
     middle, half = (low + high) / 2, (high - low) / 2
     along = sums @ block.row.double()
