@@ -180,7 +180,7 @@ class GradientMatching(Attack):
     def _readings(
         self, observation: Observation, generator: torch.Generator, shuffled: bool
     ) -> tuple[list[RecoveredLabels], tuple[str, ...], tuple[str, ...]]:
-        """Return labels to try, none where they are searched along, in random order if ``shuffled``; flags and notes."""
+        """Return labels to try, none where they are searched, in random order if ``shuffled``; flags and notes."""
         if observation.labels is None and self.labels == "joint" and observation.task.searchable:
             return [], (), ()
         readings, flags, notes = find_readings(observation, generator)

@@ -273,7 +273,7 @@ def separated_features(
     methods: Sequence[Method],
     generator: torch.Generator,
 ) -> RecoveredFeatures:
-    """Return the best estimate of single features in the span ``found``, by ``rows`` (units, n) of the units ``used``."""
+    """Return the best estimate of features in the span ``found``, by ``rows`` (units, n) of the units ``used``."""
     span = found.span
     inner = _inside(layer, span, rows, used)
     starts: dict[str, Tensor] = {}
