@@ -176,10 +176,7 @@ class Bench:
     def _with_labels(
         self, job: Job, attack: Attack, progress: Advance | None, notes: tuple[str, ...]
     ) -> dict[str, Any]:
-        """Attack once more with the labels given: an adversary may guess them, so what a wrong guess hides is not safe.
-
-        If that fails, a note says so and the first result stands.
-        """
+        """Attack once more with the labels given: an adversary may guess them, so a wrong guess is no protection."""
         try:
             observation = self._knowing(job, "with labels", labels="yes")
             found = self._attack(job, attack, observation, progress)

@@ -131,7 +131,6 @@ def _alarm(seconds: float) -> Iterator[None]:
 
 
 def _kind(job: Job) -> Job:
-    """Return the job without client and seed."""
     return dataclasses.replace(job, key="", position=0, seed=0, batch=0)
 
 
@@ -167,7 +166,6 @@ class Estimator:
         return self._to_try.popleft() if self._to_try and time.monotonic() < self._until else None
 
     def note(self, job: Job, trial: Trial | None) -> None:
-        """Keep what a trial found."""
         self.trials[_kind(job)] = trial
 
     def of(self, kind: Job) -> tuple[Trial | None, str]:

@@ -39,7 +39,7 @@ from leakscope.network.recorder import inputs_of
 FLOOR_PROBES, FLOOR_STEPS = 4, 200
 #: Errors and losses of so many examples are kept.
 MOST_EXAMPLES = 64
-#: Spans of larger gradients are not looked for.
+#: Entries of a gradient beyond which its span is not looked for.
 MOST_ENTRIES = 2**22
 #: Above so many samples the decompositions take longer than the attack.
 MAX_SAMPLES = 2000
@@ -64,11 +64,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Finding:
-    """A kind of finding, of the first client of each setting, of every client, or of a training of its own.
-
-    A training runs once for each protocol, defence and seed of the section ``utility``, and has no subject to ``tell``
-    of.
-    """
+    """A kind of finding, of the first client of each setting, of every client, or of a training without a subject."""
 
     name: str
     summary: str

@@ -10,10 +10,7 @@ from typing import Any, TextIO
 
 
 class Unfailing:
-    """A text stream that never raises: after the first failure everything goes to the null device.
-
-    A closed pipe (``| head -1``), a full disk or a lost terminal must not end hours of work, nor change the exit code.
-    """
+    """A text stream that never raises: a closed pipe, a full disk or a lost terminal must not end hours of work."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream

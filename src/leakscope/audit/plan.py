@@ -111,10 +111,7 @@ def _findings(setup: Setup) -> Iterator[dict[str, Any]]:
 
 
 def client_of(setup: Setup, job: Job) -> tuple[Any, ...]:
-    """Return whose update a job is about: jobs with the same answer share it.
-
-    Where a server may choose the model, an attack that does has clients of its own. A training is about no client.
-    """
+    """Return whose update a job is about; an attack that chooses the model, where it may, has clients of its own."""
     if is_training(job.finding):
         return "training", job.key
     attack = part_at(setup.spec.attacks, job.attack).instance

@@ -252,10 +252,7 @@ class _Bars:
 
 
 class _Lines:
-    """Print a line every quarter of a minute, in a thread of its own, for a job may be silent for longer.
-
-    ``first``: also say how much there is to do; ``last``: and what became of it.
-    """
+    """Print a line every quarter of a minute, from a thread: a job may be silent for longer. Also at start and end."""
 
     def __init__(self, console: Console, tally: Tally, *, first: bool, last: bool) -> None:
         self._console, self._tally, self._first, self._last = console, tally, first, last

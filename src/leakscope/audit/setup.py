@@ -109,10 +109,7 @@ class Setup:
 
 
 def build_setup(spec: AuditSpec, progress: Rounds | None = None, salt: str = "") -> Setup:
-    """Load, build and train what ``spec`` names; raise SpecError with everything that cannot be.
-
-    ``progress`` is called with (done, total, loss) after each round. ``salt`` is for fingerprints of private data.
-    """
+    """Load, build and train what ``spec`` names; ``salt`` goes into hashes of private data. Raise SpecError."""
     problems: list[str] = []
     data = _attempt("data", problems, lambda: load_examples(spec.data))
     model = None if data is None else _attempt("model", problems, lambda: _model(spec, data))

@@ -50,10 +50,7 @@ def _attacks(value: Any, info: ValidationInfo) -> Any:
 
 
 def _standard(chosen: set[str], info: ValidationInfo) -> list[Any]:
-    """List the standard attacks, and the strongest search once more that ignores the defences, to show its worth.
-
-    An attack that is ``chosen`` with settings of its own is not run twice.
-    """
+    """List the standard attacks that are not ``chosen``, and the strongest search once more without the defences."""
     from leakscope.attacks import STRONGEST_SEARCH, standard_attacks
     from leakscope.contracts.knowledge import Knowledge
 

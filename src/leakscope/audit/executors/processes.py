@@ -215,10 +215,7 @@ def _end_with_parent() -> None:
 
 @contextlib.contextmanager
 def _interrupts_held_back() -> Iterator[None]:
-    """Let no signal end the audit between the start of a worker and its entry in the list.
-
-    A process keeps the mask it is started with, so Ctrl-C does not reach a worker while it loads either.
-    """
+    """Let no signal end the audit between the start of a worker and its entry in the list, nor the loading worker."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return

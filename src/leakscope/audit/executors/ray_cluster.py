@@ -27,10 +27,7 @@ OURS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 @contextlib.contextmanager
 def connection(address: str | None, processors: int, threads: int, size: int) -> Iterator[Any]:
-    """Yield Ray, connected to the cluster at ``address``; None: to one of so many ``processors`` started here.
-
-    A connection that is there is kept. ``size``: bytes that the object store is to hold.
-    """
+    """Yield Ray, connected as before, to ``address``, or to a cluster started here that holds ``size`` bytes."""
     ray = library()
     if ray.is_initialized():
         if address not in (None, "auto", connected := ray.get_runtime_context().gcs_address):
