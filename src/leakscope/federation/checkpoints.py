@@ -91,12 +91,7 @@ def cache_folder(folder: str | os.PathLike[str] | None = None) -> Path:
 
 
 def training_key(
-    training: Training,
-    model: nn.Module,
-    clients: Sequence[Client],
-    *,
-    seed: int = 0,
-    defense: Defense | None = None,
+    training: Training, model: nn.Module, clients: Sequence[Client], *, seed: int = 0, defense: Defense | None = None
 ) -> str:
     """Hash all that the checkpoints of a training depend on; a round does not depend on how many follow."""
     for what, text in (("training", repr(training)), ("defence", repr(defense))):
@@ -151,7 +146,6 @@ def _file(home: Path, number: int) -> Path:
 
 
 def _latest(home: Path, model: nn.Module, now: _Checkpoint, target: int) -> _Checkpoint:
-    """Return the latest checkpoint up to round ``target``: a file's, or what is at hand."""
     found = (_read(home, number, model) for number in range(target, now.number, -1))
     return next((checkpoint for checkpoint in found if checkpoint is not None), now)
 

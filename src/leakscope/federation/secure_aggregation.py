@@ -9,7 +9,6 @@ Nobody learns whose example it was, but every attack on a batch applies. Defence
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -98,7 +97,7 @@ class SecureAggregation(Protocol):
         first = each[0]
         assert first is not None
         # A client of one example has nothing to mix it with.
-        return dataclasses.replace(first, noise=noise, mixed=max(own.mixed for own in each if own is not None))
+        return replace(first, noise=noise, mixed=max(own.mixed for own in each if own is not None))
 
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
         statistics = None

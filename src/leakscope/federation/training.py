@@ -123,7 +123,6 @@ class FederatedTraining(Training):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """Play round ``number``; return the model after it, as a new object, and the loss before it."""
         chosen = self.draw_clients(len(clients), number, seed)
         model = shared_model(self, model, clients[chosen[0]], defense)
         probe = client_copy(model, self.protocol.batchnorm)
@@ -145,10 +144,7 @@ class FederatedTraining(Training):
             for name, delta in observation.message.update.items():
                 mean[name] += delta.to("cpu", torch.float64) * (len(y) / total)
         after = copy.deepcopy(model)
-        with torch.no_grad():
-            for name, p in after.named_parameters():
-                if name in mean:
-                    p.sub_(mean[name].to(p))
+        _step(after, mean, 1.0)
         return after, loss
 
     def draw_clients(self, count: int, number: int, seed: int = 0) -> tuple[int, ...]:
@@ -162,7 +158,6 @@ class FederatedTraining(Training):
 
 
 def shared_model(training: FederatedTraining, model: nn.Module, client: Client, defense: Defense | None) -> nn.Module:
-    """Return what all train: the model of the defence, where it changes the model."""
     if defense is None or "protect_model" not in defense.hooks:
         return model
     draws, task, inputs = torch.Generator(), training.task, training.inputs
@@ -305,10 +300,7 @@ def _step(model: nn.Module, update: Gradient, size: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class CentralTraining(Training):
-    """A round is one epoch of SGD over the examples of all clients together.
-
-    Momentum begins anew with each epoch, so that a checkpoint needs the weights alone.
-    """
+    """A round is one epoch of SGD over all examples; momentum begins anew: a checkpoint needs the weights alone."""
 
     rounds: int = setting(1, "Epochs of training.", ge=1)
     batch_size: int = setting(64, "Examples in a step.", ge=1)
@@ -321,7 +313,6 @@ class CentralTraining(Training):
     def play_round(
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
-        """Return the model after epoch ``number``, and the mean loss over its steps."""
         if defense is not None:
             raise UserError(f"central training: expected no defence, for nothing is sent, got {defense!r}")
         x, y = (torch.cat(parts) for parts in zip(*clients, strict=True))

@@ -122,7 +122,6 @@ class Vertical(Protocol):
                             parameter.sub_(self.lr * update[name])
 
     def count_rounds(self, samples: int) -> int:
-        """Count the rounds for so many samples."""
         return default_rounds(samples, self.batch_size, self.sampling) if self.rounds is None else self.rounds
 
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
@@ -181,8 +180,9 @@ def draw_batches(
 def default_rounds(samples: int, batch: int, sampling: Sampling) -> int:
     """Return a quarter more rounds than it takes at least for the batches to determine every sample.
 
-    Batches drawn anew may leave a sample out for long: there are also so many that this happens once in a hundred
-    times. The batches of one epoch add up to all samples, so each further epoch tells one fact less than it has.
+    Batches drawn anew leave a sample out once in a hundred times at most. The batches of one epoch add up to all
+    samples, so each further epoch tells one fact less than it has batches.
+
     >>> default_rounds(80, 8, "uniform"), default_rounds(80, 8, "epochs"), default_rounds(20, 2, "uniform")
     (100, 110, 73)
     """

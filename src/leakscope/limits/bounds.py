@@ -19,6 +19,7 @@ and leave one bin out. That is n k (k-1) / ((n+k-1) (n+k-2)) - n/k, which is les
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -128,6 +129,7 @@ def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> Imp
     """
     if not 0 < confidence < 1:
         raise UserError(f"confidence: expected a number between 0 and 1, got {confidence!r}")
+    chances = alone_distribution(bins, examples)  # checks both
     expected = examples * (1 - 1 / bins) ** (examples - 1)
     return ImprintGuarantee(
         bins=bins,
@@ -136,7 +138,7 @@ def imprint_guarantee(bins: int, examples: int, confidence: float = 0.95) -> Imp
         published=published_count(bins, examples),
         one_shot=expected / bins,
         confidence=confidence,
-        interval=_interval(alone_distribution(bins, examples), (1 - confidence) / 2),
+        interval=_interval(chances, (1 - confidence) / 2),
     )
 
 
@@ -176,15 +178,9 @@ def published_count(bins: int, examples: int) -> float:
 
 def _interval(chances: tuple[float, ...], tail: float) -> tuple[int, int]:
     """Return the least and the greatest number that leave at most ``tail`` outside on either side."""
-    below, low = 0.0, 0
-    while below + chances[low] <= tail:
-        below += chances[low]
-        low += 1
-    above, high = 0.0, len(chances) - 1
-    while above + chances[high] <= tail:
-        above += chances[high]
-        high -= 1
-    return low, high
+    sums = itertools.accumulate(chances), itertools.accumulate(reversed(chances))
+    low, above = (next(place for place, total in enumerate(side) if total > tail) for side in sums)
+    return low, len(chances) - 1 - above
 
 
 def _check(bins: int, examples: int) -> None:

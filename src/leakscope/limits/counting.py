@@ -57,10 +57,7 @@ class HiddenUnits:
 
 @dataclass(frozen=True)
 class Filters:
-    """Proposition 3: how many filters a net of one convolution and one linear layer needs.
-
-    ``side_bound``: the least number of features that the linear layer's gradient gives; ``met`` asks for both.
-    """
+    """Proposition 3: filters and features (``side_bound``) that a net of one convolution and a linear layer needs."""
 
     batch: int
     side: int
@@ -161,9 +158,8 @@ def filters_bound(batch: int, side: int, kernel: int, padding: int, stride: int,
 
 
 def features_bound(batch: int, classes: int) -> float:
-    """n2 (B - 1) / (n2 - B), the least n1 = h d'^2 from which the last layer gives its features.
+    """n2 (B - 1) / (n2 - B), the least n1 = h d'^2 from which the last layer gives its features; infinite from B = n2.
 
-    One example needs nothing; from B = n2 on no number is enough.
     >>> features_bound(4, 100), features_bound(1, 10), features_bound(10, 10)
     (3.125, 0.0, inf)
     """

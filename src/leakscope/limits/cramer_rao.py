@@ -121,7 +121,6 @@ class _View:
 
     @property
     def entries(self) -> int:
-        """Count the entries that are left to be seen."""
         return len(self.local.value) if self.mask is None else int(self.mask.sum())
 
     def forward(self, direction: Tensor) -> Tensor:
@@ -132,7 +131,6 @@ class _View:
         return self.factor * change
 
     def backward(self, weights: Tensor) -> Tensor:
-        """Apply the transpose of ``forward``."""
         if self.along is not None and self.lost is not None:
             weights = weights - self.along * (self.lost @ weights)
         return self.factor * self.local.backward(weights)
@@ -220,7 +218,6 @@ def _clipped(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, Chann
 
 
 def _in_units_of_noise(mapping: GradientMap, channel: Channel) -> tuple[GradientMap, float]:
-    """Return the map in units in which all noise is alike, and its level there."""
     levels = {name: channel.information_level(name) for name in mapping.names}
     if len(set(levels.values())) == 1 or not all(levels.values()):
         return mapping, max(levels.values())

@@ -51,8 +51,7 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     inputs, observation = observation.relax(result.inputs), observation.relaxed()
     labels, unknowns = result.labels, inputs.numel()
     entries = sum(value.numel() for value in observation.message.update.values())
-    reason = _obstacle(observation, result, entries)
-    if reason is not None:
+    if (reason := _obstacle(observation, result, entries)) is not None:
         return Diagnosis(outcome="undecided", reason=reason, unknowns=unknowns)
     if entries < unknowns:
         reason = f"{entries} observed entries cannot determine {unknowns} unknowns"
@@ -66,8 +65,7 @@ def diagnose(observation: Observation, result: Reconstruction, *, thorough: bool
     observed = torch.cat([value.flatten() for value in wide.message.update.values()])
     effort = effort_of(observation.model, observation.input_shape, len(inputs))
     try:
-        too_large = _too_large(unknowns, entries, effort, thorough)
-        if too_large is not None:
+        if (too_large := _too_large(unknowns, entries, effort, thorough)) is not None:
             undecided = Diagnosis(outcome="undecided", reason=too_large, unknowns=unknowns)
             # Under known noise a result far from the inputs is no failure that free directions would have to explain.
             return undecided if _known_noise(observation) else _by_probes(mapping, flat, observed, effort, undecided)

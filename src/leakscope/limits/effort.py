@@ -41,7 +41,6 @@ inputs, fewer examples or a smaller model
     whole: bool = True
 
     def times(self, passes: float) -> Effort:
-        """Return the effort of so many passes whose derivatives are taken together."""
         return Effort(self.operations * passes, self.numbers * passes, self.whole)
 
     def refusal(self, what: str, passes: float, work: float, numbers: float = MAX_NUMBERS) -> str | None:
@@ -112,21 +111,9 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _per_output(inputs: list[Tensor], made: Tensor) -> int:
-    """Each output reads one row of the weights."""
+def _per_number(inputs: list[Tensor], made: Tensor) -> int:
+    """Each number, of the output or of a transposed convolution's input, meets one row of the weights."""
     return 2 * made.numel() * inputs[1].numel() // max(1, len(inputs[1]))
-
-
-def _per_input(inputs: list[Tensor], made: Tensor) -> int:
-    return 2 * inputs[0].numel() * inputs[1].numel() // max(1, len(inputs[1]))
-
-
-def _product(inputs: list[Tensor], made: Tensor) -> int:
-    return 2 * made.numel() * inputs[0].shape[-1]
-
-
-def _attention(inputs: list[Tensor], made: Tensor) -> int:
-    return 4 * inputs[0].numel() * inputs[1].shape[-2]
 
 
 def _recurrent(inputs: list[Tensor], made: Tensor) -> int:
@@ -141,10 +128,14 @@ def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
 
 
 _OPERATIONS: Mapping[str, Callable[[list[Tensor], Tensor], int]] = {
-    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _per_output),
-    **dict.fromkeys(("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), _per_input),
-    **dict.fromkeys(("matmul", "__matmul__", "bmm", "mm", "einsum"), _product),
+    **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _per_number),
+    **dict.fromkeys(
+        ("conv_transpose1d", "conv_transpose2d", "conv_transpose3d"), lambda inputs, _: _per_number(inputs, inputs[0])
+    ),
+    **dict.fromkeys(
+        ("matmul", "__matmul__", "bmm", "mm", "einsum"), lambda inputs, made: 2 * made.numel() * inputs[0].shape[-1]
+    ),
     **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
-    "scaled_dot_product_attention": _attention,
+    "scaled_dot_product_attention": lambda inputs, _: 4 * inputs[0].numel() * inputs[1].shape[-2],
     "multi_head_attention_forward": _self_attention,
 }

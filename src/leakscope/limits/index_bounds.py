@@ -67,7 +67,6 @@ def index_spectrum(samples: int, batch: int) -> tuple[tuple[float, int], ...]:
 
 
 def _moments(samples: int, batch: int) -> tuple[float, float]:
-    """Return a and b of E[ss'] = a I + b 11'."""
     if samples == 1:
         return 1.0, 0.0
     pairs = samples * (samples - 1)
@@ -183,9 +182,7 @@ def recovery_bounds(
 
 
 def determined_inputs(index: Identifiability, signals: Tensor) -> Tensor:
-    """Tell which samples' layer inputs steps I and II determine: output gradient determined, and not zero.
-
-    If the combination w of rounds isolates sample n (S'w = e_n), it turns the weight gradients into h_n v_n'.
+    """Tell which samples' layer inputs steps I and II determine: S'w = e_n turns the weight gradients into h_n v_n'.
 
     >>> from leakscope.equations.index_matrix import identify
     >>> determined_inputs(identify([[0], [1]], samples=2), torch.tensor([[1.0, 2.0], [0.0, 0.0]])).tolist()
@@ -197,8 +194,6 @@ def determined_inputs(index: Identifiability, signals: Tensor) -> Tensor:
 
 def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
     """Tell which samples' layer inputs step II determines where V is known however: exact, from (S'S) o (VV').
-
-    One round with sample n is enough, if the output gradients of its batch are linearly independent.
 
     >>> inputs_given_signals([[0, 1]], torch.tensor([[1.0, 0.0], [1.0, 1.0], [0.0, 1.0]])).tolist()
     [True, True, False]
@@ -212,9 +207,7 @@ def inputs_given_signals(indices: Indices, signals: Tensor) -> Tensor:
 
 
 def distinct_columns(indices: Indices, samples: int) -> Tensor:
-    """Tell which samples are in some round and share their set of rounds with no other sample.
-
-    Two samples that are always together can be mixed without a change in any gradient of the layer.
+    """Tell which samples are in some round and share their rounds with no other, with which they could be mixed.
 
     >>> distinct_columns([[0, 1, 2], [2, 3]], samples=5).tolist()
     [False, False, True, True, False]
@@ -279,8 +272,7 @@ def rounds_needed(samples: int, batch: int, sampling: Sampling = "uniform") -> R
     """Count the rounds it takes; ``sampling`` "epochs" goes through all samples in shuffled order again and again.
 
     Step I needs N independent batches. The batches of an epoch add up to all samples, so each epoch after the first
-    adds one fewer than it has batches, unless K does not divide N. Rounds until all were seen are those of a coupon
-    collector who gets K different coupons at a time.
+    adds one fewer than it has batches, unless K does not divide N.
 
     >>> rounds_needed(4, 2), rounds_needed(800, 40, "epochs").least
     (RoundsNeeded(least=4, covered=3.8, apart=2), 841)

@@ -50,11 +50,7 @@ def not_unasked(unknowns: int, effort: Effort) -> str | None:
 
 
 def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | None = None) -> Tensor | str:
-    """Make the Jacobian with compressed columns, or say why not.
-
-    The compression takes the examples behind a linear layer's gradient for linearly independent. Where they are not, a
-    product with one random direction shows it, and every entry gets a column of its own.
-    """
+    """Make the Jacobian, with compressed columns where the inputs of linear layers are independent, or say why not."""
     # The count first: the number of columns needs a pass through the model.
     reason = too_large(mapping.unknowns, 1) or too_large(mapping.unknowns, mapping.columns(flat))
     if reason is not None:
@@ -64,6 +60,7 @@ def make_jacobian(mapping: GradientMap, flat: Tensor, *, progress: Progress | No
         draws = torch.Generator().manual_seed(0)
         direction = torch.randn(len(flat), generator=draws, dtype=torch.float64).to(flat)
         whole, ours = float(mapping.linearise(flat).forward(direction).norm()), float((direction @ matrix).norm())
+        # Where the inputs of a linear layer are dependent, compression loses something: then each entry gets a column.
         if not math.isclose(whole, ours, rel_tol=1e3 * math.sqrt(torch.finfo(flat.dtype).eps)):
             if (reason := too_large(mapping.unknowns, mapping.entries)) is not None:
                 return reason
@@ -113,9 +110,7 @@ def jacobian_rank(
     exact: bool = False,
     progress: Progress | None = None,
 ) -> JacobianRank:
-    """Compute the rank at a random batch in the box ([0, 1] without one) with known labels 0, 1, 2, ...; float64.
-
-    ``exact`` asks for it above QUICK_UNKNOWNS unknowns too.
+    """Compute the rank at a random batch in the box ([0, 1]) with labels 0, 1, ...; ``exact`` for many unknowns too.
 
     >>> jacobian_rank(nn.Linear(2, 3), (2,), batch=1, num_classes=3).rank
     2
@@ -169,9 +164,7 @@ def signs(unknowns: int, probes: int, seed: int) -> Tensor:
 def inverse_trace(
     product: Callable[[Tensor], Tensor], directions: Tensor, *, steps: int, progress: Progress | None = None
 ) -> InverseTrace:
-    """Estimate the trace of the inverse of a symmetric positive matrix, from its ``product`` with vectors.
-
-    ``directions`` are two probes at least, one a row (see :func:`signs`); each takes ``steps`` products at most.
+    """Estimate the trace of a matrix's inverse from ``steps`` products at most for each of two or more ``directions``.
 
     >>> result = inverse_trace(lambda v: 4 * v, signs(6, 3, seed=0), steps=10)
     >>> result.inverse, result.standard_error, result.trace, result.converged

@@ -111,7 +111,6 @@ class Limits:
         return json.dumps(self.as_dict(), indent=1) + "\n"
 
     def to_latex(self) -> str:
-        """Return the most important facts as a LaTeX ``tabular``."""
         return latex_table([{"fact": name, "value": cell(value)} for name, value in self._shown().items()])
 
     def _repr_html_(self) -> str:
@@ -152,6 +151,7 @@ def limits(
     for what ``channel`` lets through, and not computed without one. Above a thousand unknowns the rank is only
     computed, and the floor only exact, with ``exact``; otherwise the floor is estimated with ``probes``. A batch is
     determined only up to the order of its examples, and priors may fill in what the gradient does not show.
+
     >>> facts = limits(nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), (1, 2, 2), batch=1)
     >>> facts.gradient_entries, facts.unknowns, facts.closed_form, facts.jacobian.rank
     (15, 4, True, 4)
@@ -180,8 +180,7 @@ def limits(
     spectrum = decompose_at(mapping, flat, exact=exact, vectors=channel is not None, progress=jacobian_progress)
     floor: Floor | str = "needs a channel: noise, and where wanted clipping, pruning or dropout (--noise, --clip, ...)"
     if channel is not None:
-        options: dict[str, Any] = {"probes": probes, "seed": seed, "progress": floor_progress}
-        floor = _floor(mapping, flat, channel, spectrum, exact, **options)
+        floor = _floor(mapping, flat, channel, spectrum, exact, probes=probes, seed=seed, progress=floor_progress)
     layers: tuple[LayerSystem, ...] | str
     try:
         layers = layer_systems(model, shape, value_range=value_range, seed=seed)
@@ -236,7 +235,6 @@ def _floor(
 def _orders(
     net: Structure, features: int, batch: int, channel: Channel | None, floor: Floor | str
 ) -> tuple[Order, ...] | str:
-    """Return the published orders for a model with one hidden layer, or why they say nothing of this one."""
     first = one_hidden_layer(net)
     if isinstance(first, str):
         return f"left out because {first}"

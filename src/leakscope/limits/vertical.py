@@ -1,7 +1,4 @@
-"""What theory says of a vertical model before any attack: which samples the announced batches give away.
-
-See :mod:`leakscope.limits.index_bounds`. Everything is computed in double precision, with BatchNorm in eval mode.
-"""
+"""Which samples of a vertical model announced batches give away (:mod:`leakscope.limits.index_bounds`)."""
 
 from __future__ import annotations
 
@@ -95,7 +92,6 @@ class VerticalLimits:
 
     @property
     def identifiable(self) -> bool:
-        """Tell whether steps I and II determine what every worker reads of every sample."""
         return all(worker.determined == self.samples for worker in self.workers)
 
     @property
@@ -243,10 +239,7 @@ def layer_signals(
     batch: int,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return V (N, d2) and H (N, d1) of each worker's first dense layer, in double precision.
-
-    V is the derivative of the mean loss of a batch of ``batch`` by the layer's output.
-    """
+    """Return V (N, d2), of the mean loss of ``batch`` samples, and H (N, d1) of each worker's first dense layer."""
     net = copy.deepcopy(model).double().eval().requires_grad_(False)
     layers = [dense.module(net) for dense in first_dense(net)]
     device = layers[0].weight.device

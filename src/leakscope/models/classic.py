@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 
 from torch import Tensor, nn
 
@@ -235,25 +234,21 @@ def logistic(*, input_shape: Shape, num_classes: int, bias: bool = True) -> nn.S
 
 
 #: Filters, kernel, stride and padding of each convolution.
-HYBRID_LAYERS: Mapping[str, tuple[Convolution, ...]] = MappingProxyType(
-    {
-        "cnn2-c1": _layers((6, 3, 1, 0)),
-        "cnn2-c2": _layers((6, 4, 2, 0)),
-        "cnn3-c1": _layers((6, 3, 1, 0), (3, 4, 2, 0)),
-        "cnn3-c2": _layers((6, 4, 2, 0), (3, 3, 2, 0)),
-        "cnn3-c3": _layers((6, 3, 1, 0), (9, 3, 1, 0)),
-        "cnn3-c4": _layers((1, 3, 1, 0), (6, 3, 1, 0)),
-        "cnn4-c1": _layers((6, 3, 1, 0), (5, 4, 2, 0), (3, 4, 1, 0)),
-        "cnn4-c2": _layers((16, 5, 1, 0), (6, 5, 2, 0), (32, 5, 1, 2)),
-        "cnn4-c3": _layers((6, 5, 1, 0), (16, 5, 2, 0), (16, 5, 1, 2)),
-    }
-)
-RGAP_LAYERS: Mapping[str, tuple[Convolution, ...]] = MappingProxyType(
-    {
-        "cnn6": _layers((12, 4, 2, 2), (36, 3, 2, 1), (36, 3, 1, 1), (36, 3, 1, 1), (64, 3, 2, 1), (128, 3, 1, 1)),
-        "cnn6-d": _layers((12, 4, 2, 2), (20, 3, 2, 1), (36, 3, 1, 1), (36, 3, 1, 1), (64, 3, 2, 1), (128, 3, 1, 1)),
-    }
-)
+HYBRID_LAYERS: Mapping[str, tuple[Convolution, ...]] = {
+    "cnn2-c1": _layers((6, 3, 1, 0)),
+    "cnn2-c2": _layers((6, 4, 2, 0)),
+    "cnn3-c1": _layers((6, 3, 1, 0), (3, 4, 2, 0)),
+    "cnn3-c2": _layers((6, 4, 2, 0), (3, 3, 2, 0)),
+    "cnn3-c3": _layers((6, 3, 1, 0), (9, 3, 1, 0)),
+    "cnn3-c4": _layers((1, 3, 1, 0), (6, 3, 1, 0)),
+    "cnn4-c1": _layers((6, 3, 1, 0), (5, 4, 2, 0), (3, 4, 1, 0)),
+    "cnn4-c2": _layers((16, 5, 1, 0), (6, 5, 2, 0), (32, 5, 1, 2)),
+    "cnn4-c3": _layers((6, 5, 1, 0), (16, 5, 2, 0), (16, 5, 1, 2)),
+}
+RGAP_LAYERS: Mapping[str, tuple[Convolution, ...]] = {
+    "cnn6": _layers((12, 4, 2, 2), (36, 3, 2, 1), (36, 3, 1, 1), (36, 3, 1, 1), (64, 3, 2, 1), (128, 3, 1, 1)),
+    "cnn6-d": _layers((12, 4, 2, 2), (20, 3, 2, 1), (36, 3, 1, 1), (36, 3, 1, 1), (64, 3, 2, 1), (128, 3, 1, 1)),
+}
 
 
 def chain_cnns() -> Iterator[tuple[str, str, Callable[..., nn.Sequential]]]:

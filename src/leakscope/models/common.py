@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 from torch import nn
 
@@ -13,18 +12,16 @@ from leakscope.contracts.checks import PARAMETERS, brief, is_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.task import Shape
 
-ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = MappingProxyType(
-    {
-        "sigmoid": nn.Sigmoid,
-        "tanh": nn.Tanh,
-        "relu": nn.ReLU,
-        "gelu": nn.GELU,
-        "softplus": nn.Softplus,
-        "silu": nn.SiLU,
-        "leaky-relu": partial(nn.LeakyReLU, 0.2),
-        "identity": nn.Identity,
-    }
-)
+ACTIVATIONS: Mapping[str, Callable[[], nn.Module]] = {
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "softplus": nn.Softplus,
+    "silu": nn.SiLU,
+    "leaky-relu": partial(nn.LeakyReLU, 0.2),
+    "identity": nn.Identity,
+}
 
 
 def activation_layer(name: str) -> nn.Module:
@@ -81,7 +78,6 @@ def signal_shape(model: str, input_shape: Shape) -> tuple[int, int]:
 
 
 def sequence(**layers: nn.Module) -> nn.Sequential:
-    """Put layers in a row, by name."""
     return nn.Sequential(OrderedDict(layers))
 
 
@@ -112,9 +108,7 @@ def too_small(model: str, input_shape: Shape, why: str) -> ValueError:
 
 
 def average_pool_to(height: int, width: int, target: int) -> nn.Module:
-    """Average a height x width map to target x target, by a fixed window where one fits.
-
-    Unlike the adaptive pooling it compiles to a fast double derivative.
+    """Average a map to target x target, by a fixed window where one fits: its double derivative is faster.
 
     >>> average_pool_to(8, 8, 4)
     AvgPool2d(kernel_size=(2, 2), stride=(2, 2), padding=0)

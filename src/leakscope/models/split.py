@@ -1,7 +1,4 @@
-"""A vertical model: each worker reads its own features of every sample, a server joins what they compute.
-
-:class:`VerticalModel` is the whole as one module, so that everything that works on a model works on it too.
-"""
+"""A vertical model as one module: each worker reads its own features of every sample, a server joins the outputs."""
 
 from __future__ import annotations
 
@@ -33,7 +30,6 @@ class Share:
         return self  # it never changes, and copying thousands of places with each model would be felt
 
     def take(self, x: Tensor) -> Tensor:
-        """Return this worker's part of samples (B, ...)."""
         places = torch.tensor(self.places, device=x.device)
         return x.flatten(1).index_select(1, places).reshape(-1, *self.shape)
 
@@ -232,7 +228,6 @@ def vertical_mlp(
 
 
 def _dense(width: int, sizes: tuple[int, ...], activation: str) -> dict[str, nn.Module]:
-    """Return dense layers, each followed by the activation, the last one too."""
     layers: dict[str, nn.Module] = {}
     for number, size in enumerate(sizes, start=1):
         layers[f"fc{number}"] = nn.Linear(width, size)

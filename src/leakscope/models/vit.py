@@ -1,7 +1,4 @@
-"""The vision transformer of Surrogate Model Extension (Zhu, Yao, Blaschko, ICML 2023).
-
-One patch covers the whole image, and the first layer has no residual around its attention and no norm before it.
-"""
+"""The vision transformer of Surrogate Model Extension (Zhu, Yao, Blaschko, ICML 2023): one patch covers the image."""
 
 from __future__ import annotations
 

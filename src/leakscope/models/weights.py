@@ -31,15 +31,13 @@ def load_weights(model: nn.Module, path: Path) -> None:
 
 def read_weights(path: Path) -> dict[str, Tensor]:
     """The state dictionary in a ``.safetensors`` file, or in one that torch wrote (``.pt``, ``.pth``)."""
-    content = _of_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
-    return _plain_names(_state(path, content))
-
-
-def _of_safetensors(path: Path) -> Any:
+    if path.suffix != ".safetensors":
+        return _plain_names(_state(path, read_torch_file(path)))
     try:
-        return read_tensors(path)
+        content = read_tensors(path)
     except ValueError as error:
         raise UserError(f"weights: {error}") from error
+    return _plain_names(_state(path, content))
 
 
 def read_torch_file(path: Path) -> Any:

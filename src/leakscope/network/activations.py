@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,37 +56,35 @@ def _softplus_inverse(y: Tensor, beta: float, clip: float) -> Tensor:
 
 
 #: Value of z, inverse of y, derivative at z; s is the slope.
-_FORMULAS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = MappingProxyType(
-    {
-        "identity": (lambda z, s: z, lambda y, s, clip: y, lambda z, s: torch.ones_like(z)),
-        "leaky-relu": (
-            nn.functional.leaky_relu,
-            lambda y, s, clip: torch.where(y < 0, y / s, y),
-            lambda z, s: torch.where(z > 0, torch.ones_like(z), s),  # two plain numbers would be float32
-        ),
-        "tanh": (
-            lambda z, s: torch.tanh(z),
-            lambda y, s, clip: torch.atanh(y.clamp(-clip, clip)),
-            lambda z, s: 1 - torch.tanh(z).square(),
-        ),
-        "sigmoid": (
-            lambda z, s: torch.sigmoid(z),
-            lambda y, s, clip: torch.logit(y.clamp((1 - clip) / 2, (1 + clip) / 2)),
-            lambda z, s: torch.sigmoid(z) * torch.sigmoid(-z),
-        ),
-        "softplus": (nn.functional.softplus, _softplus_inverse, lambda z, s: torch.sigmoid(s * z)),
-    }
-)
+_FORMULAS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor], Callable[..., Tensor]]] = {
+    "identity": (lambda z, s: z, lambda y, s, clip: y, lambda z, s: torch.ones_like(z)),
+    "leaky-relu": (
+        nn.functional.leaky_relu,
+        lambda y, s, clip: torch.where(y < 0, y / s, y),
+        lambda z, s: torch.where(z > 0, torch.ones_like(z), s),  # two plain numbers would be float32
+    ),
+    "tanh": (
+        lambda z, s: torch.tanh(z),
+        lambda y, s, clip: torch.atanh(y.clamp(-clip, clip)),
+        lambda z, s: 1 - torch.tanh(z).square(),
+    ),
+    "sigmoid": (
+        lambda z, s: torch.sigmoid(z),
+        lambda y, s, clip: torch.logit(y.clamp((1 - clip) / 2, (1 + clip) / 2)),
+        lambda z, s: torch.sigmoid(z) * torch.sigmoid(-z),
+    ),
+    "softplus": (nn.functional.softplus, _softplus_inverse, lambda z, s: torch.sigmoid(s * z)),
+}
 INVERTIBLE = tuple(_FORMULAS)
 #: How a model may call them: as a layer, and as a function or method of a tensor.
-_NAMES: Mapping[Any, str] = MappingProxyType(
+_NAMES: Mapping[Any, str] = (
     {nn.Tanh: "tanh", nn.Sigmoid: "sigmoid", nn.LeakyReLU: "leaky-relu", nn.Softplus: "softplus"}
     | {torch.tanh: "tanh", nn.functional.tanh: "tanh", "tanh": "tanh"}
     | {torch.sigmoid: "sigmoid", nn.functional.sigmoid: "sigmoid", "sigmoid": "sigmoid"}
     | {nn.functional.leaky_relu: "leaky-relu", nn.functional.softplus: "softplus"}
 )
 #: The argument that is the slope, and its default.
-_SLOPES = MappingProxyType({"leaky-relu": ("negative_slope", 0.01), "softplus": ("beta", 1.0)})
+_SLOPES = {"leaky-relu": ("negative_slope", 0.01), "softplus": ("beta", 1.0)}
 
 
 def activation_of(node: fx.Node, module: nn.Module | None) -> Activation | None:

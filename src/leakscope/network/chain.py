@@ -14,7 +14,6 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -33,14 +32,12 @@ PASSED = (nn.Flatten, nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d)
 PASSED_FUNCTIONS = (torch.flatten, torch.reshape, torch.squeeze, torch.unsqueeze, nn.functional.dropout)
 PASSED_METHODS = ("flatten", "view", "reshape", "squeeze", "unsqueeze", "contiguous")
 _WINDOW = ("kernel_size", "stride", "padding", "ceil_mode", "count_include_pad")
-_POOLING_FUNCTIONS: Mapping[Any, tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
-    {
-        nn.functional.avg_pool1d: (nn.AvgPool1d, _WINDOW),
-        nn.functional.avg_pool2d: (nn.AvgPool2d, (*_WINDOW, "divisor_override")),
-        nn.functional.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
-        nn.functional.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
-    }
-)
+_POOLING_FUNCTIONS: Mapping[Any, tuple[type[nn.Module], tuple[str, ...]]] = {
+    nn.functional.avg_pool1d: (nn.AvgPool1d, _WINDOW),
+    nn.functional.avg_pool2d: (nn.AvgPool2d, (*_WINDOW, "divisor_override")),
+    nn.functional.adaptive_avg_pool1d: (nn.AdaptiveAvgPool1d, ("output_size",)),
+    nn.functional.adaptive_avg_pool2d: (nn.AdaptiveAvgPool2d, ("output_size",)),
+}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,7 +73,6 @@ class Stage:
 
     @property
     def name(self) -> str:
-        """Join the names of its operations, such as "pool + fc"."""
         return " + ".join(operation.name for operation in self.operations)
 
     @property
@@ -99,7 +95,6 @@ class Stage:
         return isinstance(first, CONVOLUTIONS)
 
     def linear(self, x: Tensor) -> Tensor:
-        """Compute what the activation receives."""
         for operation in self.operations:
             x = operation(x)
         return x
@@ -148,7 +143,6 @@ class Chain:
         return x.flatten(1)
 
     def parameters(self, start: int = 0) -> dict[str, nn.Parameter]:
-        """Return the trainable weights of stage ``start`` and all after it, by their name in the model."""
         operations = [operation for stage in self.stages[start:] for operation in stage.operations]
         names = [name for o in operations for name in (o.weight_name, o.bias_name) if name is not None]
         parameters = dict(self.model.named_parameters())
@@ -300,7 +294,6 @@ def passes(node: fx.Node, module: nn.Module | None) -> bool:
 
 
 def _module_of(node: fx.Node, model: nn.Module) -> nn.Module | None:
-    """Return the layer of a node; a pooling called as a function is turned into one."""
     if node.op == "call_module":
         return model.get_submodule(str(node.target))
     if node.target not in _POOLING_FUNCTIONS:

@@ -1,8 +1,4 @@
-"""Read the dense layers that lead to the head from the model's symbolic trace.
-
-Only elementwise activations may stand between two of them: then what comes back to one layer's inputs is all that
-reaches the outputs of the layer before it.
-"""
+"""Read the dense layers that lead to the head, with elementwise activations between them, from the symbolic trace."""
 
 from __future__ import annotations
 
@@ -51,45 +47,41 @@ def dense_path(model: nn.Module, head: str) -> DensePath:
     (['1'], (False, True), 'the input is reached')
     """
     twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64)
+    steps: list[DenseStep] = []
     try:
         graph = trace(twin)
         node = _only_call(graph, head)
+        while (found := _below(graph, twin, node)) is not None:
+            step, node = found
+            steps.append(step)
     except NotApplicable as error:
-        return DensePath((), (False,), str(error))
-    steps, reads = list[DenseStep](), list[bool]()
-    while True:
-        found = _below(graph, twin, node)
-        reads.append(found is None)
-        if found is None or isinstance(found, str):
-            return DensePath(tuple(steps), tuple(reads), found or "the input is reached")
-        step, node = found
-        steps.append(step)
+        return DensePath(tuple(steps), (False,) * (len(steps) + 1), str(error))
+    return DensePath(tuple(steps), (*[False] * len(steps), True), "the input is reached")
 
 
-def _below(graph: fx.GraphModule, model: nn.Module, node: fx.Node) -> tuple[DenseStep, fx.Node] | str | None:
-    """Find the dense layer whose outputs a layer reads; None where it reads the input, else what stands in the way."""
+def _below(graph: fx.GraphModule, model: nn.Module, node: fx.Node) -> tuple[DenseStep, fx.Node] | None:
+    """Find the dense layer whose outputs a layer reads; None where it reads the input."""
     between: list[Elementwise] = []
     while True:
         read = node.args[0] if node.args else None
         if not isinstance(read, fx.Node):
-            return f"{label(node, graph)} does not read the layer before it alone"
+            raise NotApplicable(f"{label(node, graph)} does not read the layer before it alone")
         node = read
         if node.op == "placeholder":
-            return f"an activation stands between the input and {label(node, graph)}" if between else None
+            if between:
+                raise NotApplicable(f"an activation stands between the input and {label(node, graph)}")
+            return None
         if sum(not _is_size(user) for user in node.users) != 1:
-            return f"{label(node, graph)} is used twice"
+            raise NotApplicable(f"{label(node, graph)} is used twice")
         module = model.get_submodule(str(node.target)) if node.op == "call_module" else None
         if isinstance(module, nn.Linear):
-            try:
-                _only_call(graph, str(node.target))
-            except NotApplicable as error:
-                return str(error)
+            _only_call(graph, str(node.target))
             return DenseStep(str(node.target), module, _chained(between)), node
         if passes(node, module):
             continue
         function = _function(node, module)
         if not _is_elementwise(function):
-            return f"{label(node, graph)} is neither a dense layer nor an elementwise activation"
+            raise NotApplicable(f"{label(node, graph)} is neither a dense layer nor an elementwise activation")
         between.insert(0, function)
 
 
@@ -126,7 +118,6 @@ def _chained(functions: list[Elementwise]) -> Elementwise:
 
 
 def _is_elementwise(function: Elementwise) -> bool:
-    """Tell whether each entry of the output depends on that entry of the input alone; tried on some numbers."""
     row = torch.linspace(-2, 2, 12, dtype=torch.float64)[None]
     moved = row.clone()
     moved[0, 4] += 0.7

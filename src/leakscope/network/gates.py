@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -65,7 +65,8 @@ class WeightedLayer:
             return values.reshape(len(values), -1, 1)
         if isinstance(module, nn.Conv1d):
             values = values[:, :, None]
-        size, stride, dilation = (_pair(part) for part in (module.kernel_size, module.stride, module.dilation))
+        # One-dimensional convolutions have a first axis of length one.
+        size, stride, dilation = ((1, *part)[-2:] for part in (module.kernel_size, module.stride, module.dilation))
         before, after = _padding(module)
         if before == after:
             return F.unfold(values, size, dilation=dilation, padding=before, stride=stride)
@@ -96,7 +97,6 @@ class GatedNetwork:
 
     @property
     def work(self) -> int:
-        """Count the multiplications of one run on one example."""
         return sum(layer.module.weight.numel() * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
 
     def to(self, dtype: torch.dtype) -> GatedNetwork:
@@ -106,18 +106,18 @@ class GatedNetwork:
         return GatedNetwork(steps, layers)
 
     def run(self, x: Tensor) -> Pass:
-        """Run as the model does; the gates are those that ``x`` opens."""
-        received, gates, values = dict[int, Tensor](), Gates(), [x]
+        gates: Gates = {}
+        values = [x]
         for number, step in enumerate(self.steps[1:], start=1):
             source = values[step.sources[0]]
-            if step.kind in ("relu", "max"):
-                received[number] = source
-                if step.function is None:
-                    gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
-                else:
-                    gates[number] = step.function(source)
+            if step.kind == "relu":
+                gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
+            elif step.kind == "max":
+                assert step.function is not None
+                gates[number] = step.function(source)
             values.append(_apply(step, [values[n] for n in step.sources], gates.get(number), bias=True))
-        return Pass(received, {layer.step: values[self._source(layer)] for layer in self.layers}, gates, values[-1])
+        received = {number: values[self.steps[number].sources[0]] for number in gates}
+        return Pass(received, self._inputs(values), gates, values[-1])
 
     def held(
         self, x: Tensor, gates: Gates, *, bias: bool, slack: Mapping[int, Tensor] | None = None
@@ -127,13 +127,10 @@ class GatedNetwork:
         Both are linear in ``x`` without bias. ``slack`` is added to what gates let through.
         """
         values = self._values(x, gates, bias, slack or {})
-        return {layer.step: values[self._source(layer)] for layer in self.layers}, values[-1]
+        return self._inputs(values), values[-1]
 
     def signal(self, layer: WeightedLayer, gates: Gates, adjoint: Tensor, *, open_gate: bool = False) -> Tensor:
-        """Return the derivative of <adjoint, values at the cut> by the layer's output, with ``gates`` held.
-
-        ``open_gate``: as if the gate behind the layer let everything through.
-        """
+        """Differentiate <adjoint, values at the cut> by the layer's output, with ``gates`` held, or its own open."""
         if open_gate and layer.gate is not None:
             gates = {**gates, layer.gate: torch.ones_like(gates[layer.gate])}
         start = adjoint.new_zeros((len(adjoint), *self.steps[0].shape), requires_grad=True)
@@ -172,14 +169,14 @@ class GatedNetwork:
         return {number: (touched > 0, single)}
 
     def _values(self, x: Tensor, gates: Gates, bias: bool, slack: Mapping[int, Tensor]) -> list[Tensor]:
-        values: list[Tensor] = [x]
+        values = [x]
         for number, step in enumerate(self.steps[1:], start=1):
             value = _apply(step, [values[n] for n in step.sources], gates.get(number), bias=bias)
             values.append(value + slack[number] if number in slack else value)
         return values
 
-    def _source(self, layer: WeightedLayer) -> int:
-        return self.steps[layer.step].sources[0]
+    def _inputs(self, values: list[Tensor]) -> dict[int, Tensor]:
+        return {layer.step: values[self.steps[layer.step].sources[0]] for layer in self.layers}
 
 
 def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool) -> Tensor:
@@ -208,28 +205,18 @@ def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool)
     return result
 
 
-def _pair(value: Any) -> tuple[int, int]:
-    """Return two axes; one-dimensional convolutions have a first of length one."""
-    parts = tuple(value) if isinstance(value, Iterable) else (value, value)
-    return (1, parts[0]) if len(parts) == 1 else (int(parts[0]), int(parts[1]))
-
-
-def _padding(module: Any) -> tuple[tuple[int, int], tuple[int, int]]:
+def _padding(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     if isinstance(module.padding, str):
-        same = module.padding == "same"  # or "valid", without any
-        total = [same * d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
+        same = module.padding == "same"
+        total = [d * (k - 1) if same else 0 for d, k in zip(module.dilation, module.kernel_size, strict=True)]
         before, after = [t // 2 for t in total], [t - t // 2 for t in total]
     else:
-        before = after = list(module.padding)
-    if len(before) == 1:
-        before, after = [0, *before], [0, *after]
-    return (before[0], before[1]), (after[0], after[1])
+        before = after = module.padding
+    return (0, *before)[-2:], (0, *after)[-2:]
 
 
 def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> GatedNetwork:
     """Read the steps of ``model`` up to what the layer called ``cut`` receives, in float64, BatchNorm in eval mode.
-
-    :class:`NotApplicable` names the layer that is neither affine nor a gate.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
     >>> [step.kind for step in read_gated(net, (1, 4, 4), "3").steps]
@@ -351,7 +338,8 @@ class _Reader:
 
 
 def _needed(last: fx.Node) -> set[fx.Node]:
-    needed, waiting = set[fx.Node](), [last]
+    needed: set[fx.Node] = set()
+    waiting = [last]
     while waiting:
         node = waiting.pop()
         if node in needed:

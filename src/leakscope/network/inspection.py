@@ -50,7 +50,7 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class ModelInspection:
-    """The findings in ``layers`` layers."""
+    """What :func:`inspect_model` found in ``layers`` layers."""
 
     layers: int
     suspicions: tuple[Suspicion, ...]
@@ -126,7 +126,6 @@ def _suspicions(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspi
 
 
 def _of_common_inputs(layer: WeightLayer, layers: list[WeightLayer]) -> Iterator[Suspicion]:
-    """Compare units that read the same inputs: their rows, or what each input is worth to all."""
     weight, columns = layer.weight, constant_columns(layer.weight)
     group = parallel_rows(weight, layer.bias)
     before = _unit_variance_before(layer, columns, layers)
@@ -162,7 +161,6 @@ def _unit_variance_before(layer: WeightLayer, columns: Tensor, layers: list[Weig
 
 
 def _layers_of(model: nn.Module) -> Iterator[WeightLayer]:
-    """Yield every matrix of weights in the order of definition, parameters and buffers; tied ones once."""
     known: set[int] = set()
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) or type(module).__name__ == "ParametrizationList":

@@ -31,7 +31,6 @@ class Layer:
 
     @property
     def size(self) -> str:
-        """Return its size, such as "64 -> 10"."""
         module = self.module
         if isinstance(module, nn.Linear):
             return f"{module.in_features} -> {module.out_features}"
@@ -189,10 +188,7 @@ def _reads(call: Call, marked: Tensor) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class DenseEntry:
-    """A dense layer in an update; ``reads_input``: its inputs are the examples themselves.
-
-    ``shape`` is that of the map which was flattened into its inputs, (inputs,) where it cannot be told.
-    """
+    """A dense layer in an update; ``shape`` is that of the map flattened into its inputs, (inputs,) if unknown."""
 
     name: str
     weight_name: str
@@ -240,9 +236,7 @@ def dense_entry(model: nn.Module, input_shape: tuple[int, ...]) -> DenseEntry | 
 def output_jacobian(
     model: nn.Module, entry: DenseEntry, input_shape: tuple[int, ...], project: Callable[[Tensor], Tensor]
 ) -> Callable[[Tensor], Tensor]:
-    """Map inputs (n, d) of the layer to derivatives (n, units, K) of each example's outputs by the layer's outputs.
-
-    ``project`` gives the nearest inputs that the layer can have.
+    """Map (projected) inputs (n, d) of the layer to derivatives (n, units, K) of the model's outputs by the layer's.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 2, bias=False))
     >>> jacobian = output_jacobian(net, dense_entry(net, (2,)), (2,), lambda rows: rows)
@@ -268,7 +262,6 @@ def output_jacobian(
 
 
 def _map_shape(before: tuple[Call, ...], size: int) -> tuple[int, ...]:
-    """Return the shape of the last map of ``size`` numbers an example that a layer gave."""
     for call in reversed(before):
         output = call.output
         if isinstance(output, Tensor) and output.dim() > 2 and math.prod(output.shape[1:]) == size:

@@ -87,7 +87,6 @@ def find_path(graph: fx.GraphModule, sample: Tensor, *, residual: bool) -> list[
 
 
 def shape_of(node: fx.Node) -> tuple[int, ...]:
-    """Return the shape of a node's result, without the batch."""
     return tuple(node.meta["shape"][1:])
 
 
@@ -110,7 +109,6 @@ def _join(
     sums: Mapping[fx.Node, Sum],
     graph: fx.GraphModule,
 ) -> tuple[fx.Node, Sum]:
-    """Return the node at which the two paths part that ``node`` adds up, and the paths."""
     first, second = tensors
     if len(node.args) != 2 or node.kwargs or shape_of(first) != shape_of(second):
         raise NotApplicable(f"{label(node, graph)} is no plain sum of two tensors of one shape")
@@ -123,7 +121,6 @@ def _join(
 
 
 def _back_to(start: fx.Node | None, node: fx.Node | None, previous: Mapping[fx.Node, fx.Node | None]) -> list[fx.Node]:
-    """Return the nodes after ``start`` up to ``node``, in order; from the input on without a start."""
     nodes: list[fx.Node] = []
     while node is not start and node is not None:
         nodes.append(node)

@@ -1,6 +1,4 @@
-"""Set hooks on a model to record, tap or cut what layers receive and give.
-
-No caller's model keeps a hook: functions work on private copies, or take their hooks away when they are done."""
+"""Set hooks on private copies, or for a while, to record, tap or cut what layers receive and give."""
 
 from __future__ import annotations
 
@@ -94,12 +92,12 @@ def probe(model: nn.Module, x: Tensor, choice: Choice = is_layer) -> Record:
         ) from error
 
 
-def probe_input(model: nn.Module, input_shape: tuple[int, ...], fill: float = 0.0) -> Tensor:
-    """Make an input of one value throughout; two examples where BatchNorm needs a batch to normalise."""
+def probe_input(model: nn.Module, input_shape: tuple[int, ...]) -> Tensor:
+    """Make an input of zeros; two examples where BatchNorm needs a batch to normalise."""
     norms = (*BATCHNORM, nn.SyncBatchNorm)
     needs_batch = any(isinstance(m, norms) and m.running_mean is None for m in model.modules())
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
-    return torch.full((2 if needs_batch else 1, *input_shape), fill, device=like.device, dtype=like.dtype)
+    return torch.zeros((2 if needs_batch else 1, *input_shape), device=like.device, dtype=like.dtype)
 
 
 def tap(model: nn.Module, names: Iterable[str]) -> dict[str, Tensor]:
