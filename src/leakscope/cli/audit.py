@@ -119,7 +119,22 @@ def audit(
         "executor": "serial" if serial else None if executor is None else parse_part(executor),
     }
     options = {key: value for key, value in chosen.items() if value is not None}
-    raise typer.Exit(_run(spec, options, labels, out, sarif, output, allow_code))
+    checked = _checked(spec, options, labels, allow_code)
+    from leakscope.audit.run import run_spec
+    from leakscope.cli.console import make_console, print_verdict, say
+    from leakscope.cli.progress import audit_progress
+    from leakscope.report.export import audit_document, audit_table
+
+    if not (spec or options or quiet) and POLICY_FILE.is_file():
+        say(make_console(stderr=True), f"Hint: the embedded audit; yours is run by: leakscope audit {POLICY_FILE}")
+    with audit_progress(show=output.progress, verbose=verbose, quiet=quiet) as progress:
+        result = run_spec(checked, out, progress)
+    page, verdict = result.report(), result.verdict
+    print_verdict(result, page, make_console(stderr=output.for_machines), quiet=quiet, verbose=verbose)
+    write_sarif(result.store, verdict, sarif)
+    files = {"folder": relative(out), "report": relative(page)}
+    output.write(lambda: audit_document(result.store, verdict, files), lambda: audit_table(result.store, verdict))
+    raise typer.Exit(verdict.exit_code)
 
 
 def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
@@ -129,15 +144,7 @@ def _data_option(name: str | None, path: Path | None, spec: Path | None) -> Any:
     return {"path": path} if name is None else {"name": name, "path": path}
 
 
-def _run(
-    spec: Path | None,
-    options: dict[str, Any],
-    labels: Labels | None,
-    out: Path,
-    sarif: Path | None,
-    output: Output,
-    allow_code: bool,
-) -> int:
+def _checked(spec: Path | None, options: dict[str, Any], labels: Labels | None, allow_code: bool) -> AuditSpec:
     text = None if spec is None else _text(spec)
     settings = _default(options) if spec is None or text is None else _merged(read_yaml(text, str(spec)), spec, options)
     settings.setdefault("executor", "processes")
@@ -147,24 +154,7 @@ def _run(
         if labels is not None:  # on top of the preset or the mapping, which only the checked spec tells
             settings["knowledge"] = {**checked.knowledge, "labels": labels.value}
             checked = AuditSpec.parse(settings, str(spec or "audit"))
-    if spec is not None and text is not None:
-        checked = checked.written_in(SpecFile(spec, text, frozenset(options)))
-    from leakscope.audit.run import run_spec
-    from leakscope.cli.console import make_console, print_verdict, say
-    from leakscope.cli.progress import audit_progress
-    from leakscope.report.export import audit_document, audit_table
-
-    console = make_console(stderr=output.for_machines)
-    if not (spec or options or output.quiet) and POLICY_FILE.is_file():
-        say(make_console(stderr=True), f"Hint: the embedded audit; yours is run by: leakscope audit {POLICY_FILE}")
-    with audit_progress(show=output.progress, verbose=output.verbose, quiet=output.quiet) as progress:
-        result = run_spec(checked, out, progress)
-    page, verdict = result.report(), result.verdict
-    print_verdict(result, page, console, quiet=output.quiet, verbose=output.verbose)
-    write_sarif(result.store, verdict, sarif)
-    files = {"folder": relative(out), "report": relative(page)}
-    output.write(lambda: audit_document(result.store, verdict, files), lambda: audit_table(result.store, verdict))
-    return verdict.exit_code
+    return checked if spec is None or text is None else checked.written_in(SpecFile(spec, text, frozenset(options)))
 
 
 def _text(spec: Path) -> str:

@@ -95,8 +95,7 @@ def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: O
         )
     from leakscope.limits import vertical_limits
 
-    shared = {name: options[name] for name in ("seed", "progress")}
-    return vertical_limits(net, samples, batch, rounds, **facts, **shared)
+    return vertical_limits(net, samples, batch, rounds, **facts, seed=options["seed"], progress=options["progress"])
 
 
 def _of_model(

@@ -1,7 +1,6 @@
 """Leaks that somebody knows of and accepts for now, in a file of the repository: what is new or worse is not accepted.
 
-A baseline accepts leaks and nothing else. Doubts cannot be accepted by it, for what is not known has no size, nor can
-leaks of another audit than the one it was taken of: other attacks or another adversary might only look harmless.
+Doubts cannot be accepted, as what is not known has no size, nor leaks of another audit, which may only look harmless.
 """
 
 from __future__ import annotations
@@ -81,7 +80,6 @@ class AcceptedLeaks:
 
     @classmethod
     def of(cls, store: Store, verdict: Verdict) -> AcceptedLeaks:
-        """What leaks now."""
         leaking = tuple(SettingLeaks.of(setting) for setting in verdict.settings if setting.outcome == "leaks")
         return cls(audited=audited(store), settings=leaking)
 
@@ -139,8 +137,7 @@ def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None)
     if accepted is not None and now.settings and (lines := differences(accepted.audited, dict(now.audited))):
         told = [line.replace("the store has", "the baseline has") for line in lines]
         return [f"the baseline was taken of another audit: {line}" for line in told], []
-    problems: list[str] = []
-    remarks: list[str] = []
+    problems, remarks = [], []
     for setting in now.settings:
         title, before = titles[setting.scenario], known.pop(setting.scenario, None)
         worse, better = _compare(setting, before or SettingLeaks(protocol=setting.protocol, defense=setting.defense))
@@ -149,12 +146,9 @@ def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None)
         if not worse:
             remarks.append(f"{title}: leaks, as the baseline accepts")
     for cell in known:
-        audited_now = cell in titles
-        remarks.append(
-            f"{titles[cell]}: no longer leaks; the baseline still accepts it"
-            if audited_now
-            else f"{cell[0]}, defence {cell[1]}: is in the baseline and was not audited"
-        )
+        absent = f"{cell[0]}, defence {cell[1]}: is in the baseline and was not audited"
+        silent = f"{titles.get(cell)}: no longer leaks; the baseline still accepts it"
+        remarks.append(silent if cell in titles else absent)
     return problems, remarks
 
 
@@ -162,16 +156,14 @@ def _compare(now: SettingLeaks, before: SettingLeaks) -> tuple[list[str], list[s
     """What is worse, and what is better, than before."""
     worse, better = [], []
     for index, psnr in now.examples.items():
-        known = before.examples.get(index)
-        told = _decibels(psnr)
+        known, told = before.examples.get(index), f"example {index} leaks at {_decibels(psnr)}"
         if known is None:
-            worse.append(f"example {index} leaks at {told}, which is not in the baseline")
+            worse.append(f"{told}, which is not in the baseline")
         elif not psnr <= known + TOLERANCE:  # NaN, now or then, is no bound
-            worse.append(f"example {index} leaks at {told}, the baseline accepts {_decibels(known)}")
+            worse.append(f"{told}, the baseline accepts {_decibels(known)}")
         elif psnr < known - TOLERANCE:
-            better.append(f"example {index} leaks at {told}, better than the baseline's {_decibels(known)}")
-    gone = [index for index in before.examples if index not in now.examples]
-    if gone:
+            better.append(f"{told}, better than the baseline's {_decibels(known)}")
+    if gone := [index for index in before.examples if index not in now.examples]:
         better.append(f"examples {', '.join(map(str, gone))} of the baseline no longer leak")
     for kind, share in now.shares.items():
         allowed = before.shares.get(kind)

@@ -1,7 +1,6 @@
 """An assessed update in words: one line, how sure the result is, and a page (one self-contained HTML file).
 
-The room of audits comes after this one, so an assessment is read here by the names of its fields alone. Without the
-truth no measure is claimed; originals are drawn only where somebody asked for them.
+Audits may not be imported here, so an assessment is read by its fields alone.
 """
 
 from __future__ import annotations
@@ -131,8 +130,7 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
     reconstruction, space = result.reconstruction, result.observation.inputs
     unit = space.to_unit(reconstruction.inputs.cpu()).clamp(0, 1)
     order = [] if result.evaluation is None else result.evaluation.order.tolist()
-    blind = result.baselines[-1]
-    drawn = space.to_unit(blind.inputs.cpu()).clamp(0, 1)
+    drawn = space.to_unit(result.baselines[-1].inputs.cpu()).clamp(0, 1)
     originals = None if result.truth is None or not pictures else result.ruler.originals(result.truth.x)
     examples = []
     for number, value in enumerate(unit[:MAX_SHOWN]):
@@ -156,7 +154,6 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
 
 
 def _rows(result: Any) -> list[dict[str, Any]]:
-    """What was recovered beside inputs that hold nothing of the client."""
     pairs = [("what the attack recovered", result.unexplained, result.evaluation)]
     pairs += [(baseline_words(one.name), one.unexplained, one.evaluation) for one in result.baselines]
     return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
@@ -185,7 +182,7 @@ def _facts(result: Any) -> list[tuple[str, str]]:
     observation, message = result.observation, result.observation.message
     entries = sum(value.numel() for value in message.update.values())
     kinds = {"gradient": "gradient", "weight_delta": "weights before minus weights after"}
-    rows = [
+    return [
         ("Attack", repr(result.attack)),
         ("Seed", str(result.reconstruction.info["seed"])),
         ("Model", observation.model_name or "of your own"),
@@ -196,4 +193,3 @@ def _facts(result: Any) -> list[tuple[str, str]]:
         ("Statistics of the batch", "known" if message.batchnorm_statistics is not None else "not known"),
         ("Value range", "known" if observation.inputs.bounded else "not known: pictures show values in [0, 1]"),
     ]
-    return rows

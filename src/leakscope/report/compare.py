@@ -29,7 +29,7 @@ _Side = tuple[float, tuple[float, float], int, int]
 
 @dataclass(frozen=True)
 class Comparison:
-    """One line: mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it.
+    """Mean PSNR of an attack in a setting in A and in B; NaN where one of them lacks it.
 
     ``certified_a`` and ``certified_b`` count the examples with a certificate that holds, of any seed.
     """
@@ -72,7 +72,7 @@ class Comparison:
 
 
 def spread(values: Sequence[float]) -> tuple[float, float]:
-    """Bootstrap interval of the mean; NaN for fewer than two values, which have no spread.
+    """Bootstrap interval of the mean; NaN for fewer than two values.
 
     >>> spread([1.0, 2.0, 3.0, 4.0])
     (1.5, 3.5)
@@ -183,9 +183,8 @@ def _told(value: Any) -> str:
 def compare_tables(dir_a: FileName, dir_b: FileName) -> list[Comparison]:
     """One line for each setting and attack that A or B measured, in the order of A, then of B.
 
-    An attack's PSNR is its mean over seeds for each example, then over the examples; controls do not count.
-    Attacks are matched by their name where it is unique in both audits, so that other hyper-parameters can be
-    compared, and by their full repr where it is not.
+    An attack's PSNR is its mean over seeds for each example, then over the examples; controls do not count. Attacks
+    are matched by name where it is unique in both audits, so that hyper-parameters can be compared, else by repr.
     """
     return _compared(_Audit.read(dir_a), _Audit.read(dir_b))
 
@@ -196,13 +195,11 @@ def _compared(first: _Audit, second: _Audit) -> list[Comparison]:
     places = list(dict.fromkeys((*table_a, *table_b)))
     settings = list(dict.fromkeys((protocol, defense) for protocol, defense, _ in places))
     places.sort(key=lambda place: (settings.index(place[:2]), place[2] != STRONGEST))
-    nothing: _Entry = ([], 0)
-    sides = [(_side(table_a.get(place, nothing)), _side(table_b.get(place, nothing))) for place in places]
-    return [Comparison(*(*place, *a, *b)) for place, (a, b) in zip(places, sides, strict=True)]
+    return [Comparison(*(*place, *_side(table_a.get(place)), *_side(table_b.get(place)))) for place in places]
 
 
-def _side(entry: _Entry) -> _Side:
-    values, certified = entry
+def _side(entry: _Entry | None) -> _Side:
+    values, certified = entry or ([], 0)
     return mean(values), spread(values), len(values), certified
 
 
@@ -213,11 +210,10 @@ def compare(directories: Sequence[FileName]) -> str:
     first, second = (_Audit.read(directory) for directory in directories)
     lines = _compared(first, second)
     parts = {**first.verdict.parts, **second.verdict.parts}
+    outcomes = (first.verdict.outcome, second.verdict.outcome)
     context = {
         "measure": MEASURES["psnr"],
-        "audits": list(
-            zip("AB", folder_names(directories), (first.verdict.outcome, second.verdict.outcome), strict=True)
-        ),
+        "audits": list(zip("AB", folder_names(directories), outcomes, strict=True)),
         "differences": _differences(first.facts, second.facts),
         "shared": [line for line in lines if line.examples_a and line.examples_b],
         "alone": [line for line in lines if not (line.examples_a and line.examples_b)],
@@ -235,12 +231,9 @@ def folder_names(directories: Sequence[FileName]) -> list[str]:
     (['a', 'b'], ['1/out', '2/out'])
     """
     parts = [Path(directory).resolve().parts for directory in directories]
-    longest = max(map(len, parts))
-    for count in range(1, longest + 1):
-        names = ["/".join(part[-count:]) for part in parts]
-        if len(set(names)) == len(set(parts)):
-            return names
-    return ["/".join(part) for part in parts]
+    tails = (["/".join(part[-count:]) for part in parts] for count in range(1, max(map(len, parts))))
+    apart = (names for names in tails if len(set(names)) == len(set(parts)))
+    return next(apart, ["/".join(part) for part in parts])
 
 
 def write_comparison(dir_a: FileName, dir_b: FileName, path: FileName) -> Path:

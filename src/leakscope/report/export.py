@@ -30,7 +30,7 @@ from leakscope.results.verdict import Verdict
 VERSIONS = {"audit": 1, "baseline": 1, "compare": 1, "reproduce": 1, "list": 1, "plan": 1}
 _MODEL = ("name", "parameters", "fingerprint", "training")
 _DATA = ("name", "private", "shape", "num_classes", "task", "count", "fingerprint")
-_ROW = ("setting", "protocol", "defense", "attack", "attack_name", "control", "seed", "batch")
+_JOB = ("protocol", "defense", "attack", "attack_name", "control", "seed", "batch")
 _FATE = ("key", "status", "reason", "seconds", "flags")
 
 
@@ -142,20 +142,15 @@ def _setting(setting: Setting, names: Mapping[Scenario, str]) -> dict[str, Any]:
 
 def _strongest(example: StrongestExample, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = ("index", "attack", "attack_name", "seed", "key", "leaks", "baseline_psnr", "lift", "values")
-    return {
-        "setting": names[example.scenario],
-        **{name: getattr(example, name) for name in same},
-        **_proof(example),
-    }
+    return {"setting": names[example.scenario], **{n: getattr(example, n) for n in same}, **_proof(example)}
 
 
 def _row(row: Row, names: Mapping[Scenario, str]) -> dict[str, Any]:
-    facts = {
+    return {
         "setting": names.get(row.job.scenario) if row.counts else None,  # a control serves every defence
-        **{name: getattr(row.job, name) for name in _ROW if name != "setting"},
+        **{name: getattr(row.job, name) for name in _JOB},
         **{name: getattr(row, name) for name in _FATE},
     }
-    return {name: facts[name] for name in (*_ROW, *_FATE)}
 
 
 def _example(example: ExampleRecord) -> dict[str, Any]:
@@ -168,7 +163,6 @@ def _proof(example: ExampleRecord | StrongestExample) -> dict[str, Any]:
 
 
 def _flat_proof(proof: Certificate | None) -> dict[str, Any]:
-    """Return what a certificate says in columns of their own; None in each without one."""
     facts = {} if proof is None else dataclasses.asdict(proof)
     flat = {f"certificate_{field.name}": facts.get(field.name) for field in dataclasses.fields(Certificate)}
     return {"certified": None if proof is None else proof.holds, **flat}
@@ -182,7 +176,9 @@ def _diagnosis(row: Row) -> dict[str, Any] | None:
 def _study(study: Study | None, names: Mapping[Scenario, str]) -> dict[str, Any] | None:
     if study is None:
         return None
-    rows = [{**_study_row(row, names), "training": _training(row)} for row in study.rows]
+    rows = [
+        {**_study_row(row, names), "training": row.training and dataclasses.asdict(row.training)} for row in study.rows
+    ]
     choices = [
         {
             "protocol": choice.protocol,
@@ -193,23 +189,15 @@ def _study(study: Study | None, names: Mapping[Scenario, str]) -> dict[str, Any]
         for choice in study.choices
     ]
     worths = [{"setting": names.get(worth.scenario), **dataclasses.asdict(worth)} for worth in study.worths]
-    measured = "accuracy" if study.accuracy else "negative test loss"
-    facts = {"tolerance": study.tolerance, "utility": measured}
+    facts = {"tolerance": study.tolerance, "utility": "accuracy" if study.accuracy else "negative test loss"}
     return {**facts, "rows": rows, "choices": choices, "worth_of_knowing": worths}
 
 
 def _study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, Any]:
     same = [field.name for field in dataclasses.fields(row) if field.name != "training"]
     facts = {name: getattr(row, name) for name in same} | {"doubts": [reason_text(doubt) for doubt in row.doubts]}
-    return {
-        "setting": names.get(row.scenario),
-        **facts,
-        "beaten_by": names.get(Scenario(row.protocol, row.beaten_by or "")),
-    }
-
-
-def _training(row: StudyRow) -> dict[str, Any] | None:
-    return None if row.training is None else dataclasses.asdict(row.training)
+    better = names.get(Scenario(row.protocol, row.beaten_by or ""))
+    return {"setting": names.get(row.scenario), **facts, "beaten_by": better}
 
 
 def _flat_study_row(row: StudyRow, names: Mapping[Scenario, str]) -> dict[str, Any]:

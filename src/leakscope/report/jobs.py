@@ -71,7 +71,6 @@ class JobTable:
         return {"row": row, "cells": cells, "facts": _facts(row), "examples": examples, "left_out": left_out}
 
     def _job_cells(self, position: int, row: Row) -> list[Cell]:
-        """What was done, to whom."""
         job, setting = row.job, self.names.get(row.job.scenario, words.DASH)
         control = f"{job.control} control" if job.control else ""
         return [
@@ -84,7 +83,6 @@ class JobTable:
         ]
 
     def _measure_cells(self, row: Row) -> list[Cell]:
-        """What came out: means over the examples of the job, or why there are none."""
         best = [(PSNR, NAN if row.result is None else row.result.best_psnr)] if self.several else []
         means = [(m, mean(example.value(m.key) for example in row.examples)) for m in (PSNR, *self.main)]
         reasons = {} if row.result is None else row.result.reasons
@@ -103,7 +101,6 @@ class JobTable:
 
 
 def _figure(value: float, measure: Measure, count: int) -> str:
-    """The mean of a measure over so many examples."""
     return yes_or_share(value, count) if measure.digits is None else figure(value, measure.digits)
 
 
@@ -147,7 +144,6 @@ def _in_one_line(values: Mapping[str, Any]) -> str:
 
 
 def fates(findings: Sequence[FindingRow], planned: Any) -> str:
-    """How many findings have which fate, in words."""
     statuses = Counter(finding.status for finding in findings)
     summary = ", ".join(f"{count} {status}" for status, count in statuses.items())
     missing = planned - len(findings) if isinstance(planned, int) else 0
@@ -167,9 +163,8 @@ def curves_section(store: Store, rows: Sequence[Row]) -> list[dict[str, Any]]:
             curves, objective = _curves(store, row.key)
             if curves:
                 title, identity = f"{objective} of {row.job.attack_name}", f"curve-{len(sections)}"
-                drawing = svg.curve_plot(curves, title=title, identity=identity)
                 line = {"job": row.job, "short": short[attack], "psnr": psnr, "curves": len(curves)}
-                sections.append({**line, "drawing": drawing})
+                sections.append({**line, "drawing": svg.curve_plot(curves, title=title, identity=identity)})
                 break
     return sections
 

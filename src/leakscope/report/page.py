@@ -1,7 +1,4 @@
-"""The page of an audit: one self-contained HTML file, a pure function of the store.
-
-Nothing of the clock, the machine or the directory's name enters the page, so the same store gives the same bytes.
-"""
+"""The page of an audit: one self-contained HTML file. The same store gives the same bytes, whenever and wherever."""
 
 from __future__ import annotations
 
@@ -50,10 +47,9 @@ HEADLINES = {
 
 
 def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:
-    """The HTML page of the audit in ``directory``, with ``verdict``, which is made here where none is given.
+    """Return the HTML page of the audit in ``directory``, with ``verdict``, which is made here where none is given.
 
-    ``pictures`` None shows pictures of data that is not private, and of private data if the audit was told to
-    keep them; True shows whatever the store holds; False shows none.
+    ``pictures`` None shows those that are not private or that the audit was told to keep, True all, False none.
     """
     with Store.open(Path(directory)) as store:
         context = build_context(store, pictures, judge_store(store) if verdict is None else verdict)
@@ -63,26 +59,21 @@ def render(directory: FileName, pictures: bool | None = None, verdict: Verdict |
 def write_report(
     directory: FileName, path: FileName | None = None, pictures: bool | None = None, verdict: Verdict | None = None
 ) -> Path:
-    """Write the page of the audit in ``directory`` to ``path`` (default: report.html beside the store).
+    """Write the page of the audit in ``directory`` to ``path``.
 
-    Beside the store the table of a defence study goes into a file of its own too.
+    The default is report.html beside the store, and there the table of a defence study too.
     """
-    target = Path(directory) / "report.html" if path is None else path
-    if path is None:
-        _write_study(Path(directory), verdict)
-    return write_page(target, render(directory, pictures, verdict))
-
-
-def _write_study(directory: Path, verdict: Verdict | None) -> None:
-    with Store.open(directory) as store:
+    if path is not None:
+        return write_page(path, render(directory, pictures, verdict))
+    with Store.open(Path(directory)) as store:
         verdict = judge_store(store) if verdict is None else verdict
         study = study_store(store, verdict)
     if study is not None:
-        atomic_write(directory / STUDY_TABLE, csv_text(study_table(study, verdict)).encode("utf-8"))
+        atomic_write(Path(directory) / STUDY_TABLE, csv_text(study_table(study, verdict)).encode("utf-8"))
+    return write_page(Path(directory) / "report.html", render(directory, pictures, verdict))
 
 
 def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict[str, Any]:
-    """Everything the template names."""
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
     named = name_settings(verdict)
@@ -137,7 +128,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
 
 
 def _damage(store: Store) -> list[SharedReason]:
-    """What was damaged or deleted since it was written, and that it can be made again."""
     found = store.damage()
     lines = [f"Job {key[:12]}: {what}" for key, what in list(found.items())[:MAX_DAMAGE]]
     if not lines:
@@ -147,7 +137,7 @@ def _damage(store: Store) -> list[SharedReason]:
 
 
 def _audited(meta: Any) -> list[tuple[str, bool]]:
-    """What was audited, a line each, and whether it is a warning; nothing in stores that do not say."""
+    """Each line with whether it is a warning; nothing in stores that do not say."""
     lines = meta if isinstance(meta, list) else []
     return [(str(line["text"]), line.get("warning") is True) for line in lines if mapping(line).get("text")]
 
@@ -162,9 +152,8 @@ def policy_lines(policy: Policy) -> list[str]:
     for limit in policy.limits:
         measure, also = limit.measure, " also" if lines else ""
         if measure.per == "setting":
-            what = (
-                "labels are recovered and more than by chance" if measure.of == "labels" else "examples are identified"
-            )
+            labels = measure.of == "labels"
+            what = "labels are recovered and more than by chance" if labels else "examples are identified"
             lines.append(f"A setting{also} leaks when more than {words.percent(limit.value)} of {what}.")
             continue
         more = "more" if measure.better == "higher" else "less"
@@ -191,13 +180,9 @@ def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict
     if worst is None:
         return None
     original, guess = gallery.pair(worst, "worst")
-    return {
-        "example": worst,
-        "label": gallery.label_of(worst),
-        "setting": next((s for s in named if s.scenario == worst.scenario), None),
-        "original": original,
-        "guess": guess,
-    }
+    setting = next((s for s in named if s.scenario == worst.scenario), None)
+    pair = {"label": gallery.label_of(worst), "original": original, "guess": guess}
+    return {"example": worst, "setting": setting, **pair}
 
 
 def _facts(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -218,7 +203,6 @@ def _facts(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str,
 
 
 def _protocol(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """In full what was combined: each protocol, defence and attack once, as the rows name it."""
     # The record of a control names no attack where it is a guess.
     rows = [row for row in rows if row.counts]
     return [

@@ -66,12 +66,8 @@ def png(image: Tensor) -> bytes:
 def draw(
     value: Tensor, *, alt: str, identity: str, behind: Tensor | None = None, inputs: InputSpace | None = None
 ) -> Picture:
-    """One example of unit space as ``inputs`` shows it: as text, as an image, or as a line.
-
-    A line is drawn over ``behind``, its original, if given.
-    """
-    text = None if inputs is None else inputs.text(value)
-    if text is not None:
+    """Draw an example of unit space as ``inputs`` shows it: text, an image, or a line over its original ``behind``."""
+    if inputs is not None and (text := inputs.text(value)) is not None:
         return Picture(alt=alt, drawing=Markup("<code>{}</code>").format(text))
     if value.dim() == 3:
         uri = "data:image/png;base64," + base64.b64encode(png(value)).decode("ascii")

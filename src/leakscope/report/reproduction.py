@@ -1,7 +1,4 @@
-"""The page of a reproduced table: one self-contained HTML file with its rows, curves and pictures.
-
-The room of the papers comes after this one, so a reproduction is read here by the names of its fields alone.
-"""
+"""The page of a reproduced table. Papers may not be imported here, so a reproduction is read by its fields alone."""
 
 from __future__ import annotations
 
@@ -27,18 +24,14 @@ _HIDDEN = "Pictures were left out on request."
 
 
 def render_reproduction(result: Any, pictures: bool | None = None) -> str:
-    """The HTML page of a :class:`leakscope.papers.Reproduction`.
-
-    ``pictures`` None shows those that are not private, True shows all, False none.
-    """
+    """The page of a :class:`leakscope.papers.Reproduction`; ``pictures`` None: those not private, True: all."""
     count = Counter(row.verdict for row in result.rows)
     known = ("matches", "above", "below", "too few to tell", "measured", "not run")
-    verdicts = [name for name in known if count[name]]
     context = {
         "result": result,
         "seconds": words.duration(result.seconds),
         "provenance": [*result.versions.items(), *result.machine.items()],
-        "verdicts": ", ".join(f"{count[name]} {name}" for name in verdicts),
+        "verdicts": ", ".join(f"{count[name]} {name}" for name in known if count[name]),
         "charts": [_chart(curves, f"curves{n}") for n, curves in enumerate(result.curves)],
         "grids": [_grid(grid, pictures, f"grid{n}") for n, grid in enumerate(result.pictures)],
     }

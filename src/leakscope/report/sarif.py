@@ -1,8 +1,7 @@
 """Findings of an audit as SARIF 2.1.0, which code scanning reads: a pure function of the store and its verdict.
 
-Each setting gives one result for each kind of leak, one for its doubts and one for remarks. A setting within policy
-gives none: what was fixed disappears, and the log itself says that the audit ran. Fingerprints are made of what a
-finding is about and not of its numbers, so the same leak is the same alert tomorrow.
+Each setting gives one result for each kind of leak, one for its doubts and one for remarks; within policy it gives
+none. Fingerprints are made of what a finding is about, not of its numbers: the same leak is the same alert tomorrow.
 """
 
 from __future__ import annotations
@@ -117,13 +116,12 @@ def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> d
     results = [_result(finding, place, str(model.get("name") or "model")) for finding in _findings(verdict)]
     rules = [rule.as_dict() for rule in RULES.values()]
     positions = {rule["id"]: position for position, rule in enumerate(rules)}
-    bases = {base: {"description": {"text": words}} for base, words in _BASES.items()}
     worst = None if verdict.worst is None else verdict.worst.psnr
     run = {
         "tool": {"driver": {"name": "leakscope", "version": __version__, "rules": rules}},
         "automationDetails": {"id": f"leakscope/{place.whole.file}/"},
         "invocations": [{"executionSuccessful": True, "exitCode": verdict.exit_code}],
-        "originalUriBaseIds": bases,
+        "originalUriBaseIds": {base: {"description": {"text": words}} for base, words in _BASES.items()},
         "results": [{**result, "ruleIndex": positions[result["ruleId"]]} for result in results],
         "properties": {"outcome": verdict.outcome, "worstPsnr": worst, "summary": str(verdict)},
     }
@@ -195,12 +193,13 @@ def _location(place: Place, message: str | None = None) -> dict[str, Any]:
 def _facts(setting: Setting) -> dict[str, Any]:
     verdict = setting.verdict
     names = ("protocol", "defense", "outcome", "mean_psnr", "baseline_psnr", "identification", "label_accuracy")
-    leaking = [example.index for example in verdict.examples if example.leaks]
-    proofs = [
-        {"example": example.index, "certified": example.certified, **dataclasses.asdict(example.certificate)}
-        for example in verdict.examples
-        if example.certificate is not None
-    ]
-    facts = {name: getattr(verdict, name) for name in names}
-    certified = [example.index for example in verdict.examples if example.certified]
-    return {**facts, "leaking_examples": leaking, "certified_examples": certified, "certificates": proofs}
+    return {
+        **{name: getattr(verdict, name) for name in names},
+        "leaking_examples": [example.index for example in verdict.examples if example.leaks],
+        "certified_examples": [example.index for example in verdict.examples if example.certified],
+        "certificates": [
+            {"example": example.index, "certified": example.certified, **dataclasses.asdict(example.certificate)}
+            for example in verdict.examples
+            if example.certificate is not None
+        ],
+    }

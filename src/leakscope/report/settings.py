@@ -21,7 +21,7 @@ PSNR = MEASURES["psnr"]
 
 
 def main_measures(measures: Iterable[Measure]) -> list[Measure]:
-    """Those that tables show beside PSNR: of labels or targets, and such as the policy can limit."""
+    """Those shown beside PSNR: of labels or targets, and such as the policy can limit."""
     return [m for m in measures if m is not PSNR and (m.limit is not None or m.of != "inputs")]
 
 
@@ -35,23 +35,17 @@ def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSumma
     lines = []
     for setting, summary in zip(settings, summaries, strict=True):
         verdict, means = setting.verdict, {entry.name: entry.mean for entry in summary.measures}
-        shown = [(figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures]
-        for place, measure in enumerate(measures):
-            # An example that any attempt identifies is identified, by the strongest or not.
-            if measure.name == "identification":
-                shown[place] = (percent(verdict.identification), chance)
-            elif measure.name == "label_accuracy":
-                blind = verdict.label_baseline
-                shown[place] = (
-                    percent(verdict.label_accuracy),
-                    "" if math.isnan(blind) else f"chance {percent(blind)}",
-                )
+        blind = "" if math.isnan(verdict.label_baseline) else f"chance {percent(verdict.label_baseline)}"
+        shown = {measure.name: (figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures}
+        # An example that any attempt identifies is identified, by the strongest or not.
+        known = {"identification": (percent(verdict.identification), chance)}
+        known["label_accuracy"] = percent(verdict.label_accuracy), blind
         line = {
             "setting": setting,
             "interval": span(verdict.interval, len(verdict.examples)),
             "best": highest(example.psnr for example in verdict.examples),
             "lift": mean(example.lift for example in verdict.examples),
-            "measures": shown,
+            "measures": [known.get(name, cell) for name, cell in shown.items()],
         }
         lines.append(line)
     return {"columns": [measure.title for measure in measures], "psnr": PSNR.title, "lines": lines}
@@ -89,7 +83,7 @@ def all_measures(settings: Sequence[Setting], summaries: Sequence[SettingSummary
 
 
 def _cells(entry: MeasureSummary) -> list[tuple[str, str]]:
-    """Mean, interval, both without information, and the count: each as text, with why it is missing."""
+    """Mean, interval, both without information, and the count, each with why it is missing."""
     digits = entry.measure.digits
     why, baseline_why = entry.reason or "", entry.baseline_reason or ""
     cells = [
@@ -152,12 +146,11 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
     whys: dict[tuple[str, str, str], list[str]] = {}
     for name, attack in attacks:
         own = [row for row in attempts if row.job.attack == attack]
+        ignores = parts[attack].options.get(IGNORES) is True
         cells = []
         for setting in settings:
             jobs = [row for row in own if row.job.scenario == setting.scenario]
-            ignores = parts[attack].options.get(IGNORES) is True
-            cell = _cell(jobs, attack, baselines[setting.protocol], ignores)
-            cells.append(cell)
+            cells.append(cell := _cell(jobs, attack, baselines[setting.protocol], ignores))
             if cell.why:
                 whys.setdefault((name, cell.text, cell.why), []).append(setting.name)
         blind = [_blind(own, attack, protocol, baselines[protocol]) for protocol in protocols]
@@ -171,7 +164,6 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
 
 
 def _options(attacks: Sequence[tuple[str, str]], parts: Mapping[str, Part]) -> dict[str, str]:
-    """What tells attacks of the same name apart."""
     names = Counter(name for name, _ in attacks)
     told = telling_options((attack for _, attack in attacks), parts)
     return {attack: ", ".join(told[attack]) if names[name] > 1 else "" for name, attack in attacks}
@@ -197,8 +189,7 @@ def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines, ignores: bool)
 
 
 def _strongest(setting: Setting) -> Cell:
-    verdict = setting.verdict
-    lift = mean(example.lift for example in verdict.examples)
+    verdict, lift = setting.verdict, mean(example.lift for example in setting.verdict.examples)
     return _measured(verdict.mean_psnr, verdict.interval, len(verdict.examples), lift)
 
 

@@ -1,7 +1,4 @@
-"""Small charts as inline SVG, without a plotting library; the style sheet gives the colours, light and dark.
-
-Every text that enters a chart is escaped here; every chart has a title and a description for screen readers.
-"""
+"""Small charts as inline SVG; every text is escaped here, and every chart has a description for screen readers."""
 
 from __future__ import annotations
 
@@ -143,10 +140,7 @@ class Scale:
 
 
 def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int, label_width: int) -> Markup:
-    """Mean and interval of each row, its examples as dots, its baseline as a diamond, the policy as a line.
-
-    With ``label_width`` 0 the labels stand above the rows, for narrow screens.
-    """
+    """Draw mean, interval, examples, baseline and policy; ``label_width`` 0 puts labels above the rows."""
     room = max(8, (label_width - 20) // 8) if label_width else _ABOVE
     labels = [_wrapped(row.label, room) for row in rows]
     left, pitch, top = (label_width, 34, 26) if label_width else (14, 50, 26)
@@ -242,10 +236,7 @@ def line_plot(
     ceiling: float = 1.0,
     whole: bool = False,
 ) -> Markup:
-    """Values along an axis; the other axis goes from the first of the ``floors`` below them all to the ``ceiling``.
-
-    With ``whole`` only whole numbers are written along the axis.
-    """
+    """Draw values from the first of the ``floors`` below them all to the ``ceiling``; ``whole``: only whole x ticks."""
     width, height, left, right, top, bottom = 360, 214, 44, 346, 28, 168
     drawn = [[(a, b) for a, b in line.points if math.isfinite(a) and math.isfinite(b)] for line in lines]
     values = [b for points in drawn for _, b in points]

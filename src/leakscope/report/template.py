@@ -1,7 +1,6 @@
-"""From values to a file: one self-contained HTML page.
+"""From values to one self-contained HTML page.
 
-Every string is untrusted: the template engine escapes all of it, and the page's own policy forbids any fetch and any
-script but the one whose hash it names.
+Every string is untrusted and escaped; the page's own policy forbids any fetch and any script but the one it names.
 """
 
 from __future__ import annotations

@@ -54,10 +54,7 @@ def fixed(value: float, digits: int = 1) -> str:
         return DASH
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    text = f"{value:.{digits}f}"
-    if float(text) == 0:
-        text = text.lstrip("-")
-    return text.replace("-", "−")
+    return f"{value:z.{digits}f}".replace("-", "−")
 
 
 def short(value: float | None) -> str:
@@ -138,10 +135,8 @@ def duration(seconds: float) -> str:
         return DASH
     if seconds < 60:
         return f"{seconds:.1f} s"
-    whole = round(seconds)
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
 
 
 def explain_flag(flag: str) -> str:
