@@ -41,11 +41,9 @@ Case = TypeVar("Case")
 class Candidate:
     """Inputs in the model's space, the ``method`` that found them, and what speaks for them.
 
-    ``distance``: what they leave of the whole update. ``residual``: what they leave of the equations that were solved;
-    infinite where none were. ``surprise``: minus the logarithm of their probability, where known noise gives them one.
-    ``fair``: what the method leaves of noise, relative to what the true inputs leave; below one for least squares,
-    which fit the noise and have no prior in their favour; of ``pictures`` roughness counts. ``curve``, ``flags``,
-    ``notes``, ``score``, ``labels`` and ``info`` go into the result.
+    ``distance``: what they leave of the whole update; ``residual``: of the equations that were solved. ``surprise``:
+    minus the logarithm of their probability, where known noise gives them one. ``fair``: what the method leaves of
+    noise, relative to what the true inputs leave; below one for least squares. Of ``pictures`` roughness counts.
     """
 
     inputs: Tensor

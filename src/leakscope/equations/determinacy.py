@@ -27,11 +27,12 @@ INVISIBLE = 3e-3
 SMALL = 256
 
 Product = Callable[[Tensor], Tensor]
+Change = Callable[[Tensor], float]
 
 
 def count_free_directions(
     normal: Product,
-    change: Callable[[Tensor], float],
+    change: Change,
     shape: tuple[int, ...],
     like: Tensor,
     *,
@@ -60,7 +61,7 @@ def count_free_directions(
 
 def _probed(
     normal: Product,
-    change: Callable[[Tensor], float],
+    change: Change,
     shape: tuple[int, ...],
     like: Tensor,
     limit: int,
@@ -121,9 +122,7 @@ def free_inputs_of_dense(signals: Tensor, inputs: Tensor) -> tuple[int, ...]:
     return tuple(0 if share <= SEEN else inputs.shape[1] for share in shares.tolist())
 
 
-def _decomposed(
-    normal: Product, change: Callable[[Tensor], float], shape: tuple[int, ...], like: Tensor
-) -> tuple[int, ...]:
+def _decomposed(normal: Product, change: Change, shape: tuple[int, ...], like: Tensor) -> tuple[int, ...]:
     unit = torch.eye(math.prod(shape), dtype=like.dtype, device=like.device)
     _, vectors = torch.linalg.eigh(torch.stack([normal(row) for row in unit]).double())
     free = [vector for vector in vectors.T if change(_of_size_one(vector.to(like))) <= INVISIBLE]

@@ -53,11 +53,10 @@ WORK = 6e10
 
 @dataclass(frozen=True, kw_only=True)
 class SolverSettings:
-    """``passes`` of decoding and solving; ``steps`` of conjugate gradients in each, ``most_steps`` where progress
-    stalls, ``products`` in all; ``exact``: the certificate at which a solution counts as exact.
+    """``steps`` of conjugate gradients in each pass, ``most_steps`` where progress stalls, ``products`` in all.
 
-    ``whitening``: a layer's signals are whitened down to so many times its relative residual; ``damping`` of the linear
-    solve, times the squared residual; ``trust``: the power of the ratio of residuals by which lower layers count less.
+    ``exact``: the certificate at which a solution is exact. ``whitening``: relative to a layer's residual; ``damping``:
+    to its square; ``trust``: the power of the ratio of residuals by which lower layers count less.
     """
 
     passes: int = 30
@@ -257,16 +256,14 @@ class _Pace:
         self.ended = finished or lost or spent or not math.isfinite(certificate)
         self._stalls = self._stalls + 1 if stalled and passes > 3 else 0
         if exact:
-            self.steps = settings.most_steps
-        elif self._stalls and (self.single or not far):
-            # Far away, where masks are still to be found, passes count for more than their precision.
-            most = min(settings.most_steps, int(1 / 20 * self.products) if far else self.products)
-            self.steps = max(self.steps, min(2 * self.steps, most))
-        if exact:
-            self.reach = 0.0
+            self.steps, self.reach = settings.most_steps, 0.0
         elif not self._stalls:
             self.reach = 1.0
         else:
+            if self.single or not far:
+                # Far away, where masks are still to be found, passes count for more than their precision.
+                most = min(settings.most_steps, int(1 / 20 * self.products) if far else self.products)
+                self.steps = max(self.steps, min(2 * self.steps, most))
             # Either masks of lower layers are wrong, or the equations are badly conditioned: one after the other.
             self.reach = 4.0 ** (self._stalls + 1) if far or self._stalls % 2 == 0 else 0.0
         self.fair = FAIR[not far or not self.single] if self._stalls else 0.0

@@ -258,7 +258,7 @@ def _read(problem: HeadProblem) -> Tensor:
 
 
 def complete_head(problem: HeadProblem, label: int | None = None) -> tuple[HeadSolution, Tensor]:
-    """Solve for one example from what is left of the head's gradient (zeros are missing); also which features it shows.
+    """Solve for one example from what is left of the head's gradient; also return which features were seen.
 
     >>> draws = torch.Generator().manual_seed(0)
     >>> weight, f = torch.randn((4, 40), generator=draws).double(), torch.rand(40, generator=draws).double()

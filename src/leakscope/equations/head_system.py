@@ -79,10 +79,9 @@ def exact_residual(signal: float, examples: int, rounding: float) -> float:
 class HeadSystem:
     """The equations for one choice of labels; the unknowns are A, and with ``free_scale`` the log of a factor.
 
-    ``left`` U (C, n), ``sizes`` S (n,), ``right`` W (n, d), ``weight`` and ``bias`` those of the head. ``targets``
-    (n, C): one-hot or soft labels. ``sums`` is U' times the bias gradient, None without a bias. ``amplitude``: the
-    factor before softmax minus targets, 1/n for a mean. ``noise``: standard deviation of the noise on an entry of G.
-    ``rounding``: that of softmax minus one-hot.
+    ``left`` U (C, n), ``sizes`` S (n,), ``right`` W (n, d); ``targets`` (n, C): one-hot or soft labels. ``sums``: U'
+    times the bias gradient. ``amplitude``: the factor before softmax minus targets, 1/n for a mean. ``noise``: standard
+    deviation of the noise on an entry of G; ``rounding``: that of softmax minus one-hot.
     """
 
     left: Tensor

@@ -177,10 +177,10 @@ def _differences(pictures: Tensor) -> Tensor:
 def _output_gradients(observation: Observation, embedding: Embedding | None) -> Tensor | None:
     """Return the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
     like = next(iter(observation.message.update.values()))
-    single = _leading(observation) if observation.num_examples == 1 else None
-    if single is not None:
-        return single.to(like)
-    return None if embedding is None else embedding.output_gradients.to(like)
+    known = _leading(observation) if observation.num_examples == 1 else None
+    if known is None and embedding is not None:
+        known = embedding.output_gradients
+    return None if known is None else known.to(like)
 
 
 def _leading(observation: Observation) -> Tensor | None:

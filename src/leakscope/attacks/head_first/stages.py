@@ -85,8 +85,8 @@ class PeelDense(Stage[Case]):
 class SearchBelow(Stage[Case]):
     """Match below the cut with features and adjoints held (:mod:`leakscope.matching.held`).
 
-    From a random start, or on from the best so far, where masks that the solver has put right help. One example, known
-    exactly: its masks are decoded from far away, so that a short search does, and then another random start.
+    From a random start, or on from the best so far. The masks of one example, known exactly, are decoded from far away,
+    so that a short search does, and then another random start.
     """
 
     repeats = True
