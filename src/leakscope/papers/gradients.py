@@ -42,7 +42,6 @@ from leakscope.papers.base import (
     measured_rows,
     recovered,
 )
-from leakscope.results.records import counted
 
 PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
@@ -93,7 +92,8 @@ def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list
     for filters in size.filters:
         # A smaller image has a smaller sum, so that the published one is none of its.
         published = DISTANCES[filters] if size.side == 32 else None
-        line = Line(counted(filters, "filter"), measure, published, "lower is better for the attacker")
+        name = f"{filters} {'filter' if filters == 1 else 'filters'}"
+        line = Line(name, measure, published, "lower is better for the attacker")
         settings.append((line, {"num_classes": 100, "filters": filters}))
 
     def distance(found: Assessment) -> float:
