@@ -111,7 +111,7 @@ def undefended(case: Case) -> Observation:
 
 
 def planted(case: Case) -> Observation:
-    """Make the easiest update of the same model: no defence, labels and visiting order known, few examples."""
+    """Make the easiest update of the same model: no defence, labels and visiting order known."""
     knowledge = dataclasses.replace(case.knowledge, labels="yes", batch_order=True)
     count = case.protocol.easiest_examples(len(case.x))
     return case.observe(case.x[:count], case.y[:count], protocol=case.protocol.easiest(), knowledge=knowledge)
