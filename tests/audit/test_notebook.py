@@ -190,10 +190,10 @@ def test_scripts_get_a_line_now_and_then_and_nothing_else(monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setattr("leakscope.audit.progress.PAUSE", 0.05)
     facts = {"attack_name": "dlg", "finding": None}
-    with listener(None) as told:
-        assert told.tell is not None
-        told.tell({"event": "planned", "total": 40, "finished": 3})
-        told.tell({"event": "advanced", "key": "a", "done": 7, "total": 100, "job": facts})
+    with listener(None) as (tell, _):
+        assert tell is not None
+        tell({"event": "planned", "total": 40, "finished": 3})
+        tell({"event": "advanced", "key": "a", "done": 7, "total": 100, "job": facts})
         assert stream.getvalue() == ""
         deadline = time.monotonic() + 20
         while not stream.getvalue() and time.monotonic() < deadline:
@@ -214,10 +214,10 @@ def test_progress_goes_to_standard_error_and_off_with_one_argument(
 
 
 def test_lines_cost_no_estimate() -> None:
-    with listener(None) as told:
-        assert told.tell is not None
-        assert not told.estimates
-    with listener(False) as told:
-        assert told.tell is None
-    with listener(lambda event: None) as told:
-        assert told.estimates
+    with listener(None) as (tell, estimates):
+        assert tell is not None
+        assert not estimates
+    with listener(False) as (tell, estimates):
+        assert tell is None
+    with listener(lambda event: None) as (tell, estimates):
+        assert estimates
