@@ -14,7 +14,7 @@ def test_help_of_the_room_is_short_and_tells_how_to_call_it() -> None:
     told = pydoc.plain(pydoc.render_doc(ls.audit))
     before, _, rest = told.partition("PACKAGE CONTENTS")
     assert len((before + rest.partition("FUNCTIONS")[2]).splitlines()) < 35
-    for words in ("ls.audit(model=net, data=(x, y)", "``value_range`` is the box of valid inputs", "print(result)"):
+    for words in ("ls.audit(model=net, data=(x, y)", "value_range", "print(result)"):
         assert words in told
     assert list(inspect.signature(ls.audit).parameters)[:2] == ["model", "data"]
     assert ls.audit.__call__.__doc__

@@ -95,7 +95,7 @@ def test_weights_are_glorots_and_batchnorm_is_left_alone() -> None:
 def test_the_control_is_the_mean_of_the_others() -> None:
     x = torch.tensor([0.0, 0.5, 1.0]).reshape(3, 1, 1, 1).expand(3, 1, 2, 2)
     errors = [0.75, 0.0, 0.75]
-    assert cafe._without(x) == [pytest.approx(-20 * math.log10(e)) if e else math.inf for e in errors]
+    assert cafe.without_information(x) == [pytest.approx(-20 * math.log10(e)) if e else math.inf for e in errors]
 
 
 def test_dp_promises_hold_for_all_rounds() -> None:

@@ -253,10 +253,14 @@ def _attacked(
         if progress is not None:
             progress(number, len(trials), sum(values) / len(values))
     some = examples.subset(order[: trials[0].scene.samples])
-    x = some.value_range.to_unit(some.x)
-    values = psnr(x, (x.sum(0, keepdim=True) - x) / (len(x) - 1)).tolist()
+    values = without_information(some.value_range.to_unit(some.x))
     rows.append(measured_row(control, PSNR, None, values, "what any attack must beat"))
     return Findings(rows, pictures=tuple(grids))
+
+
+def without_information(x: torch.Tensor) -> list[float]:
+    """PSNR of each picture if the mean of all others is the guess."""
+    return psnr(x, (x.sum(0, keepdim=True) - x) / (len(x) - 1)).tolist()
 
 
 def draws(seed: int, what: str) -> torch.Generator:
