@@ -26,7 +26,7 @@ import torch
 
 from leakscope.attacks import CAFE
 from leakscope.audit.attempts import Bench
-from leakscope.audit.estimate import trial_jobs, try_out
+from leakscope.audit.estimate import try_out
 from leakscope.audit.plan import make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
@@ -82,7 +82,7 @@ def photo(steps: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
     }
     setup = build_setup(AuditSpec.parse(asked, "scaling"))
-    job = trial_jobs(make_plan(setup))[0]
+    job = next(job for job in make_plan(setup) if job.attack is not None and job.control is None)
     trial = try_out(setup, job)
     estimate = None if trial is None else round(trial.seconds, 1)
     least = " at least" if trial is not None and trial.at_least else ""
