@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,12 @@ def test_a_cycle_would_be_noticed(rooms: ModuleType, monkeypatch: pytest.MonkeyP
 def test_hooks_are_set_in_one_place(rooms: ModuleType) -> None:
     users = [p for p in rooms.SOURCE.rglob("*.py") if "register_forward" in p.read_text(encoding="utf-8")]
     assert [str(path.relative_to(rooms.SOURCE)) for path in users] == ["network/recorder.py"]
+
+
+def test_what_is_raised_on_purpose_is_an_error_of_our_own(rooms: ModuleType) -> None:
+    """The command line takes any other for a defect."""
+    plain = re.compile(r"\b(?:raise|return) (?:Value|Type)Error\(")
+    assert not [p for p in rooms.SOURCE.rglob("*.py") if plain.search(p.read_text(encoding="utf-8"))]
 
 
 def test_nobody_asks_whether_learning_is_vertical_but_its_own_files(rooms: ModuleType) -> None:

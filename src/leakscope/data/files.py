@@ -106,4 +106,4 @@ def check_labels(file: Path, labels: np.ndarray[Any, Any], classes: int) -> None
     smallest, largest = int(labels.min()), int(labels.max())
     if smallest < 0 or largest >= classes:
         wrong = f"expected labels from 0 to {classes - 1}, got {smallest} to {largest}"
-        raise ValueError(f"{file}: {wrong}. The file is damaged or of another data set.")
+        raise UserError(f"{file}: {wrong}. The file is damaged or of another data set.")

@@ -102,9 +102,9 @@ def sides_after(sides: Iterable[int], *, kernel: int, strides: Iterable[int], pa
     return sides
 
 
-def too_small(model: str, input_shape: Shape, why: str) -> ValueError:
+def too_small(model: str, input_shape: Shape, why: str) -> UserError:
     """Make the error for inputs of which ``model`` would leave nothing."""
-    return ValueError(f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs.")
+    return UserError(f"{model}: inputs of shape {tuple(input_shape)} are too small: {why}. Use larger inputs.")
 
 
 def average_pool_to(height: int, width: int, target: int) -> nn.Module:
