@@ -1,6 +1,7 @@
 """An assessed update in words: one line, how sure the result is, and a page (one self-contained HTML file).
 
-Audits may not be imported here, so an assessment is read by its fields alone.
+Audits may not be imported here, so an assessment is read by its fields alone. Without the truth no measure is claimed;
+originals are drawn only where somebody asked for them.
 """
 
 from __future__ import annotations
