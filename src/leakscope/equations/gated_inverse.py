@@ -88,6 +88,7 @@ class GatedProblem:
     """What is known: the network below the cut, features and adjoints there (examples, n), and the weights' gradients.
 
     ``project`` moves an input to the nearest valid one. Features below ``silence``, a share of the largest, may be 0.
+    ``work``: multiplications that all products may take.
     """
 
     network: GatedNetwork
@@ -96,6 +97,7 @@ class GatedProblem:
     gradients: Mapping[str, Tensor]
     project: Callable[[Tensor], Tensor] = lambda x: x
     silence: float = SILENT
+    work: float = WORK
 
     @property
     def quiet(self) -> float:
@@ -103,7 +105,7 @@ class GatedProblem:
 
     def affordable_products(self) -> int:
         """Return how many products take some ten seconds in all; by counts, so that a run repeats."""
-        return int(WORK / (self.network.work * len(self.features)))
+        return int(self.work / (self.network.work * len(self.features)))
 
     def solve(self, start: Tensor, settings: SolverSettings | None = None) -> GatedSolution:
         """Decode and solve in turn from ``start``; return the input with the smallest certificate."""

@@ -89,6 +89,14 @@ class Pass:
 
 
 @dataclass(frozen=True, eq=False)
+class Ahead:
+    """What one step's value gives further on: values and states of the gates, by step."""
+
+    values: dict[int, Tensor]
+    gates: Gates
+
+
+@dataclass(frozen=True, eq=False)
 class GatedNetwork:
     """The steps from the input (number 0) to the cut (the last one), and the weighted layers among them."""
 
@@ -110,14 +118,24 @@ class GatedNetwork:
         values = [x]
         for number, step in enumerate(self.steps[1:], start=1):
             source = values[step.sources[0]]
-            if step.kind == "relu":
-                gates[number] = torch.where(source > 0, source.new_ones(()), step.slope)
-            elif step.kind == "max":
-                assert step.function is not None
-                gates[number] = step.function(source)
-            values.append(_apply(step, [values[n] for n in step.sources], gates.get(number), bias=True))
+            gate = _gate(step, source)
+            if gate is not None:
+                gates[number] = gate
+            values.append(apply_step(step, [values[n] for n in step.sources], gates.get(number), bias=True))
         received = {number: values[self.steps[number].sources[0]] for number in gates}
         return Pass(received, self._inputs(values), gates, values[-1])
+
+    def onwards(self, number: int, value: Tensor) -> Ahead:
+        """Run all steps that depend on nothing but the value of one step."""
+        values, gates = {number: value}, Gates()
+        for later, step in enumerate(self.steps[number + 1 :], start=number + 1):
+            if not step.sources or any(source not in values for source in step.sources):
+                continue
+            gate = _gate(step, values[step.sources[0]])
+            if gate is not None:
+                gates[later] = gate
+            values[later] = apply_step(step, [values[n] for n in step.sources], gate, bias=True)
+        return Ahead(values, gates)
 
     def held(
         self, x: Tensor, gates: Gates, *, bias: bool, slack: Mapping[int, Tensor] | None = None
@@ -164,14 +182,14 @@ class GatedNetwork:
         with torch.enable_grad():
             value = start
             for step in spread:
-                value = step.average(value) if step.average is not None else _apply(step, [value], None, bias=False)
+                value = step.average(value) if step.average is not None else apply_step(step, [value], None, bias=False)
             (touched,) = torch.autograd.grad((value.flatten(1) * silent.double()).sum(), start)
         return {number: (touched > 0, single)}
 
     def _values(self, x: Tensor, gates: Gates, bias: bool, slack: Mapping[int, Tensor]) -> list[Tensor]:
         values = [x]
         for number, step in enumerate(self.steps[1:], start=1):
-            value = _apply(step, [values[n] for n in step.sources], gates.get(number), bias=bias)
+            value = apply_step(step, [values[n] for n in step.sources], gates.get(number), bias=bias)
             values.append(value + slack[number] if number in slack else value)
         return values
 
@@ -179,7 +197,13 @@ class GatedNetwork:
         return {layer.step: values[self.steps[layer.step].sources[0]] for layer in self.layers}
 
 
-def _apply(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool) -> Tensor:
+def _gate(step: Step, source: Tensor) -> Tensor | None:
+    if step.kind == "relu":
+        return torch.where(source > 0, source.new_ones(()), step.slope)
+    return step.function(source) if step.kind == "max" and step.function is not None else None
+
+
+def apply_step(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: bool) -> Tensor:
     x = values[0]
     if step.kind in ("relu", "max"):
         assert gate is not None

@@ -5,11 +5,13 @@ candidate is the result. docs/strength.md explains and measures them.
 
 1. *Solve the head*: each example's features and output gradients (:mod:`leakscope.equations.embedding`).
 2. *Peel dense layers* below it, one by one. An MLP ends here.
-3. *Search below the cut* with features and adjoints held (:mod:`leakscope.matching.held`).
-4. *Decode masks* of ReLU networks, and solve what is then linear; or *Gauss-Newton* steps on networks without kinks. A
-   residual of rounding and no free direction are a certificate. Steps 3 and 4 repeat until one explains the update.
-5. *Match the whole update* where the head cannot be solved (a note says why) or nothing else was.
-6. *The most probable image* under noise of a known level (:mod:`leakscope.attacks.head_first.noise`).
+3. *Peel convolutions*: factor one of them, and solve the layers below it by least squares. ResNets with BatchNorm in
+   eval mode are cut in their lower half (:mod:`leakscope.equations.peeling`).
+4. *Search below the cut* with features and adjoints held (:mod:`leakscope.matching.held`).
+5. *Decode masks* of ReLU networks, and solve what is then linear; or *Gauss-Newton* steps on networks without kinks. A
+   residual of rounding and no free direction are a certificate. Steps 4 and 5 repeat until one explains the update.
+6. *Match the whole update* where the head cannot be solved (a note says why) or nothing else was.
+7. *The most probable image* under noise of a known level (:mod:`leakscope.attacks.head_first.noise`).
 
 MixUp is a wrapper around all of this (:mod:`leakscope.attacks.mixtures`).
 """
@@ -25,6 +27,7 @@ import torch
 
 from leakscope.attacks.candidates import Stage
 from leakscope.attacks.head_first.case import Case
+from leakscope.attacks.head_first.convolutions import PeelConvolutions
 from leakscope.attacks.head_first.noise import MostProbable
 from leakscope.attacks.head_first.stages import (
     DecodeMasks,
@@ -43,6 +46,7 @@ from leakscope.contracts.settings import setting
 STAGES: tuple[Stage[Case], ...] = (
     SolveHead(),
     PeelDense(),
+    PeelConvolutions(),
     SearchBelow(),
     DecodeMasks(),
     GaussNewtonSteps(),

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.attacks.candidates import Candidate, Stage
 from leakscope.attacks.gradient_matching import several_steps
@@ -18,7 +18,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.equations.embedding import Embedding
-from leakscope.equations.gated_inverse import GatedProblem
+from leakscope.equations.gated_inverse import WORK, GatedProblem
 from leakscope.equations.noise_test import NoiseTest
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import DroppedMatching, HeldMatching, searched_layers
@@ -37,6 +37,8 @@ SETTLED = 3 * EXPLAINED
 NOISY_TRIES = 2
 #: Evaluations times multiplications of a forward pass up to which searches go on without a certificate.
 MOST_WORK = 1e11
+#: So many times as much where a convolution's input is held: tens of thousands of features say what an image is.
+PATIENCE_BELOW_CONVOLUTIONS = 4.0
 #: Fewer products with the equations than this lead nowhere.
 LEAST_PRODUCTS = 200
 
@@ -84,6 +86,13 @@ class Case:
     def smooth(self) -> bool:
         return not kinks(self.observation.model, self.observation.input_shape)
 
+    @property
+    def patience(self) -> float:
+        """Return how many times as long as elsewhere a search may go on: below a convolution the end is exact."""
+        held = self.held
+        dense = held is None or isinstance(self.observation.model.get_submodule(held.layer), nn.Linear)
+        return 1.0 if dense else PATIENCE_BELOW_CONVOLUTIONS
+
     @cached_property
     def work(self) -> float:
         # Two, for BatchNorm in train mode cannot normalise a single number.
@@ -119,6 +128,7 @@ class Case:
             return None
         gradients = {name: value.cpu() for name, value in self.update.items()}
         options: dict[str, Any] = {"project": observation.inputs.project, "silence": held.silence}
+        options["work"] = WORK * self.patience
         problem = GatedProblem(network, held.features, held.adjoints, gradients, **options)
         if problem.affordable_products() < LEAST_PRODUCTS:
             self.notes.append(f"masks are not decoded: the network is too large ({network.work:.0e} multiplications)")
@@ -176,7 +186,7 @@ class Case:
             return True
         if not self.solvable:
             return not self.pruned  # few entries, no noise: to search on from the best pays
-        return self.best.residual < SETTLED or self.smooth or self.steps * self.work > MOST_WORK
+        return self.best.residual < SETTLED or self.smooth or self.steps * self.work > MOST_WORK * self.patience
 
     @property
     def targets(self) -> Tensor:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from leakscope.attacks.candidates import Candidate, Stage, certify, fair_ratio
 from leakscope.attacks.gradient_matching import GradientMatching, several_steps
@@ -148,11 +148,11 @@ class DecodeMasks(Stage[Case]):
             case.candidate(solution.inputs, method, residual=solution.certificate),
             curve=near.curve,
             flags=near.flags,
-            # Decoded masks were checked in every layer of the update.
+            # Decoded masks were checked in every layer below the cut, and above it where only dense layers are.
             certificates=certify(
                 *(case.observation, solution.inputs, held.labels, solution.certificate),
                 *(lambda: problem.free_directions(solution.inputs), method),
-                replay=False,
+                replay=not isinstance(case.observation.model.get_submodule(held.layer), nn.Linear),
             ),
         )
 

@@ -1,0 +1,141 @@
+"""The stage of ``head-first`` that peels convolutions, down to the lowest layer whose input is determined.
+
+One convolution is factored, and least squares go down from it (:mod:`leakscope.equations.peeling`). The forward pass
+from there to the head gives each example's features and logits; of its possible labels the one whose derivative at the
+cut is the observed one is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leakscope.attacks.candidates import Candidate, Stage
+from leakscope.attacks.gradient_matching import several_steps
+from leakscope.attacks.head_first.case import Case
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.task import Classification
+from leakscope.equations.embedding import Embedding
+from leakscope.equations.peeling import Cut, Peel, peel
+from leakscope.network.gates import GatedNetwork, read_gated
+from leakscope.network.layers import Head, find_head
+
+#: How far the derivative at the cut may be from that of the best label (sine of the angle).
+RIGHT_LABEL = 1e-2
+
+
+class PeelConvolutions(Stage[Case]):
+    """Factor a convolution and solve the layers below it, whatever the head tells."""
+
+    def applies(self, case: Case) -> bool:
+        seen, channel = case.observation, case.observation.channel or Channel()
+        untouched = not (
+            channel.mixed > 1 or channel.unreliable or channel.rounding != "none" or channel.dropped_layers
+        )
+        return (
+            untouched
+            and not several_steps(seen)
+            and (case.held is None or case.below is not None)
+            and not seen.has_rounds
+            and not channel.survivors(seen.message.update)
+            and not (seen.batchnorm == "train" and case.victim.batchnorm_targets)
+            and isinstance(seen.task, Classification)
+            and len(seen.input_shape) == 3
+            and seen.num_examples is not None
+        )
+
+    def propose(self, case: Case) -> Iterator[Candidate]:
+        try:
+            case.hold(recover_at_convolution(case.observation))
+        except NotApplicable as error:
+            case.notes.append(f"convolutions were not peeled: {error}")
+        return iter(())
+
+
+def recover_at_convolution(observation: Observation) -> Embedding:
+    """Recover what the lowest convolution that the peel reaches received; NotApplicable says why there is none."""
+    try:
+        head = find_head(observation.model, observation.input_shape, observation.num_classes)
+    except ValueError as error:
+        raise NotApplicable(str(error)) from error
+    if not head.last:
+        raise NotApplicable(f"something follows the last linear layer {head.module_name!r}: its outputs are no logits")
+    network = read_gated(observation.model, observation.input_shape, head.module_name)
+    gradients = {name: value.detach().cpu() for name, value in observation.message.update.items()}
+    found = peel(network, gradients, observation.num_examples or 1)
+    return _embedding(observation, head, network, found)
+
+
+def _embedding(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> Embedding:
+    cut = found.cuts[-1]
+    reader = next(layer for layer in network.layers if network.steps[layer.step].sources[0] == cut.step)
+    module = observation.model.get_submodule(head.module_name)
+    assert isinstance(module, nn.Linear)
+    features = network.onwards(cut.step, cut.values).values[len(network.steps) - 1].flatten(1)
+    bias = 0.0 if module.bias is None else module.bias.detach().double().cpu()
+    logits = features @ module.weight.detach().double().cpu().T + bias
+    labels, output_gradients, apart = _labels(network, cut, logits, module)
+    if apart > RIGHT_LABEL:
+        raise NotApplicable(f"no label explains the derivative at {network.steps[reader.step].name!r}")
+    order = _order(observation, labels)
+    return Embedding(
+        output_gradients=output_gradients[order],
+        features=cut.values.flatten(1)[order],
+        adjoints=cut.signals.flatten(1)[order],
+        signals=found.signals[reader.step].flatten(1)[order],
+        labels=labels[order],
+        losses=F.cross_entropy(logits, labels, reduction="none")[order],
+        residual=cut.residual,
+        error=cut.residual,
+        exact=True,
+        layer=network.steps[reader.step].name,
+        peeled=(),
+        notes=(
+            f"factored {found.started!r} and peeled down to the input of {network.steps[reader.step].name!r}, where "
+            f"the peel ended: {found.ended}",
+        ),
+    )
+
+
+def _order(observation: Observation, labels: Tensor) -> Tensor:
+    """Return the order of the examples in which their labels are the known ones, if any are."""
+    known, counts = observation.labels, observation.label_counts
+    if known is None:
+        order = labels.argsort(stable=True)
+        agrees = counts is None or torch.equal(labels.bincount(minlength=len(counts)), counts.cpu().long())
+    else:
+        order = labels.argsort(stable=True)[known.cpu().argsort(stable=True).argsort()]
+        agrees = torch.equal(labels[order], known.cpu())
+    if not agrees:
+        raise NotApplicable(f"the labels that were found, {labels.tolist()}, are not the known ones")
+    return order
+
+
+def _labels(network: GatedNetwork, cut: Cut, logits: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, float]:
+    """Return each example's label, its output gradient, and how far the derivative at the cut is from theirs."""
+    chance = torch.softmax(logits, 1)
+    weight = head.weight.detach().double().cpu()
+    start = cut.values.clone().requires_grad_()
+    with torch.enable_grad():
+        last = network.onwards(cut.step, start).values[len(network.steps) - 1].flatten(1)
+    best = torch.full((len(logits),), torch.inf, dtype=torch.float64)
+    labels = torch.zeros(len(logits), dtype=torch.int64)
+    output_gradients = torch.zeros_like(logits)
+    own = cut.signals.flatten(1)
+    for label in range(logits.shape[1]):
+        delta = chance - F.one_hot(torch.full((len(logits),), label), logits.shape[1])
+        (adjoint,) = torch.autograd.grad(last, start, delta @ weight, retain_graph=True)
+        adjoint = adjoint.flatten(1)
+        # Clipping scales all of an update, and a mean divides by the number of examples.
+        factor = (adjoint * own).sum(1) / adjoint.square().sum(1).clamp_min(1e-300)
+        apart = (own - factor[:, None] * adjoint).norm(dim=1) / own.norm(dim=1).clamp_min(1e-300)
+        better = (apart < best) & (factor > 0)
+        best = torch.where(better, apart, best)
+        labels[better] = label
+        output_gradients[better] = (factor[:, None] * delta)[better]
+    return labels, output_gradients, float(best.max())

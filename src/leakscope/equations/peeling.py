@@ -1,0 +1,389 @@
+"""Peel a convolutional network: from one layer that is factored downwards, each input follows by least squares.
+
+Where the derivative D at a convolution's output is known, its weight gradient is linear in its input x: for each input
+channel the same matrix, with a row for each output channel and offset of the kernel. Behind a ReLU x says which units
+were active, which takes D through the activation and the layer below, and so on (R-GAP's recursion; here for a whole
+batch, without a head that must be solved first, and in networks with shortcuts and pooling). Units so near to zero that
+rounding hides their sign spoil the equations of their own channel only: such channels are weighted down, and the
+forward pass of what was solved then tells the right sign. The peel ends where equations run out. BatchNorm is that of
+eval mode: it multiplies each channel by a known number.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
+from leakscope.network.gates import GatedNetwork, Step, WeightedLayer, apply_step
+
+#: Equations for each unknown below which least squares are not tried: errors of rounding grow without bound at one.
+LEAST_EQUATIONS = 1.02
+#: What the equations of a layer may leave (channels set aside not counted), and the forward pass of what was solved.
+SOLVED, AGREES = 1e-4, 1e-3
+#: Weight below which an output channel counts as set aside, and the residual, in medians, at which it is one half.
+SET_ASIDE, DOUBTFUL = 0.3, 4.0
+#: Share of a convolution's channels up to which its factors are well conditioned.
+ROOMY = 0.6
+#: Values behind a ReLU within this factor of the line between rounding and not may be on its other side.
+DOUBTED = 100.0
+#: Rounds of weighted least squares, and of correcting masks by the forward pass, for each input.
+ROUNDS, CORRECTIONS = 8, 4
+#: What the factor of each image may leave of the bias gradient that tells it.
+SCALED = 1e-3
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Cut:
+    """What one ``step`` of the network gives (images, ...), the derivative there, and what the equations left of it."""
+
+    step: int
+    values: Tensor
+    signals: Tensor
+    residual: float
+
+
+class Peel:
+    """A peel at work: derivatives and values by step, masks by the step of their ReLU, the cuts that were reached.
+
+    ``started`` and ``ended`` say where and why. A cut is a step through which all of the network goes.
+    """
+
+    def __init__(self, network: GatedNetwork, gradients: Mapping[str, Tensor]) -> None:
+        self.network, self.gradients = network, gradients
+        self.signals: dict[int, Tensor] = {}
+        self.values: dict[int, Tensor] = {}
+        self.gates: dict[int, Tensor] = {}
+        self.cuts: list[Cut] = []
+        self.started = self.ended = ""
+        self._layers = {layer.step: layer for layer in network.layers}
+        self._readers: list[list[int]] = [[] for _ in network.steps]
+        for number, step in enumerate(network.steps):
+            for source in step.sources:
+                self._readers[source].append(number)
+        self._pinned: set[int] = set()
+        self._corrected: set[int] = set()
+
+    def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
+        """Begin at a layer that was factored; NotApplicable where this does not say enough of what is around it."""
+        steps, number = self.network.steps, layer.step
+        source = steps[number].sources[0]
+        self.signals[number], self.values[source] = found.signals, found.inputs
+        while len(self._readers[number]) == 1:
+            reader = self._readers[number][0]
+            scale = _channel_scale(steps[reader])
+            if steps[reader].kind != "add" and (scale is None or not bool((scale != 0).all())):
+                break
+            self.signals[reader] = self.signals[number] if scale is None else self.signals[number] / scale
+            number = reader
+        if any(reader not in self.signals for reader in self._readers[source]):
+            raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
+        self._pinned = set(self.signals)
+        self.gates[source] = active(found.inputs)
+        self._rescale(source)
+        self.started = steps[layer.step].name
+
+    def _rescale(self, source: int) -> None:
+        """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
+        sums = (self._backward(source) * self.gates[source]).flatten(2).sum(2).T
+        told = self._bias_gradients(self.network.steps[source].sources)
+        if not told:
+            raise NotApplicable("no bias in front tells the scale of each image")
+        wanted = told[0].double()
+        factor = torch.linalg.lstsq(sums, wanted[:, None]).solution[:, 0]
+        left = float((sums @ factor - wanted).norm() / wanted.norm().clamp_min(1e-300))
+        if not left < SCALED or not bool((factor > 0).all()):
+            raise NotApplicable(f"the scale of each image leaves {left:.1e} of the bias gradient in front")
+        factor = factor.reshape(-1, 1, 1, 1)
+        self.signals = {number: value * factor for number, value in self.signals.items()}
+        self.values[source] = self.values[source] / factor
+
+    def _bias_gradients(self, sources: tuple[int, ...]) -> list[Tensor]:
+        found = []
+        for number in sources:
+            step = self.network.steps[number]
+            if step.kind == "add":
+                found += self._bias_gradients(step.sources)
+            elif f"{step.name}.bias" in self.gradients:
+                found.append(self.gradients[f"{step.name}.bias"])
+        return found
+
+    def run(self) -> None:
+        """Go down step by step; where the forward pass corrects masks, go on from the highest of them."""
+        number, corrections = max(self._pinned) - 1, 0
+        while number >= 0:
+            changed: int | None = None
+            if number not in self._pinned:
+                self.signals.pop(number, None)
+                if self._readers[number] and all(self._passes(reader) for reader in self._readers[number]):
+                    try:
+                        changed = self._visit(number)
+                    except NotApplicable as error:
+                        self.ended = str(error)
+                        return
+            if changed is not None and corrections < CORRECTIONS:
+                corrections += 1
+                number = changed
+            elif changed is None and number in self.values:
+                corrections = 0
+            number -= 1
+        self.ended = "every layer was solved"
+
+    def _passes(self, number: int) -> bool:
+        gated = self.network.steps[number].kind in ("relu", "max")
+        return number in self.signals and (number in self.gates or not gated)
+
+    def _visit(self, number: int) -> int | None:
+        """Find a step's value and derivative; return the highest ReLU whose mask the value shows to be wrong."""
+        steps = self.network.steps
+        readers = [self._layers[reader] for reader in self._readers[number] if reader in self._layers]
+        residual = 0.0
+        # What was factored is known.
+        if readers and not any(layer.step in self._pinned for layer in readers if len(readers) == 1):
+            self.values[number], residual = self._solve(number, readers)
+        self.signals[number] = self._backward(number)
+        if number not in self.values:
+            return None
+        relu = steps[number].kind == "relu" and not steps[number].slope
+        if relu and number not in self._corrected:
+            self.gates[number] = active(self.values[number])
+        return self._check(number, self.values[number] * self.gates[number] if relu else self.values[number], residual)
+
+    def _check(self, number: int, value: Tensor, residual: float) -> int | None:
+        """Run the network on from a value; NotApplicable where it does not give what was solved above."""
+        ahead = self.network.onwards(number, value)
+        changed = []
+        for relu, gate in ahead.gates.items():
+            if relu in self.gates and not torch.equal(gate, self.gates[relu]):
+                changed.append(relu)
+            self.gates[relu] = gate
+            self._corrected.add(relu)
+        for step, other in self.values.items():
+            if step in ahead.values and step != number and not changed:
+                apart = float((ahead.values[step] - other).norm() / other.norm().clamp_min(1e-300))
+                if apart > AGREES:
+                    name = self.network.steps[number].name
+                    raise NotApplicable(f"{name!r} was solved, but the forward pass is off by {apart:.1e}")
+        if changed:
+            return max(changed)
+        if len(self.network.steps) - 1 in ahead.values:
+            self.cuts.append(Cut(step=number, values=value, signals=self.signals[number], residual=residual))
+        return None
+
+    def _backward(self, number: int) -> Tensor:
+        total: Tensor | None = None
+        for reader in self._readers[number]:
+            step = self.network.steps[reader]
+            signal = self.signals[reader]
+            if step.kind == "relu":
+                signal = signal * self.gates[reader]
+            elif step.kind != "add":
+                start = signal.new_zeros((len(signal), *self.network.steps[number].shape), requires_grad=True)
+                with torch.enable_grad():
+                    out = apply_step(step, [start], self.gates.get(reader), bias=False)
+                    (signal,) = torch.autograd.grad(out, start, signal.reshape(out.shape))
+            total = signal if total is None else total + signal
+        assert total is not None
+        return total
+
+    def _solve(self, number: int, readers: list[WeightedLayer]) -> tuple[Tensor, float]:
+        """Solve for what convolutions read, and for the derivatives of channels that do not fit it."""
+        steps, name = self.network.steps, self.network.steps[number].name
+        shape = steps[number].shape
+        readers = [one for one in readers if one.weight_name in self.gradients]
+        if len(shape) != 3 or not readers or not all(isinstance(one.module, nn.Conv2d) for one in readers):
+            raise NotApplicable(f"no convolution of the update reads {name!r}")
+        images, channels = len(self.signals[readers[0].step]), shape[0]
+        unknowns = images * shape[1] * shape[2]
+        count = sum(one.module.weight[:, 0].numel() for one in readers)
+        if count < LEAST_EQUATIONS * unknowns:
+            raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
+        matrix = torch.cat([_rows(one, self.signals[one.step], shape) for one in readers])
+        kernels = [self.gradients[one.weight_name].double() for one in readers]
+        wanted = torch.cat([kernel.flatten(2).transpose(1, 2).flatten(0, 1) for kernel in kernels])
+        offsets = [sum(len(kernel) for kernel in kernels[:k]) for k in range(len(kernels))]
+        groups = torch.cat(
+            [
+                offset + torch.arange(len(kernel)).repeat_interleave(kernel[0, 0].numel())
+                for kernel, offset in zip(kernels, offsets, strict=True)
+            ]
+        )
+        doubts = torch.cat([self._doubts(one) for one in readers])
+        solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)
+        if not residual < SOLVED:
+            raise NotApplicable(f"the equations of {name!r} leave {residual:.1e}")
+        value = solution.reshape(images, *shape[1:], channels).permute(0, 3, 1, 2)
+        for one, offset in zip(readers, offsets, strict=True):
+            odd = (weights[offset : offset + len(one.module.weight)] < SET_ASIDE).nonzero()[:, 0]
+            self._repair(one, value, odd)
+        return value, residual
+
+    def _doubts(self, layer: WeightedLayer) -> Tensor:
+        """Return for each output channel how near its mask comes to the line between zero and not (one: on it)."""
+        count = len(layer.module.weight)
+        gate = layer.gate
+        if gate is None or gate not in self.values or gate in self._corrected:
+            return torch.zeros(count, dtype=torch.float64)
+        return doubt(self.values[gate], self.gates[gate]).flatten(2).amax((0, 2))
+
+    def _repair(self, layer: WeightedLayer, value: Tensor, odd: Tensor) -> None:
+        """Solve for the derivatives of odd channels (a wrong mask), now that what the layer reads is known."""
+        patches = layer.patches(value * active(value))
+        images, size, places = patches.shape
+        if layer.step in self._pinned or not len(odd) or images * places > size:
+            return
+        matrix = patches.transpose(0, 1).reshape(size, images * places)
+        wanted = self.gradients[layer.weight_name].double()[odd].flatten(1).T
+        found = torch.linalg.lstsq(matrix, wanted).solution.T
+        signal = self.signals[layer.step].clone()
+        signal[:, odd] = found.reshape(len(odd), images, *signal.shape[2:]).transpose(0, 1)
+        self.signals[layer.step] = signal
+
+
+def peel(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> Peel:
+    """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored."""
+    refusals = []
+    for layer in _startable(network, gradients, images):
+        step = network.steps[layer.step]
+        height, width = network.steps[step.sources[0]].shape[1:]
+        try:
+            found = factor_convolution(gradients[layer.weight_name], (height, width), images=images)
+            if not found.holds:
+                facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
+                raise NotApplicable(f"its factors do not hold ({facts})")
+            attempt = Peel(network, gradients)
+            attempt.start(layer, found)
+            attempt.run()
+            if attempt.cuts:
+                return attempt
+            raise NotApplicable(attempt.ended)
+        except NotApplicable as error:
+            refusals.append(f"{step.name!r}: {error}")
+    raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {images} images of its size")
+
+
+def _startable(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> list[WeightedLayer]:
+    """List convolutions that can be factored, the lowest first that has channels to spare: fewer layers lie below."""
+    found = []
+    for layer in network.layers:
+        module = layer.module
+        if layer.weight_name not in gradients or not isinstance(module, nn.Conv2d) or module.padding_mode != "zeros":
+            continue
+        reads = network.steps[network.steps[layer.step].sources[0]]
+        plain = {*module.stride, *module.dilation} == {1} and min(module.kernel_size) > 1
+        same = tuple(2 * p + 1 for p in module.padding if isinstance(p, int)) == module.kernel_size
+        fill = images * math.prod(reads.shape[1:]) / module.in_channels
+        if plain and same and fill <= 1 and reads.kind == "relu" and not reads.slope:
+            found.append((fill > ROOMY, layer.step if fill <= ROOMY else -layer.step, layer))
+    return [layer for *_, layer in sorted(found, key=lambda one: one[:2])]
+
+
+def robust_solve(
+    matrix: Tensor, wanted: Tensor, groups: Tensor, doubts: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """Solve by least squares with groups of rows that disagree weighted down; return also weights and residual.
+
+    Groups with the most ``doubts`` are left out of the first solve, as far as half of the equations to spare allow.
+
+    >>> rows = torch.eye(3, dtype=torch.float64).repeat(4, 1)
+    >>> wanted = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64).repeat(4, 1)
+    >>> wanted[:3] += 1
+    >>> solution, weights, _ = robust_solve(rows, wanted, torch.arange(4).repeat_interleave(3))
+    >>> [round(x, 6) for x in solution[:, 0].tolist()], (weights < SET_ASIDE).tolist()
+    ([1.0, 2.0, 3.0], [True, False, False, False])
+    """
+    count = int(groups.max()) + 1
+    weights = matrix.new_ones(count)
+    if doubts is not None:
+        order = doubts.argsort(descending=True)
+        lost = torch.bincount(groups, minlength=count)[order].cumsum(0)
+        weights[order[(lost <= (len(matrix) - matrix.shape[1]) / 2) & (doubts[order] > 0)]] = 0
+    for _ in range(ROUNDS):
+        solution = _weighted(matrix, wanted, weights[groups])
+        left = matrix.new_zeros(count).index_add(0, groups, (matrix @ solution - wanted).square().sum(1)).sqrt()
+        usual = left.median().clamp_min(1e-300)
+        new = 1 / (1 + (left / (DOUBTFUL * usual)) ** 2)
+        moved = float((new - weights).abs().max())
+        weights = new
+        if moved < 1e-3:
+            break
+    kept = (weights >= SET_ASIDE)[groups]
+    if int(kept.sum()) < LEAST_EQUATIONS * matrix.shape[1]:
+        kept = torch.ones_like(kept)
+    solution = _weighted(matrix, wanted, kept.to(matrix))
+    rest = (matrix @ solution - wanted)[kept]
+    return solution, weights, float(rest.norm() / wanted[kept].norm().clamp_min(1e-300))
+
+
+def _weighted(matrix: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+    # Conditions are below a thousand where the peel goes on at all, so that normal equations lose nothing that counts.
+    weighted = matrix * weights[:, None]
+    normal = weighted.T @ matrix
+    factor, failed = torch.linalg.cholesky_ex(normal)
+    if int(failed):
+        raise NotApplicable("the equations do not have full rank")
+    return torch.cholesky_solve(weighted.T @ wanted, factor)
+
+
+def _rows(layer: WeightedLayer, signals: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the matrix (outputs and offsets, places) from a channel of what is read to the weight gradient."""
+    module: Any = layer.module
+    images, outputs, height, width = signals.shape
+    rows, columns = module.kernel_size
+    matrix = signals.new_zeros(outputs, rows, columns, images, *shape[1:])
+    by_output = signals.transpose(0, 1)
+    for row in range(rows):
+        for column in range(columns):
+            y = torch.arange(height) * module.stride[0] + row * module.dilation[0] - module.padding[0]
+            x = torch.arange(width) * module.stride[1] + column * module.dilation[1] - module.padding[1]
+            down, across = (y >= 0) & (y < shape[1]), (x >= 0) & (x < shape[2])
+            inside = by_output[:, :, down][:, :, :, across]
+            matrix[:, row, column][:, :, y[down][:, None], x[across][None]] = inside
+    return matrix.reshape(outputs * rows * columns, -1)
+
+
+def active(values: Tensor) -> Tensor:
+    """Return ones where values behind a ReLU are not rounding around zero: the widest gap of small values decides.
+
+    >>> active(torch.tensor([0.9, 1e-9, -2e-9, 0.4, 0.01])).tolist()
+    [1.0, 0.0, 0.0, 1.0, 1.0]
+    """
+    positive = values[values > 0].sort().values
+    if not len(positive):
+        return torch.zeros_like(values)
+    largest = float(positive[-1])
+    noise = min(float((-values).max().clamp_min(0)), 1e-2 * largest)
+    small = positive[(positive >= 0.3 * noise) & (positive < 3e-2 * largest)]
+    if len(small) < 2:
+        return (values > noise).to(values)
+    widest = int((small[1:] / small[:-1]).argmax())
+    return (values > (small[widest] * small[widest + 1]).sqrt()).to(values)
+
+
+def doubt(values: Tensor, gates: Tensor) -> Tensor:
+    """Return how near values are to the line that ``active`` drew: one on it, zero beyond a factor of DOUBTED.
+
+    >>> doubt(torch.tensor([1.0, 1e-3, 1e-5]), torch.tensor([1.0, 1.0, 0.0]))[1:].round(decimals=1).tolist()
+    [0.5, 0.5]
+    """
+    least = values[gates > 0].min() if bool((gates > 0).any()) else values.new_ones(())
+    most = values[gates == 0].max().clamp_min(1e-300) if bool((gates == 0).any()) else values.new_tensor(1e-300)
+    line = (least * most).sqrt()
+    apart = (values.clamp_min(1e-300) / line).log().abs() / torch.tensor(DOUBTED).log()
+    return (1 - apart).clamp_min(0)
+
+
+def _channel_scale(step: Step) -> Tensor | None:
+    """Return what BatchNorm in eval mode multiplies each channel by; None for other steps."""
+    module = step.module
+    if not isinstance(module, nn.BatchNorm2d):
+        return None
+    assert module.running_var is not None  # read_gated refuses others
+    scale = torch.rsqrt(module.running_var + module.eps) * (1 if module.weight is None else module.weight)
+    return scale.detach().reshape(1, -1, 1, 1)
