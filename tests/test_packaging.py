@@ -58,6 +58,7 @@ def test_a_file_that_a_wheel_lacks_is_noticed(tool: ModuleType, tmp_path: Path, 
     assert tool.wheel_problems(thin) == ["lacks leakscope/py.typed", "holds tests/test_it.py"]
 
 
+@pytest.mark.slow
 def test_the_wheel_runs_an_audit_and_is_a_plug_in(tool: ModuleType, built: tuple[Path, Path], tmp_path: Path) -> None:
     python = tool.borrowed_environment(built[0], tmp_path / "environment")
     (tmp_path / "spec.yaml").write_text(tool.SPEC)

@@ -97,6 +97,7 @@ def test_closed_form_says_where_it_does_not_apply() -> None:
         LinearLayer()(FedSGD().observe(Squared(), x, y))
 
 
+@pytest.mark.slow
 def test_an_unrolled_update_needs_the_recipe_and_uses_it() -> None:
     net = build_model("dlg-lenet", input_shape=(1, 8, 8), num_classes=4)
     generator = torch.Generator().manual_seed(0)

@@ -105,6 +105,7 @@ def test_one_example_is_exact_in_double_precision(name: str, label: int) -> None
     assert all(row["rank"] == row["unknowns"] for row in result.info["layers"])
 
 
+@pytest.mark.slow
 def test_six_layers_are_exact_too() -> None:
     x = picture((3, 8, 8))
     result = RGAP()(seen(build_model("cnn6", input_shape=(3, 8, 8)), x, torch.tensor([7])))
@@ -192,6 +193,7 @@ def test_deficient_layers_are_said_and_satisfy_what_is_known() -> None:
     assert float(result.inputs.norm()) <= float(x.norm())
 
 
+@pytest.mark.slow
 def test_homogeneous_nets_have_two_answers_and_the_box_decides() -> None:
     """Without biases s x makes s mu of the margin, and mu l'(mu) takes most values twice."""
     net = build_model("cnn6", input_shape=(3, 8, 8), num_classes=1, head_bias=False).double()
@@ -209,6 +211,7 @@ def test_homogeneous_nets_have_two_answers_and_the_box_decides() -> None:
         assert torch.allclose(value, again.message.update[name], rtol=1e-9, atol=1e-15)
 
 
+@pytest.mark.slow
 def test_single_precision_stays_near() -> None:
     x = picture((3, 8, 8)).float()
     result = RGAP()(seen(build_model("cnn6", input_shape=(3, 8, 8)), x, torch.tensor([3]), dtype=torch.float32))

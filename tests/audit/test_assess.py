@@ -158,6 +158,7 @@ def test_a_file_flower_and_a_job_say_the_same(tmp_path: Path, monkeypatch: pytes
     assert [one.observation.made and one.observation.made.sign for one in found] == [None, "right", "right"]
 
 
+@pytest.mark.slow
 def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
     """With eight steps of a search nothing is recovered; the flag, the floor and the planted steps all say so."""
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))

@@ -133,6 +133,7 @@ def test_what_fails_is_no_part_of_it(tmp_path: Path) -> None:
     assert list(told["by_attack"]) == ["guess"]
 
 
+@pytest.mark.slow
 def test_in_workers_a_trial_that_ends_its_process_costs_nothing(tmp_path: Path) -> None:
     attacks = [doubles.Trouble(how="exit"), doubles.Guess(), doubles.Quotient()]
     settings = {"attacks": attacks, "controls": False, "examples": 1, "executor": "processes", "workers": 2}
@@ -169,6 +170,7 @@ def test_the_jobs_are_those_of_the_plan() -> None:
     assert all(cell.seconds is not None and cell.timed == "whole" for cell in attempts)
 
 
+@pytest.mark.slow
 def test_ten_thousand_clients_make_one_update(monkeypatch: pytest.MonkeyPatch) -> None:
     made = 0
     observe = AuditSpec.parse({"model": "logistic", "data": "tiles"}).protocols[0].instance.__class__.observe

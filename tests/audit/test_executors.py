@@ -41,6 +41,7 @@ def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     assert again.findings == spread.findings
 
 
+@pytest.mark.slow
 def test_a_death_costs_one_job(tmp_path: Path) -> None:
     attacks = [doubles.Guess(), doubles.Trouble(how="exit"), doubles.Trouble(how="kill"), doubles.Quotient()]
     done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1)
@@ -51,6 +52,7 @@ def test_a_death_costs_one_job(tmp_path: Path) -> None:
     assert done.verdict.settings[0].failed == 2
 
 
+@pytest.mark.slow
 def test_a_model_that_ends_its_process(tmp_path: Path) -> None:
     changes = {"attacks": [doubles.Guess()], "defenses": None, "controls": False, "examples": 2}
     done = processes(tmp_path, model="audit_doubles:fatal_net", **changes)
@@ -58,6 +60,7 @@ def test_a_model_that_ends_its_process(tmp_path: Path) -> None:
     assert done.verdict.outcome == "nothing audited"
 
 
+@pytest.mark.slow
 def test_timeout(tmp_path: Path) -> None:
     attacks = [doubles.Trouble(how="hang"), doubles.Guess()]
     done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1, timeout=1.5)
@@ -74,17 +77,20 @@ def test_a_model_that_cannot_travel(tmp_path: Path) -> None:
     assert run(model=doubles.unpicklable_net()).verdict.outcome == "leaks"
 
 
+@pytest.mark.slow
 def test_a_model_that_differs_from_process_to_process(tmp_path: Path) -> None:
     with pytest.raises(ExecutorError, match="come out the same each time"):
         processes(tmp_path, model="audit_doubles:random_net")
 
 
+@pytest.mark.slow
 def test_workers_that_cannot_start_are_not_hired_forever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STARTS_IN_A_ROW", 2)
     with pytest.raises(ExecutorError, match=r"^2 worker processes in a row died before they were ready"):
         processes(tmp_path, model="audit_doubles:dying_factory", workers=1)
 
 
+@pytest.mark.slow
 def test_workers_are_processors_by_threads_and_told_where_nobody_said_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +177,7 @@ def wait_for_rows(process: subprocess.Popen[bytes], out: Path, count: int) -> No
     raise AssertionError("no rows came")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "processes"])
 def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: str) -> None:
     out = tmp_path / "out"
@@ -205,6 +212,7 @@ def test_kill_and_resume_equals_an_uninterrupted_run(tmp_path: Path, executor: s
     assert not list((out / "artifacts").glob(".*"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("executor", ["serial", "processes"])
 def test_interrupt_ends_cleanly_and_keeps_rows(tmp_path: Path, executor: str) -> None:
     out = tmp_path / "out"

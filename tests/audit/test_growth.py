@@ -47,6 +47,7 @@ def finished(events: list[dict[str, Any]]) -> list[str]:
     return [event["key"] for event in events if event["event"] == "finished"]
 
 
+@pytest.mark.slow
 def test_a_folder_that_grew_is_that_of_one_run(tmp_path: Path) -> None:
     # Public data, for the keys of private data are salted in each folder.
     settings, ran = {**SMALL, "data": from_tensors(*doubles.examples(), private=False)}, []

@@ -52,6 +52,7 @@ def test_an_honest_server_is_refused_and_a_vertical_model_too(tmp_path: Path) ->
         assert "NotApplicable" in row.error
 
 
+@pytest.mark.slow
 def test_theory_is_told_of_the_model_as_it_is(tmp_path: Path) -> None:
     """Noise that hides the inputs of this model hides nothing of the one that the server sends."""
     done = run(

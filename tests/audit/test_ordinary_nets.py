@@ -43,6 +43,7 @@ def audited(folder: Path, model: Any, side: int, **settings: Any) -> tuple[list[
         return store.rows(), store.findings()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("side", SHAPES)
 @pytest.mark.parametrize("name", NETS)
 def test_an_ordinary_net_gets_a_verdict_and_no_job_fails(name: str, side: int, folder: Path) -> None:

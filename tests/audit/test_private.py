@@ -90,6 +90,7 @@ def test_fingerprints_of_public_data_are_the_same_anywhere(tmp_path: Path) -> No
     assert keys[0] == keys[1]
 
 
+@pytest.mark.slow
 def test_workers_get_the_salt(folder: Path, tmp_path: Path) -> None:
     finished = run_spec(settings(folder, executor="processes", workers=1), tmp_path / "out")
     assert {row.status for row in finished.rows} == {"done"}

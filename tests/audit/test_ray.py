@@ -232,6 +232,7 @@ def test_another_version_on_a_node_is_told() -> None:
     assert "EOFError" in why
 
 
+@pytest.mark.slow
 def test_a_board_is_read_once() -> None:
     board = Board()
     board.post("a", {"done": 1})

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SPEC = """
 model: MODEL
 data: {name: tiles, limit: 2}
@@ -41,6 +43,7 @@ def audit(folder: Path, *start: str, **environment: str) -> subprocess.Completed
     )
 
 
+@pytest.mark.slow
 def test_a_planted_module_runs_neither_here_nor_in_a_worker(tmp_path: Path) -> None:
     for name in PLANTED:
         (tmp_path / f"{name}.py").write_text(f"open('ran-{name}', 'w')\nraise SystemExit('planted')\n")
@@ -53,6 +56,7 @@ def test_a_planted_module_runs_neither_here_nor_in_a_worker(tmp_path: Path) -> N
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_nor_where_a_script_has_the_folder_on_its_path(tmp_path: Path) -> None:
     """The parent was started before the file was there, as a notebook is; its workers start afterwards."""
     script = """

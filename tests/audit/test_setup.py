@@ -137,6 +137,7 @@ def test_an_audit_of_a_trained_model(tmp_path: Path) -> None:
     assert (tmp_path / "cache").is_dir()
 
 
+@pytest.mark.slow
 def test_workers_audit_the_same_model(tmp_path: Path) -> None:
     settings = {"training": TRAINING, "attacks": [doubles.Quotient()], "data": data(), "examples": 2}
     serial = doubles.run(tmp_path / "serial", **settings)

@@ -184,6 +184,7 @@ def test_float_targets_from_an_npz_file(mine: Path) -> None:
     assert all(math.isfinite(row.examples[0].value("psnr")) for row in attempts(done, "linear-layer"))
 
 
+@pytest.mark.slow
 def test_an_own_loss_reaches_worker_processes(mine: Path) -> None:
     changes: dict[str, Any] = {"attacks": ["linear-layer"], "examples": 1, "findings": False, "controls": False}
     path = write(mine, spec("own loss", **changes, executor="processes", workers=1))

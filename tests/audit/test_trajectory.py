@@ -190,6 +190,7 @@ def trajectories(findings: list[FindingRow]) -> dict[tuple[str, int, int], Findi
     return {(row.defense, row.seed, row.batch): row for row in findings if row.kind == "trajectory"}
 
 
+@pytest.mark.slow
 def test_a_finding_tells_of_its_own_client_and_each_client_has_one(tmp_path: Path) -> None:
     done = run(tmp_path, **JOBS, seeds=[0, 1])
     rows = [row for row in done.findings if row.kind == "trajectory"]

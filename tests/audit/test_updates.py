@@ -100,6 +100,7 @@ def test_what_is_larger_than_all_room_is_kept_alone_and_gone_before_the_next_is_
     updates.get("two", make)
 
 
+@pytest.mark.slow
 def test_rows_are_the_same_with_and_without_shared_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     searches = []
     original = Matcher.run
@@ -119,6 +120,7 @@ def test_rows_are_the_same_with_and_without_shared_work(tmp_path: Path, monkeypa
     assert {row.job.attack_name for row in shared.rows} >= {"head-first", "inverting-gradients"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 2])
 def test_rows_are_the_same_for_any_number_of_workers(workers: int, tmp_path: Path) -> None:
     serial = run(tmp_path / "serial", **SEARCHES)

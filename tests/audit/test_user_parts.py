@@ -183,6 +183,7 @@ def test_a_defence_that_nobody_can_know_is_no_pass(mine: Path) -> None:
         assert told[defense][-1].remedy.kind == "know-defence"
 
 
+@pytest.mark.slow
 def test_worker_processes_find_the_file_too(mine: Path) -> None:
     changes: dict[str, Any] = {"protocols": ["mine:MyProtocol"], "defenses": ["mine:Known"], "examples": 1}
     spread = audited(mine, "spread", **changes, executor="processes", workers=1)
@@ -190,6 +191,7 @@ def test_worker_processes_find_the_file_too(mine: Path) -> None:
     assert {row.status for row in spread.rows} == {"done"}
 
 
+@pytest.mark.slow
 def test_a_third_executor_is_one_file(mine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     serial = audited(mine, "serial", findings=True)
     named = audited(mine, "named", findings=True, executor="mine:Backwards")

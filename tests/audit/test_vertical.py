@@ -78,6 +78,7 @@ def test_every_sample_is_found_without_a_defence_and_noise_is_no_pass() -> None:
     assert noisy.mean_psnr < 20
 
 
+@pytest.mark.slow
 def test_a_spec_in_yaml_with_pictures(tmp_path: Path) -> None:
     path = tmp_path / "spec.yaml"
     path.write_text(
@@ -131,6 +132,7 @@ def test_resume_runs_nothing_again(tmp_path: Path) -> None:
         run(tmp_path, knowledge="honest_server")
 
 
+@pytest.mark.slow
 def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"protocol": LEARNING, "defenses": ["none", NOISE]}
     spread = run(tmp_path / "a", executor="processes", workers=1, **changes)

@@ -60,6 +60,7 @@ def test_batches_have_the_labels_they_are_named_for(strength: ModuleType, data: 
         strength.draw([0, 1, 2, 3], "equal", 2, 1)
 
 
+@pytest.mark.slow
 def test_rows_are_kept_and_another_run_adds_what_is_missing(strength: ModuleType, tmp_path: Path) -> None:
     some = ["--states", "untrained,1", "--batches", "1", "--attacks", "linear-layer"]
     first = _run(strength, tmp_path, *some)
@@ -231,6 +232,7 @@ def test_the_committed_rows_are_of_the_matrix(strength: ModuleType) -> None:
         assert min(row["images"]) >= strength.FIRST
 
 
+@pytest.mark.slow
 def test_the_floor_stands_beside_attacks_and_falls_with_noise(strength: ModuleType, tmp_path: Path) -> None:
     some = ["--states", "untrained", "--batches", "1", "--images", "1", "--attacks", "floor"]
     rows = _run(

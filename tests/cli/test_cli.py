@@ -74,6 +74,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
+@pytest.mark.slow
 def test_running_again_resumes_and_says_so(finished) -> None:
     again = leakscope("audit", "spec.yaml", "--out", "run", cwd=finished)
     assert again.returncode == 1

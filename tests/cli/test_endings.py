@@ -69,6 +69,7 @@ def ended(run: subprocess.Popen[str], folder: Path) -> str:
     return rest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "executor, name, words",
     [
@@ -88,6 +89,7 @@ def test_a_signal_keeps_what_is_done_and_ends_with_code_2(executor: str, name: s
     assert rest.count(words) == 1
 
 
+@pytest.mark.slow
 def test_what_the_caller_ignores_stays_ignored_and_a_closed_terminal_reaches_all(tmp_path: Path) -> None:
     run = start(tmp_path, "processes", ignored=(signal.SIGHUP, signal.SIGINT))
     wait_for_first_row(run)
@@ -99,6 +101,7 @@ def test_what_the_caller_ignores_stays_ignored_and_a_closed_terminal_reaches_all
     assert "Ended by SIGTERM." in ended(run, tmp_path)
 
 
+@pytest.mark.slow
 def test_closed_pipes_neither_end_the_audit_nor_tell_its_verdict(tmp_path: Path) -> None:
     (tmp_path / "spec.yaml").write_text(SPEC.replace("ATTACKS", "").replace("STEPS", "2"))
     reader, writer = os.pipe()

@@ -52,6 +52,7 @@ def test_the_watch_sees_code_that_is_run(monkeypatch: pytest.MonkeyPatch) -> Non
     assert "IndexError" in hostile_cases.run_case("demo", 0).problem
 
 
+@pytest.mark.slow
 @QUICK
 @given(st.dictionaries(st.sampled_from(KEYS), JSON, min_size=1, max_size=4))
 def test_any_value_in_a_spec(changes: dict[str, Any]) -> None:

@@ -56,6 +56,7 @@ def test_a_setting_that_was_typed_is_not_sought_in_the_file(folder: Path) -> Non
     assert set(places(folder / "s")) == {("leakscope.yaml", 7)}  # the protocol's line
 
 
+@pytest.mark.slow
 def test_the_file_of_a_repository_is_not_run_unasked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("leakscope.audit.spec.DEFAULT_SPEC", {**_small(), "model": "logistic"})
     told = CliRunner().invoke(app, ["audit", "--out", "run"])

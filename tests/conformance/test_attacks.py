@@ -217,7 +217,10 @@ def other_batch(seen: Observation, case: Case) -> Observation:
     return dataclasses.replace(seen, messages=look(case, seed=99)[0].messages)
 
 
-@pytest.mark.parametrize("control", ["noise", "zero", "wrong model", "other batch"])
+SLOW_CONTROLS = [pytest.param(name, marks=pytest.mark.slow) for name in ("zero", "wrong model", "other batch")]
+
+
+@pytest.mark.parametrize("control", ["noise", *SLOW_CONTROLS])
 def test_negative_controls_do_not_succeed(solved, control) -> None:
     """An attack that finds the truth where it is not has been told it."""
     case, attack, seen, x, result = solved

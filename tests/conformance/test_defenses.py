@@ -218,7 +218,7 @@ def test_where_it_does_not_apply_it_says_so() -> None:
         FedSGD().observe(conv, x, y, Precode())
     with pytest.raises(ValueError, match="a list of them"):
         FedSGD().observe(flat, x, y, "gradient-noise")
-    with pytest.raises(ValueError, match="at most the 4 examples"):
+    with pytest.raises(ValueError, match="clients: expected at most 4"):
         SecureAggregation(clients=5).observe(flat, x, y)
 
 

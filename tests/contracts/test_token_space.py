@@ -169,6 +169,7 @@ def test_training_reads_texts() -> None:
         assert not torch.equal(run.last[0].weight, model[0].weight)  # type: ignore[index]
 
 
+@pytest.mark.slow
 def test_an_audit_of_texts_has_rows_a_verdict_and_a_page(tmp_path: Path) -> None:
     x, y = texts(6)
     data = Examples(x, y, 3, name="notes", space=SPACE, private=False)

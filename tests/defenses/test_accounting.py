@@ -131,6 +131,7 @@ def test_noise_is_that_of_opacus(setting: tuple[float, float, int]) -> None:
     assert noise_multiplier_for(epsilon, rate, steps) == pytest.approx(OPACUS_NOISE[setting], rel=2e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(epsilon=st.floats(0.01, 200), steps=st.integers(1, 10_000), rate=st.sampled_from([1.0, 0.05]))
 def test_noise_is_just_enough(epsilon: float, steps: int, rate: float) -> None:

@@ -190,6 +190,7 @@ def test_no_near_miss_has_the_certificate(name: str) -> None:
         assert len(looked.history) == 1
 
 
+@pytest.mark.slow
 def test_a_picture_that_explains_only_the_units_counted_on_has_none() -> None:
     """In a narrow net the solver can explain the few units that it keeps by many pictures."""
     with torch.random.fork_rng(devices=[]):

@@ -91,6 +91,7 @@ def test_an_adversary_who_does_not_know_of_the_zeros_does_not_fill_them() -> Non
         recover_embedding(seen.without_channel())
 
 
+@pytest.mark.slow
 def test_knowing_of_pruning_is_worth_more_than_6_db() -> None:
     net = ls.build_model("convnet", input_shape=(3, 16, 16), num_classes=4)
     x = torch.rand(1, 3, 16, 16, generator=torch.Generator().manual_seed(3))

@@ -75,6 +75,7 @@ def test_soft_labels_and_features_of_mixtures_follow_from_the_head(labels: list[
     assert float((found.features[order] - features).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_a_head_that_is_not_one_of_mixtures_of_two_is_refused() -> None:
     three = torch.tensor([[0.4, 0.3, 0.3], [0.3, 0.4, 0.3], [0.25, 0.35, 0.4]], dtype=torch.float64)
     problem, _ = head_of(soft_of(three, [1, 4, 7]))

@@ -64,6 +64,7 @@ def test_more_unknowns_than_entries_explain_anything() -> None:
     assert noise_test({"w": torch.ones(4)}, {"w": torch.ones(4)}, Channel(noise=1.0), fitted=4) is None
 
 
+@pytest.mark.slow
 def test_head_first_tells_whether_it_came_down_to_the_noise() -> None:
     net = ls.build_model("convnet", input_shape=(3, 16, 16), num_classes=4)
     x, y = torch.rand(1, 3, 16, 16, generator=draws(0)), torch.tensor([2])

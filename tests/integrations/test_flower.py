@@ -471,6 +471,7 @@ def test_bad_settings_are_refused(tmp_path: Path) -> None:
     assert set(PLACES) == {"raw", "as_sent", "server", "dp_step"}
 
 
+@pytest.mark.slow
 def test_nothing_loads_flower_unasked_and_its_absence_is_told() -> None:
     code = (
         "import sys, leakscope, leakscope.integrations; assert not {'flwr', 'torch'} & set(sys.modules)\n"

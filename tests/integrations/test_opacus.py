@@ -346,6 +346,7 @@ def test_bad_settings_are_refused() -> None:
         audit.report(accountant=engine.accountant)
 
 
+@pytest.mark.slow
 def test_nothing_loads_opacus_unasked_and_its_absence_is_told() -> None:
     code = (
         "import sys, leakscope, leakscope.integrations; assert 'opacus' not in sys.modules\n"

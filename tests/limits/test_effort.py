@@ -48,6 +48,20 @@ def test_operations_are_those_of_the_layers(model: nn.Module, shape: tuple[int, 
     assert effort_of(model, shape, examples=6).operations == 6 * operations
 
 
+@pytest.mark.parametrize(
+    ("model", "steps"),
+    [
+        (nn.LSTM(6, 5, batch_first=True), 7),
+        (nn.GRU(6, 5, num_layers=2, bidirectional=True, batch_first=True), 28),
+        (nn.Conv1d(7, 5, 3), 0),
+    ],
+)
+def test_steps_of_recurrent_layers_are_counted_once_for_all_examples(model: nn.Module, steps: int) -> None:
+    found = effort_of(model, (7, 6), examples=6)
+    assert found.steps == steps
+    assert found.with_calls().operations == found.operations + steps * effort.STEP_OPERATIONS
+
+
 def test_attention_counts() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     tokens, width = 9, 16

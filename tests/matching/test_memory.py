@@ -33,13 +33,14 @@ def faults(**environment: str) -> tuple[int, int]:
     return kept, count
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not keep_freed_memory(), reason="only glibc can be asked, and only where the user has not set it up"
 )
 def test_the_pages_of_a_step_are_those_of_the_last() -> None:
     kept, count = faults()
     assert kept == 1
-    assert count < 3000  # one of ten steps at most finds the heap too small
+    assert count < 10_000  # ten steps on fresh pages take 61,440; one or two may find the heap too small
     chosen, many = faults(MALLOC_MMAP_THRESHOLD_="131072")
     assert chosen == 0
     assert many > 30_000  # ten times 24 MB

@@ -145,6 +145,7 @@ def oracle(seen: Observation, x: Tensor, y: Tensor, cotangent: Tensor, client: d
     return moved.detach(), torch.autograd.grad(moved, x, cotangent)[0]
 
 
+@pytest.mark.slow
 @CLIENTS
 @pytest.mark.parametrize("outer", ["autograd", "func", "compiled"])
 def test_the_derivative_of_a_replay_is_that_of_one_graph(client, outer) -> None:

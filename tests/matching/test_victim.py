@@ -103,6 +103,7 @@ print(*({"torch._dynamo", "torch._inductor", "sympy"} & set(sys.modules)), end="
 """
 
 
+@pytest.mark.slow
 def test_what_compiles_nothing_does_not_load_the_compiler() -> None:
     run = subprocess.run([sys.executable, "-c", WITHOUT_COMPILER], capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (0, ""), run.stderr

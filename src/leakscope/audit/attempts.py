@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,9 +101,10 @@ class Bench:
     def _make_update(
         self,
         job: Job,
-        knowledge: Knowledge | None = None,
-        protocol: Protocol | None = None,
         examples: tuple[Tensor, Tensor] | None = None,
+        *,
+        protocol: Protocol | None = None,
+        knowledge: Knowledge | None = None,
     ) -> Observation:
         """Make the update of the job's client; the other arguments override what the job says."""
         setup, part = self._setup, self._setup.spec.protocols[job.protocol]
@@ -118,7 +120,7 @@ class Bench:
     def _knowing(self, job: Job, what: str, **granted: Any) -> Observation:
         """Return the update as an adversary sees it who also knows what is ``granted``."""
         knowledge, whose = dataclasses.replace(self._setup.knowledge, **granted), client_of(self._setup, job)
-        return self._updates.get((*whose, what), lambda: self._make_update(job, knowledge))
+        return self._updates.get((*whose, what), lambda: self._make_update(job, knowledge=knowledge))
 
     def _attempt(self, job: Job, progress: Advance | None) -> Outcome:
         setup = self._setup
@@ -200,18 +202,12 @@ class Bench:
     def _case(self, job: Job) -> Case:
         setup = self._setup
         x, y = setup.batch(job.batch)
-
-        def observe(
-            x: Tensor, y: Tensor, *, protocol: Protocol | None = None, knowledge: Knowledge | None = None
-        ) -> Observation:
-            return self._make_update(job, knowledge, protocol, (x, y))
-
         return Case(
             *(setup.spec.protocols[job.protocol].instance, setup.knowledge, x, y),
             originals=self._ruler.originals(x),
             held_out=setup.held_out(job.batch),
             observation=lambda: self.observe(job),
-            observe=observe,
+            observe=partial(self._make_update, job),
             others=lambda labels: setup.others(job.batch, labels, derived_seed(job.seed, job.batch, "others")),
             generator=torch.Generator().manual_seed(derived_seed(job.seed, job.batch, "control")),
         )

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol as Interface
 
 import torch
 from torch import Tensor
@@ -27,14 +26,6 @@ SAME_RECORD = 1e-4
 POSITIVE_CLIENTS = 2
 
 
-class Observe(Interface):
-    """Make the undefended update of a client that holds (x, y)."""
-
-    def __call__(
-        self, x: Tensor, y: Tensor, *, protocol: Protocol | None = None, knowledge: Knowledge | None = None
-    ) -> Observation: ...
-
-
 @dataclass(frozen=True, eq=False)
 class Case:
     """A client as the truth's side knows it, of which a control is made."""
@@ -46,7 +37,7 @@ class Case:
     originals: Tensor  # x in unit space
     held_out: Tensor  # other examples of the data, in unit space
     observation: Callable[[], Observation]
-    observe: Observe
+    observe: Callable[..., Observation]  # of a client that holds (x, y), undefended
     others: Callable[[Tensor], Tensor]  # inputs of other examples with these labels, as far as there are such
     generator: torch.Generator
 
@@ -70,10 +61,6 @@ def noise_of_equal_norm(observation: Observation, generator: torch.Generator) ->
     return observation.with_facts(messages=gathered(_noise_messages(observation, generator)))
 
 
-def noise_as_update(case: Case) -> Observation:
-    return noise_of_equal_norm(case.observation(), case.generator)
-
-
 def _noise_messages(observation: Observation, generator: torch.Generator) -> Iterator[Message]:
     for message in observation.messages:
         update = {}
@@ -88,7 +75,7 @@ def _noise_messages(observation: Observation, generator: torch.Generator) -> Ite
 
 def other_examples(case: Case) -> Observation:
     """Make the update of other examples with the same labels: what is still recovered are the looks of a class."""
-    return case.observe(case.others(case.y), case.y)
+    return case.observe((case.others(case.y), case.y))
 
 
 def mean_of_held_out(case: Case) -> Tensor:
@@ -106,15 +93,12 @@ def nearest_held_out(case: Case) -> Tensor:
     return pool[distances.argmin(1)]
 
 
-def undefended(case: Case) -> Observation:
-    return case.observation()
-
-
 def planted(case: Case) -> Observation:
     """Make the easiest update of the same model: no defence, labels and visiting order known."""
     knowledge = dataclasses.replace(case.knowledge, labels="yes", batch_order=True)
     count = case.protocol.easiest_examples(len(case.x))
-    return case.observe(case.x[:count], case.y[:count], protocol=case.protocol.easiest(), knowledge=knowledge)
+    examples = case.x[:count], case.y[:count]
+    return case.observe(examples, protocol=case.protocol.easiest(), knowledge=knowledge)
 
 
 def _held_out(case: Case) -> Tensor:
@@ -124,13 +108,17 @@ def _held_out(case: Case) -> Tensor:
 
 
 _ALL = (
-    Control(*("noise", "Gaussian noise of the update's norm, per tensor", BLIND), observe=noise_as_update, seeds=None),
+    Control(
+        *("noise", "Gaussian noise of the update's norm, per tensor", BLIND),
+        observe=lambda case: noise_of_equal_norm(case.observation(), case.generator),
+        seeds=None,
+    ),
     Control("other-examples", "the update of other examples with the same labels", BLIND, observe=other_examples),
     Control("prior-mean", "the mean of held-out examples; no attack", HELD_OUT, guess=mean_of_held_out),
     Control("nearest-neighbour", "the nearest held-out example; no attack", HELD_OUT, guess=nearest_held_out),
     Control(
         *("undefended", "the update without a defence, where no setting is undefended", POSITIVE),
-        observe=undefended,
+        observe=lambda case: case.observation(),
         clients=POSITIVE_CLIENTS,
         stands_for_undefended=True,
     ),

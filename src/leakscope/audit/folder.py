@@ -41,7 +41,9 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         return Store.create(directory, {**meta, "audited": _audited(setup, meta["spec"], plan)}), plan
     store = Store.open(directory, write=True)
     try:
-        known = _grown_identity(mapping(store.meta("identity")), identity(setup))
+        stored = mapping(store.meta("identity"))
+        # Trainings, once asked for, stay the same in all runs of a folder.
+        known = {**({UTILITY: stored[UTILITY]} if UTILITY in stored else {}), **identity(setup)}
         check_same_audit(store, known, may_be_new=(UTILITY,))
         plan = Plan.read(store).grown(plan, store.finished())
         spec = _grown_spec(store.meta("spec"), _told_spec(setup))
@@ -125,11 +127,6 @@ def _without_folders(value: Any) -> Any:
 def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
     asked = {**spec, "examples": plan.axes["examples"]}
     return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
-
-
-def _grown_identity(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the runs of a folder have in common: trainings, once asked for, stay the same."""
-    return {**({UTILITY: stored[UTILITY]} if UTILITY in stored else {}), **now}
 
 
 def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:

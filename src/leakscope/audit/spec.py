@@ -38,14 +38,10 @@ def _listed(value: Any) -> Any:
     return value if isinstance(value, list | tuple) else [value]
 
 
-def _names(item: Any) -> bool:
-    return isinstance(item, str) or (isinstance(item, dict) and len(item) == 1)
-
-
 def _attacks(value: Any, info: ValidationInfo) -> Any:
     items = _listed(value)
-    names = [item if isinstance(item, str) else next(iter(item), "") for item in items if _names(item)]
-    chosen = {folded(name) for name in names}
+    named = [item for item in items if isinstance(item, str) or (isinstance(item, dict) and len(item) == 1)]
+    chosen = {folded(item if isinstance(item, str) else next(iter(item))) for item in named}
     return [one for item in items for one in (_standard(chosen, info) if item == "standard" else [item])]
 
 

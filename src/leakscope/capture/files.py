@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from leakscope.contracts.checks import brief, is_whole
+from leakscope.contracts.checks import is_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.files import read_tensors
 from leakscope.contracts.observation import Observation
@@ -72,10 +72,8 @@ def _tensors_of(path: Path, content: Any) -> dict[str, Any] | list[Any]:
         raise UserError(f"{path}: expected names with tensors, got others in {', '.join(odd[:5])}")
     if isinstance(content, list | tuple) and content and all(isinstance(value, Tensor) for value in content):
         return list(content)
-    raise UserError(
-        f"{path}: expected a state dict, a list of tensors, or a pair of a number of examples and a state dict, got "
-        f"{brief(type(content).__name__)}"
-    )
+    kinds = "a state dict, a list of tensors, or a number of examples with one of them"
+    raise UserError(f"{path}: expected {kinds}, got {type(content).__name__}")
 
 
 def read_truth(path: Path, observation: Observation) -> tuple[Tensor, Tensor | None]:

@@ -97,7 +97,8 @@ def observe_captured(
             raise UserError("sign='flip' swaps before and after: expected both, got no weights before")
         before, content = content, before
     finite, what = not known.running, "after" if weights else "update"
-    first, problems = (_own_state(model), []) if before is None else read_state("before", before, model, finite=finite)
+    own = before is None
+    first, problems = read_state("before", model.state_dict() if own else before, model, finite=finite and not own)
     second, more = read_state(what, content, model, trained_only=not weights, finite=finite)
     refuse("what was captured does not fit the model", problems + more)
     notes = [*first.notes, *second.notes]
@@ -207,15 +208,6 @@ def _assembled(
         batchnorm=facts.batchnorm or ("train" if trains else "eval"),
         model_name=facts.model_name,
         made=made,
-    )
-
-
-def _own_state(model: nn.Module) -> CapturedState:
-    names, state = dict(model.named_parameters()), model.state_dict()
-    wide = {name: value.detach().cpu().double() for name, value in state.items()}
-    return CapturedState(
-        {name: wide[name] for name in names if name in wide},
-        {name: value for name, value in wide.items() if name not in names},
     )
 
 

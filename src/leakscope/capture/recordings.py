@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from leakscope.contracts.checks import FACTS_BYTES
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.files import read_tensors, tensor_file
+from leakscope.contracts.files import read_tensors, tensor_file, tensors_below
 from leakscope.contracts.observation import Observation
 
 #: Where an update can be taken, and what that place sees.
@@ -76,8 +76,7 @@ class Recording:
         return Observation.load(self.path, model)
 
     def update(self) -> dict[str, Tensor]:
-        prefix = "message/0/update/"
-        return {n.removeprefix(prefix): v for n, v in read_tensors(self.path).items() if n.startswith(prefix)}
+        return tensors_below(read_tensors(self.path), "message/0/update/")
 
     def truth(self) -> Truth | None:
         file = _beside(self.path, ".truth.safetensors")

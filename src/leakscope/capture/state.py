@@ -188,24 +188,6 @@ class RunningMovement:
     note: str = ""
 
 
-def batch_statistic(before: Tensor, after: Tensor, momentum: float) -> Tensor:
-    """Return the statistic that moved ``before`` to ``after`` in one step.
-
-    >>> batch_statistic(torch.tensor([2.0]), torch.tensor([2.5]), 0.5).item()
-    3.0
-    """
-    return (after.double() - (1 - momentum) * before.double()) / momentum
-
-
-def biased(variance: Tensor, values: int) -> Tensor:
-    """Return the variance with n in the denominator, which BatchNorm normalises by, from the one with n - 1.
-
-    >>> biased(torch.tensor([2.0]), 4).item()
-    1.5
-    """
-    return variance * (values - 1) / values
-
-
 def counted_steps(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> dict[str, float]:
     names = [name for name in after if name.endswith(COUNTER) and name in before]
     return {name: float(after[name].double() - before[name].double()) for name in names}
@@ -272,7 +254,7 @@ def _of_one_step(
         if not momentum > 0:
             return None, f"{name}: with a momentum of {momentum:g} nothing moves, yet the running statistics did"
         mean, variance = (
-            batch_statistic(before[f"{name}.{kind}"], after[f"{name}.{kind}"], momentum)
+            (after[f"{name}.{kind}"].double() - (1 - momentum) * before[f"{name}.{kind}"].double()) / momentum
             for kind in ("running_mean", "running_var")
         )
         if float(variance.min()) < -ROUNDING * float(variance.abs().max()):
@@ -280,7 +262,8 @@ def _of_one_step(
         if values.get(name, 0) < 2:
             return None, f"{name}: how many values a channel has is not known"
         statistics[f"{name}.mean"] = mean.to(like)
-        statistics[f"{name}.var"] = biased(variance.clamp(min=0), values[name]).to(like)
+        # BatchNorm normalises by the variance with n in the denominator, and keeps the one with n - 1.
+        statistics[f"{name}.var"] = (variance.clamp(min=0) * (values[name] - 1) / values[name]).to(like)
     return statistics, ""
 
 

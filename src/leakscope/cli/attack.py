@@ -123,7 +123,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
     from safetensors.torch import save
 
     from leakscope.contracts.disk import atomic_write, private_folder
-    from leakscope.report.captured import baseline_words, confidence_words, write_captured
+    from leakscope.report.captured import BASELINES, confidence_words, write_captured
     from leakscope.report.pictures import png
     from leakscope.results.records import plain
 
@@ -145,9 +145,7 @@ def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: 
         "certificates": [None if proof is None else dataclasses.asdict(proof) for proof in recovered.certificates],
         "info": dict(recovered.info),
         "left_unexplained": result.unexplained,
-        "baselines": [
-            {"name": baseline_words(one.name), "left_unexplained": one.unexplained} for one in result.baselines
-        ],
+        "baselines": [{"name": BASELINES[one.name], "left_unexplained": one.unexplained} for one in result.baselines],
         "confidence": confidence_words(result),
         "made": None if made is None else made.facts(),
         "measures": None if result.evaluation is None else list(result.evaluation.rows),

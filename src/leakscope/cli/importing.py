@@ -42,6 +42,7 @@ def understood(observation: Observation) -> list[str]:
     """What was understood of a captured update, a line each."""
     import torch
 
+    from leakscope.contracts.protocol import BATCHNORM
     from leakscope.results.records import counted
 
     message, made, knowledge = observation.message, observation.made, observation.knowledge
@@ -55,13 +56,7 @@ def understood(observation: Observation) -> list[str]:
     if made is not None and made.sign is not None:
         lines.append(f"Sign: {made.sign}: {made.sign_reason}.")
     lines += [] if made is None else [f"Note: {note}." for note in made.notes]
-    lines.append(f"BatchNorm is taken in {observation.batchnorm} mode." if _has_batchnorm(observation) else "")
+    if any(isinstance(module, BATCHNORM) for module in observation.model.modules()):
+        lines.append(f"BatchNorm is taken in {observation.batchnorm} mode.")
     known = [line for line in knowledge.describe()[1:] if line.startswith(("It knows", "It does not know the labels"))]
-    lines += [line.replace("It ", "The adversary ", 1) for line in known]
-    return [line for line in lines if line]
-
-
-def _has_batchnorm(observation: Observation) -> bool:
-    from leakscope.contracts.protocol import BATCHNORM
-
-    return any(isinstance(module, BATCHNORM) for module in observation.model.modules())
+    return lines + [line.replace("It ", "The adversary ", 1) for line in known]

@@ -93,15 +93,15 @@ def _task_facts(task: Task) -> dict[str, Any]:
 def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observation:
     """Read what :func:`save_observation` wrote; the structure comes from ``model``."""
     tensors, facts = read_observation_files(path)
-    skeleton = _with_weights(path, model, _below(tensors, "model/"))
+    skeleton = _with_weights(path, model, tensors_below(tensors, "model/"))
     try:
         messages = tuple(
             Message(
-                update=_below(tensors, f"message/{number}/update/"),
+                update=tensors_below(tensors, f"message/{number}/update/"),
                 kind=entry["kind"],
                 indices=None if entry["indices"] is None else tuple(entry["indices"]),
                 partial=bool(entry.get("partial", False)),
-                batchnorm_statistics=_below(tensors, f"message/{number}/batchnorm/") or None,
+                batchnorm_statistics=tensors_below(tensors, f"message/{number}/batchnorm/") or None,
             )
             for number, entry in enumerate(facts["messages"])
         )
@@ -206,7 +206,7 @@ def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:
     return {**facts, **added, "format": 2, "inputs": space, "channel": None}
 
 
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def tensors_below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
 
 

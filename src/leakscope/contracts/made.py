@@ -8,7 +8,6 @@ from pathlib import PurePath
 from typing import Any
 
 from leakscope import __version__
-from leakscope.contracts.errors import UserError
 
 #: Characters of a fact that a file may say of itself.
 MAX_FACT = 2000
@@ -34,15 +33,13 @@ class Made:
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any] | None) -> Made | None:
-        """What a file says; None where it says nothing, as files of format 2 and before.
+        """What a file without :func:`problems_of_made` says; None where it says nothing, as up to format 2.
 
         >>> Made.from_facts(Made(by="a test", sources=("home/update.pt",)).facts()).sources
         ('update.pt',)
         """
         if facts is None:
             return None
-        if problems := problems_of_made(facts):
-            raise UserError(f"made: {'; '.join(problems)}")
         values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in facts.items()}
         return cls(**values)
 

@@ -250,7 +250,7 @@ class CustomLoss(Task):
 
     def __reduce__(self) -> tuple[Any, ...]:
         if ":" in self.name:  # a function of a script cannot be sent to a worker; its name can
-            return _load_custom, (self.name, self.targets)
+            return partial(CustomLoss.load, targets=self.targets), (self.name,)
         return super().__reduce__()  # type: ignore[return-value]
 
     def loss(self, outputs: Tensor, targets: Tensor, reduction: Reduction = "mean") -> Tensor:
@@ -291,10 +291,6 @@ def label_count(outputs: int) -> int:
     (10, 2)
     """
     return 2 if outputs == 1 else outputs
-
-
-def _load_custom(name: str, targets: Any) -> CustomLoss:
-    return CustomLoss.load(name, targets=targets)
 
 
 def _class_problems(targets: Tensor, classes: int) -> list[str]:

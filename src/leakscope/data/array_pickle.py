@@ -55,16 +55,6 @@ class _Type:
         self.dtype = np.dtype(order + self.dtype.str[1:])
 
 
-class _ArrayType:
-    """Stand-in for numpy.ndarray, which is only ever named, never called."""
-
-    def __init__(self, *_: Any) -> None:
-        raise UserError("numpy.ndarray called directly")
-
-    def __setstate__(self, state: Any) -> None:
-        raise UserError("numpy.ndarray changed")
-
-
 class _Function:
     """Stands for a function of NumPy: it can be called, and not be changed."""
 
@@ -106,6 +96,11 @@ def _frombuffer(content: Any, kind: Any, shape: Any, order: Any, *_: Any) -> _Ar
     return result
 
 
+def _array_type(*_: Any) -> None:
+    """Stand for numpy.ndarray, which is only ever named, never called."""
+    raise UserError("numpy.ndarray called directly")
+
+
 def _encode(text: Any, encoding: Any = "latin1") -> bytes:
     """How Python 3 writes bytes in old protocols; this one encoding only, others may expand."""
     if not isinstance(text, str) or encoding not in ("latin1", "latin-1", b"latin1"):
@@ -117,7 +112,7 @@ _NAMES: Mapping[tuple[str, str], Callable[..., Any]] = MappingProxyType(
     {
         **{(f"numpy.{core}.multiarray", "_reconstruct"): _Function(lambda *_: _Array()) for core in ("core", "_core")},
         **{(f"numpy.{core}.numeric", "_frombuffer"): _Function(_frombuffer) for core in ("core", "_core")},
-        ("numpy", "ndarray"): _ArrayType,
+        ("numpy", "ndarray"): _Function(_array_type),
         ("numpy", "dtype"): _Type,
         ("_codecs", "encode"): _Function(_encode),
     }

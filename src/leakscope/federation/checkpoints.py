@@ -115,19 +115,22 @@ def training_key(
     for x, y in clients:
         _add(digest, x)
         _add(digest, y)
-    _add(digest, _answer(model, clients[0][0][:2]))
+    _add(digest, answer_to(model, clients[0][0][:2].double()))
     return digest.hexdigest()
 
 
-def _answer(model: nn.Module, x: Tensor) -> Tensor:
-    """Return what the model says to some inputs: its code may have changed though its parameters have not."""
+def answer_to(model: nn.Module, x: Tensor) -> Tensor:
+    """Return what the model says to inputs: its code may have changed though its parameters have not.
+
+    Take inputs in double precision, so that the number of threads does not show in the digits that count. Return an
+    empty tensor where the model cannot read them.
+    """
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(0)
         try:
-            # In double precision, so that the number of threads does not show in the digits that count.
-            outputs = outputs_of(copy.deepcopy(model).double().eval()(x.double()))
-        except (RuntimeError, ValueError, TypeError):
-            return torch.zeros(0)  # a model that cannot work in double precision
+            outputs = outputs_of(copy.deepcopy(model).double().eval()(x))
+        except (RuntimeError, ValueError, TypeError, IndexError):
+            return torch.zeros(0)
     return outputs.double().round(decimals=6)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import COUNT, refuse
+from leakscope.contracts.checks import COUNT
 from leakscope.contracts.defense import Defense, Gradient, as_defense, composed
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import LocalTraining, UpdateKind
@@ -128,14 +128,6 @@ class Trajectory:
     weights: tuple[Mapping[str, Tensor], ...] = field(repr=False)
     after: Mapping[str, Tensor] = field(repr=False)
     norms: tuple[float, ...] = field(repr=False)
-
-    def __post_init__(self) -> None:
-        problems = []
-        if len(self.kept) != len(self.weights):
-            problems.append(f"weights: expected one set for each of {len(self.kept)} steps, got {len(self.weights)}")
-        if not self.kept or self.kept[0] != 0 or self.kept[-1] != len(self.norms) - 1:
-            problems.append(f"kept: expected steps from 0 to the last of {len(self.norms)}, got {self.kept}")
-        refuse("Trajectory", problems)
 
     @property
     def steps(self) -> int:

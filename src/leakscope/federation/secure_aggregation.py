@@ -63,9 +63,7 @@ class SecureAggregation(Protocol):
     def check(self, model: Any, x: Any) -> None:
         self.protocol.check(model, x)
         if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) < self.clients:
-            raise UserError(
-                f"clients: expected at most the {len(x)} examples there are, got {self.clients}; lower it or give more"
-            )
+            raise UserError(f"clients: expected at most {len(x)}, one example each, got {self.clients}; lower it")
 
     def findings(self) -> tuple[str, ...]:
         return tuple(finding for finding in self.protocol.findings() if finding != "trajectory")

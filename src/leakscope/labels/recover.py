@@ -172,11 +172,6 @@ RULES: Mapping[str, Rule] = {
 METHODS = ("auto", *RULES)
 
 
-def evidence_of(observation: Observation) -> Evidence:
-    """The head's update, without statistics of the model."""
-    return _gather(observation, _observed_head(observation), _readable_total(observation), "llg", None, "average")
-
-
 def _readable_total(observation: Observation) -> int:
     if not observation.task.has_classes:
         raise UserError(f"the rules read class numbers, and the client's task is {observation.task!r}")
@@ -317,9 +312,9 @@ def _others(
             yield recover_labels(observation, method, generator)
         except ValueError:
             continue  # a rule that does not fit this update
-    evidence = evidence_of(observation)
+    head, update = _observed_head(observation), observation.message.update
     # The more negative an entry, the more it speaks for its class.
-    entries = evidence.weight.sum(1) if evidence.bias is None else evidence.bias
+    entries = update[head.weight_name].sum(1) if head.bias_name is None else update[head.bias_name]
     yield from _exchanges(first, entries)
 
 

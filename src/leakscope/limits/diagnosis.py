@@ -191,6 +191,7 @@ def _by_probes(mapping: GradientMap, flat: Tensor, observed: Tensor, effort: Eff
 
     Where most of the update is unexplained any input must have them, and not the result alone.
     """
+    effort = effort.with_calls()  # without a chunk of directions at a time the calls of a recurrent layer decide
     if effort.refusal("a probe", PROBES[0], PROBES_WORK) is not None:
         return undecided
     limit = int(min(PROBES[1], PROBES_WORK / max(effort.operations, 1)))

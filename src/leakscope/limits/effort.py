@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,12 +24,16 @@ PRODUCTS_WORK, COLUMNS_WORK, GRADIENTS_WORK = 2e10, 7e10, 2e12
 MAX_NUMBERS = 1e7
 #: Where a pass of one example, or of two, is ended: too much for any of these.
 MAX_OPERATIONS = 1e10
+#: What a step of a recurrent layer counts where calls do: 0.8 ms of a product with a Jacobian and its transpose.
+STEP_OPERATIONS = 5e5
 _ADVICE = "take smaller inputs, fewer examples or a smaller model"
 
 
 @dataclass(frozen=True)
 class Effort:
     """One pass of a batch: multiplications and additions, and numbers made on the way; ``whole`` unless it was ended.
+
+    ``steps`` are those of recurrent layers, one after another: however small, each takes the time of its calls.
 
     >>> print(Effort(6e9, 2e6).refusal("the floor", passes=48, work=2e10))
     the floor was not computed: one pass takes 6e+09 operations, and it takes 48 passes of 4e+08 at most; take smaller \
@@ -39,9 +43,14 @@ inputs, fewer examples or a smaller model
     operations: float
     numbers: float
     whole: bool = True
+    steps: float = 0.0
 
     def times(self, passes: float) -> Effort:
-        return Effort(self.operations * passes, self.numbers * passes, self.whole)
+        return Effort(self.operations * passes, self.numbers * passes, self.whole, self.steps * passes)
+
+    def with_calls(self) -> Effort:
+        """Count each step of a recurrent layer as the operations that its calls take the time of."""
+        return replace(self, operations=self.operations + STEP_OPERATIONS * self.steps)
 
     def refusal(self, what: str, passes: float, work: float, numbers: float = MAX_NUMBERS) -> str | None:
         """Say why ``what`` is not computed; None where its passes take no more than ``work`` and ``numbers`` in all."""
@@ -60,7 +69,7 @@ def effort_of(model: nn.Module, input_shape: tuple[int, ...], examples: int = 1)
     """Count what one pass of so many examples takes; nothing where the model cannot be run, which others tell better.
 
     >>> effort_of(nn.Linear(100, 10), (100,), examples=3)
-    Effort(operations=6000.0, numbers=30.0, whole=True)
+    Effort(operations=6000.0, numbers=30.0, whole=True, steps=0.0)
     """
     count = _Count()
     rows = min(2, examples)  # two where there are several: BatchNorm in train mode cannot normalise a single number
@@ -75,7 +84,8 @@ def effort_of(model: nn.Module, input_shape: tuple[int, ...], examples: int = 1)
         except Exception:  # noqa: BLE001 - the user's model may raise anything
             return Effort(0, 0)
     scale = examples / rows
-    return Effort(count.operations * scale, count.numbers * scale, count.operations <= MAX_OPERATIONS)
+    whole = count.operations <= MAX_OPERATIONS
+    return Effort(count.operations * scale, count.numbers * scale, whole, count.rows_of_steps / rows)
 
 
 class _PassEnded(Exception):
@@ -87,7 +97,7 @@ class _Count(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = self.numbers = 0
+        self.operations = self.numbers = self.rows_of_steps = 0
 
     def __torch_function__(
         self, function: Any, _types: Any, arguments: tuple[Any, ...] = (), options: Mapping[str, Any] | None = None
@@ -95,9 +105,13 @@ class _Count(TorchFunctionMode):
         answer = function(*arguments, **(options or {}))
         made = list(_tensors(answer))
         self.numbers += sum(value.numel() for value in made)
-        rule = _OPERATIONS.get(getattr(function, "__name__", ""))
+        name = getattr(function, "__name__", "")
+        rule = _OPERATIONS.get(name)
+        inputs = list(_tensors([arguments, (options or {}).values()]))
         if rule is not None and made:
-            self.operations += rule(list(_tensors([arguments, (options or {}).values()])), made[0])
+            self.operations += rule(inputs, made[0])
+        if name in _RECURRENT:
+            self.rows_of_steps += _rows_of_steps(inputs, made[0])
         if self.operations > MAX_OPERATIONS:
             raise _PassEnded
         return answer
@@ -118,8 +132,16 @@ def _per_number(inputs: list[Tensor], made: Tensor) -> int:
 
 def _recurrent(inputs: list[Tensor], made: Tensor) -> int:
     """Every step of the sequence reads all weights."""
-    steps = made.numel() // made.shape[-1]
-    return 2 * steps * sum(math.prod(weights.shape) for weights in inputs if weights.dim() == 2)
+    return 2 * _rows(made) * sum(math.prod(weights.shape) for weights in inputs if weights.dim() == 2)
+
+
+def _rows(made: Tensor) -> int:
+    return made.numel() // made.shape[-1]
+
+
+def _rows_of_steps(inputs: list[Tensor], made: Tensor) -> int:
+    """Every example takes the steps of its sequence in each layer and direction, which have two matrices each."""
+    return _rows(made) * sum(weights.dim() == 2 for weights in inputs) // 2
 
 
 def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
@@ -127,6 +149,7 @@ def _self_attention(inputs: list[Tensor], made: Tensor) -> int:
     return 2 * inputs[0].numel() * sum(len(weights) for weights in inputs[3:] if weights.dim() == 2)
 
 
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 _OPERATIONS: Mapping[str, Callable[[list[Tensor], Tensor], int]] = {
     **dict.fromkeys(("linear", "conv1d", "conv2d", "conv3d"), _per_number),
     **dict.fromkeys(
@@ -135,7 +158,7 @@ _OPERATIONS: Mapping[str, Callable[[list[Tensor], Tensor], int]] = {
     **dict.fromkeys(
         ("matmul", "__matmul__", "bmm", "mm", "einsum"), lambda inputs, made: 2 * made.numel() * inputs[0].shape[-1]
     ),
-    **dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu"), _recurrent),
+    **dict.fromkeys(_RECURRENT, _recurrent),
     "scaled_dot_product_attention": lambda inputs, _: 4 * inputs[0].numel() * inputs[1].shape[-2],
     "multi_head_attention_forward": _self_attention,
 }

@@ -194,11 +194,9 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
 
 
 def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Findings:
-    examples, reason = (
-        examples_or_reason("cifar10", split="test"),
-        "context only: another algorithm under the same name",
-    )
+    examples = examples_or_reason("cifar10", split="test")
     findings = _attacked(tuple(trials_10(RECONSTRUCTIONS[scale])), examples, seed, progress)
+    reason = "context only: another algorithm under the same name"
     context = [not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 

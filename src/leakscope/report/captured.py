@@ -21,7 +21,7 @@ MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
 #: Inputs that know nothing of the client, by the name of their control.
-_BASELINES = {
+BASELINES = {
     "grey": "grey inputs with the same labels",
     "random": "the best of a few random inputs with the same labels",
     "others": "the mean of other examples with the same labels",
@@ -56,11 +56,6 @@ def confidence_words(result: Any) -> str:
     least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
     told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
     return f"{told} {_ONE_GRADIENT}" if result.one_gradient and result.standing != "stands out" else told
-
-
-def baseline_words(name: str) -> str:
-    """Say how the inputs of a control came about."""
-    return _BASELINES[name]
 
 
 def assessment_line(result: Any) -> str:
@@ -156,7 +151,7 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
 
 def _rows(result: Any) -> list[dict[str, Any]]:
     pairs = [("what the attack recovered", result.unexplained, result.evaluation)]
-    pairs += [(baseline_words(one.name), one.unexplained, one.evaluation) for one in result.baselines]
+    pairs += [(BASELINES[one.name], one.unexplained, one.evaluation) for one in result.baselines]
     return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
 
 

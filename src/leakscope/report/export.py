@@ -157,7 +157,7 @@ def _example(example: ExampleRecord) -> dict[str, Any]:
     return {"index": example.index, "score": example.score, **_proof(example), "values": dict(example.values)}
 
 
-def _proof(example: ExampleRecord | StrongestExample) -> dict[str, Any]:
+def _proof(example: ExampleRecord) -> dict[str, Any]:
     proof = example.certificate
     return {"certified": example.certified, "certificate": None if proof is None else dataclasses.asdict(proof)}
 

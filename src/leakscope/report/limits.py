@@ -27,7 +27,9 @@ def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings
         outcomes = _outcomes(done, floor)
         if floor is None and not outcomes:
             continue
-        best = _best_psnr(done, floor)
+        # Of a whole update: on the client of the floor where there is one, else on any.
+        own = [row.result for row in done if floor is None or row.job.batch == floor.batch]
+        best = highest(result.whole_psnr for result in own if result is not None)
         named = any(finding.scenario == setting.scenario for finding in findings)
         counts = [{"name": name, "jobs": outcomes[name]} for name in DIAGNOSES if outcomes[name]]
         line = {"setting": setting, "best": _error(best, 10 ** (-best / 20)), "outcomes": counts}
@@ -105,12 +107,6 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
         meaning = "The best attack is near what theory allows."
     note = content.get("note")
     return f"{meaning} The least error is estimated too low: {note}." if note else meaning
-
-
-def _best_psnr(done: Sequence[Row], floor: FindingRow | None) -> float:
-    """The highest PSNR of a whole update: on the client of the floor where there is one, else on any."""
-    own = [row for row in done if floor is None or row.job.batch == floor.batch]
-    return highest(row.result.whole_psnr for row in own if row.result is not None)
 
 
 def _outcomes(done: Sequence[Row], floor: FindingRow | None) -> Counter[str]:

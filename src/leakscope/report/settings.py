@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from leakscope.report import svg, words
 from leakscope.report.words import figure, fixed, percent, span
 from leakscope.results.baselines import Baselines
 from leakscope.results.knowledge_worth import IGNORES
-from leakscope.results.names import Part, Setting, parts_of, telling_options
+from leakscope.results.names import Setting, parts_of, telling_options
 from leakscope.results.records import Row, highest, mean, number
 from leakscope.results.summary import MeasureSummary, SettingSummary
 
@@ -141,7 +141,8 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
         for protocol in protocols
     }
     parts = parts_of(attempts)
-    options = _options(attacks, parts)
+    names = Counter(name for name, _ in attacks)
+    told = telling_options((attack for _, attack in attacks), parts)
     lines = []
     whys: dict[tuple[str, str, str], list[str]] = {}
     for name, attack in attacks:
@@ -154,19 +155,14 @@ def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str
             if cell.why:
                 whys.setdefault((name, cell.text, cell.why), []).append(setting.name)
         blind = [_blind(own, attack, protocol, baselines[protocol]) for protocol in protocols]
-        lines.append({"name": name, "options": options[attack], "attack": attack, "cells": cells, "blind": blind})
+        options = ", ".join(told[attack]) if names[name] > 1 else ""
+        lines.append({"name": name, "options": options, "attack": attack, "cells": cells, "blind": blind})
     return {
         "lines": lines,
         "strongest": [_strongest(setting) for setting in settings] if len(attacks) > 1 else [],
         "protocols": [", ".join(s.name for s in settings if s.protocol == protocol) for protocol in protocols],
-        "whys": [(name, fate, ", ".join(names), why) for (name, fate, why), names in whys.items()],
+        "whys": [(name, fate, ", ".join(places), why) for (name, fate, why), places in whys.items()],
     }
-
-
-def _options(attacks: Sequence[tuple[str, str]], parts: Mapping[str, Part]) -> dict[str, str]:
-    names = Counter(name for name, _ in attacks)
-    told = telling_options((attack for _, attack in attacks), parts)
-    return {attack: ", ".join(told[attack]) if names[name] > 1 else "" for name, attack in attacks}
 
 
 def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines, ignores: bool) -> Cell:

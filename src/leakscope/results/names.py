@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from leakscope.results.reasons import Scenario
+from leakscope.results.reasons import InScenario
 
 if TYPE_CHECKING:
     from leakscope.results.records import Row
@@ -76,23 +76,19 @@ def parts_of(rows: Iterable[Row]) -> dict[str, Part]:
 
 
 @dataclass(frozen=True)
-class Setting:
+class Setting(InScenario):
     name: str
     verdict: SettingVerdict
     protocol_short: str
     defense_short: str
 
     @property
-    def protocol(self) -> str:
+    def protocol(self) -> str:  # type: ignore[override]
         return self.verdict.protocol
 
     @property
-    def defense(self) -> str:
+    def defense(self) -> str:  # type: ignore[override]
         return self.verdict.defense
-
-    @property
-    def scenario(self) -> Scenario:
-        return self.verdict.scenario
 
     @property
     def title(self) -> str:

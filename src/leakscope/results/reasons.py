@@ -6,17 +6,12 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 from leakscope.contracts.tables import in_words
 
 #: What a reason is about: a leak of one of three kinds, or a doubt that stands in the way of a pass.
 ReasonKind = Literal["reconstruction", "identification", "labels", "doubt"]
-LEAKS: Mapping[str, ReasonKind] = {
-    "reconstruction": "reconstruction",
-    "identification": "identification",
-    "labels": "labels",
-}
 
 
 class Scenario(NamedTuple):
@@ -82,7 +77,7 @@ class Reason:
 
     @property
     def kind(self) -> ReasonKind:
-        return LEAKS.get(self.code, "doubt")
+        return next((kind for kind in get_args(ReasonKind) if kind == self.code), "doubt")
 
     def as_dict(self) -> dict[str, Any]:
         facts = {entry.name: getattr(self, entry.name) for entry in dataclasses.fields(self)}

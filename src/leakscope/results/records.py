@@ -190,6 +190,7 @@ class ExampleRecord(_Record):
 
     @property
     def certified(self) -> bool:
+        """Check whether the attack proved, without the truth, that this is the client's example."""
         return self.certificate is not None and self.certificate.holds
 
     def value(self, key: str) -> float:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from leakscope.contracts.certificate import Certificate
 from leakscope.metrics import MEASURES
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import BEYOND_DOUBT
@@ -17,30 +15,18 @@ from leakscope.results.records import NAN, ExampleRecord, Row
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrongestExample(InScenario):
+class StrongestExample(ExampleRecord, InScenario):
     """Hold the best reconstruction of one example, over attacks and seeds, by PSNR."""
 
-    index: int
+    values: Mapping[str, float] = field(repr=False)
     attack: str
     attack_name: str
     seed: int
     key: str
     protocol: str
     defense: str
-    values: Mapping[str, float] = field(repr=False)
-    label: Any = None
-    label_guess: Any = None
-    certificate: Certificate | None = None
     baseline_psnr: float = NAN
     leaks: bool = False
-
-    def value(self, key: str) -> float:
-        return self.values.get(key, NAN)
-
-    @property
-    def certified(self) -> bool:
-        """Check whether the attack proved, without the truth, that this is the client's example."""
-        return self.certificate is not None and self.certificate.holds
 
     @property
     def psnr(self) -> float:
@@ -82,9 +68,8 @@ def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bo
 
 def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
     baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
-    same = {name: getattr(example, name) for name in ("index", "values", "label", "label_guess", "certificate")}
-    same |= {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
-    return StrongestExample(key=row.key, baseline_psnr=baseline, **same)
+    same = {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **vars(example), **same)
 
 
 def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:

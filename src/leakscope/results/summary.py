@@ -14,7 +14,6 @@ from leakscope.metrics import MEASURES, Measure, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.records import NAN, ExampleRecord, Row, mean
 from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict, judge
 
 NO_CONTROL, NO_RESULT = "no control was measured", "no attack gave a result"
@@ -75,7 +74,7 @@ def summarise(rows: Iterable[Row], verdict: Verdict | None = None) -> list[Setti
     return summaries
 
 
-def measures_of(examples: Iterable[ExampleRecord | StrongestExample]) -> list[Measure]:
+def measures_of(examples: Iterable[ExampleRecord]) -> list[Measure]:
     """Return the measures of inputs, and of labels or targets whichever the examples have."""
     far = any(MEASURES["target_error"].key in example.values for example in examples)
     left_out = "labels" if far else "targets"

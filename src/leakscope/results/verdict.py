@@ -89,11 +89,12 @@ def judge(
     """Judge ``rows`` and ``findings``. With ``plan`` (the store's, or a number of jobs) missing jobs are noticed."""
     limits = policy if isinstance(policy, Policy) else Policy(**(policy or {}))
     rows = list(rows)
+    known: Mapping[str, Any] = plan if isinstance(plan, Mapping) else {"total": plan or 0}
     # What a defence costs says nothing about what leaks.
     findings = [finding for finding in findings if finding.kind != UTILITY]
-    total, cells, with_floor = _expectations(rows, plan, limits)
+    total, cells, with_floor = _expectations(rows, known, limits)
     floors = {finding.scenario: allowed_psnr(finding) for finding in findings if finding.kind == "floor"}
-    label_chance = number(plan.get("label_chance")) if isinstance(plan, Mapping) else NAN
+    label_chance = number(known.get("label_chance"))
     settings = []
     for protocol in dict.fromkeys(cell.protocol for cell in cells):
         baselines = Baselines(row for row in rows if not row.counts and row.job.protocol == protocol)
@@ -108,7 +109,7 @@ def judge(
                 settings.append(judge_.verdict())
     settings.sort(key=lambda setting: list(cells).index(setting.scenario))
     reasons = [reason for setting in settings for reason in setting.reasons]
-    doubts = _doubts_of_all(rows, total - _spared(plan)[1], settings, _ended_budget(plan))
+    doubts = _doubts_of_all(rows, total - _spared(known)[1], settings, _ended_budget(known))
     every = [example for setting in settings for example in setting.examples]
     outcomes = {setting.outcome for setting in settings}
     outcome: Outcome = "leaks" if "leaks" in outcomes else "inconclusive"
@@ -131,21 +132,21 @@ def _doubts_of_all(rows: list[Row], total: int, settings: list[SettingVerdict], 
     return doubts
 
 
-def _ended_budget(plan: Mapping[str, Any] | int | None) -> str | None:
-    budget = plan.get("budget") if isinstance(plan, Mapping) else None
+def _ended_budget(plan: Mapping[str, Any]) -> str | None:
+    budget = plan.get("budget")
     return budget if isinstance(budget, str) else None
 
 
-def _spared(plan: Mapping[str, Any] | int | None) -> tuple[dict[Scenario, int], int]:
+def _spared(plan: Mapping[str, Any]) -> tuple[dict[Scenario, int], int]:
     """Count attempts that a time budget was not spent on, by setting, and all such jobs with their controls."""
-    told = mapping(plan.get("spared")) if isinstance(plan, Mapping) else {}
+    told = mapping(plan.get("spared"))
     attempts = [mapping(entry) for entry in told.get("attempts") or ()]
     cells = {Scenario(str(entry["protocol"]), str(entry["defense"])): int(entry["jobs"]) for entry in attempts}
     return cells, sum(cells.values()) + int(told.get("controls") or 0)
 
 
 def _expectations(
-    rows: list[Row], plan: Mapping[str, Any] | int | None, policy: Policy
+    rows: list[Row], plan: Mapping[str, Any], policy: Policy
 ) -> tuple[int, dict[Scenario, Expected], set[str]]:
     """Count the jobs that should be there, in all and per setting; name the protocols with a floor by theory."""
     grid: dict[Scenario, set[tuple[Any, ...]]] = defaultdict(set)
@@ -155,9 +156,8 @@ def _expectations(
     widest = len(set().union(*grid.values())) if grid else 0
     # Positions count the plan from 0, so a gap in them is a job without a row.
     total = max((row.position + 1 for row in rows), default=0)
-    known: Mapping[str, Any] = plan if isinstance(plan, Mapping) else {"total": plan or 0}
-    total, entries = max(total, int(known.get("total", 0))), known.get("settings", [])
-    facts: dict[str, Any] = {"examples": int(known.get("examples", 0)), "budget": _ended_budget(plan)}
+    total, entries = max(total, int(plan.get("total", 0))), plan.get("settings", [])
+    facts: dict[str, Any] = {"examples": int(plan.get("examples", 0)), "budget": _ended_budget(plan)}
     spared, _ = _spared(plan)
     cells = {
         cell: Expected(
@@ -174,9 +174,9 @@ def _expectations(
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor
 
 
-def _required(plan: Mapping[str, Any] | int | None, protocol: str, policy: Policy) -> frozenset[str] | None:
+def _required(plan: Mapping[str, Any], protocol: str, policy: Policy) -> frozenset[str] | None:
     """Name standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
-    names = mapping(plan.get("standard")).get(protocol) if isinstance(plan, Mapping) else None
+    names = mapping(plan.get("standard")).get(protocol)
     return None if names is None else frozenset(texts(names)) - set(policy.waive)
 
 

@@ -128,7 +128,8 @@ class _Actors(Crew[_Actor]):
             elif asked[answer] in self._workers:
                 self._listen(asked[answer])
         self._stop_overdue()
-        self._ask_board()
+        if self._board is not None and self._posted is None and time.monotonic() >= self._look_at:
+            self._posted = self._board.take.remote()
         self._check_nodes()
 
     def _wait_seconds(self) -> float:
@@ -168,10 +169,6 @@ class _Actors(Crew[_Actor]):
         worker.answer = None
         with contextlib.suppress(self._ray.exceptions.RayError):
             self._ray.kill(worker.actor, no_restart=True)
-
-    def _ask_board(self) -> None:
-        if self._board is not None and self._posted is None and time.monotonic() >= self._look_at:
-            self._posted = self._board.take.remote()
 
     def _read_board(self) -> None:
         posted: dict[str, Any] = {}

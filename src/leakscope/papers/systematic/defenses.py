@@ -94,14 +94,6 @@ def protection(name: str) -> tuple[Defense | None, int | None]:
     return made[kind], None
 
 
-def run_table_7(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    return _run_attacks(published(7), _OURS, scale, seed, progress)
-
-
-def run_table_8(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
-    return _run_attacks(published(8), _WITHOUT, scale, seed, progress)
-
-
 def run_table_4(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
     rows = [{**row, "measure": "rmse_maxnorm", "mean": row["rmse_maxnorm"], "spread": ""} for row in published(4)]
     return _run_attacks(rows, "", scale, seed, progress)
@@ -189,7 +181,7 @@ TABLES = (
     ),
     PaperTable(
         "systematic/table7",
-        run_table_7,
+        lambda scale, seed, progress: _run_attacks(published(7), _OURS, scale, seed, progress),
         "PSNR and RMSE of the drawing attack with features under each defence, local steps included",
         PAPER,
         title="The whole attack under each defence",
@@ -197,7 +189,7 @@ TABLES = (
     ),
     PaperTable(
         "systematic/table8",
-        run_table_8,
+        lambda scale, seed, progress: _run_attacks(published(8), _WITHOUT, scale, seed, progress),
         "the same without features",
         PAPER,
         title="The attack without features under each defence",
