@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -57,6 +57,20 @@ class Roughness:
             total.narrow(axis, 1, length - 1).add_(step)
             total.narrow(axis, 0, length - 1).sub_(step)
         return self.weight**2 * total.reshape(flat.shape)
+
+
+class SmoothMap(Protocol):
+    """A map from a flat row of ``unknowns`` to ``entries`` numbers that has a derivative."""
+
+    @property
+    def unknowns(self) -> int: ...
+
+    @property
+    def entries(self) -> int: ...
+
+    def __call__(self, flat: Tensor, /) -> Tensor: ...
+
+    def linearise(self, flat: Tensor, /) -> Linearisation: ...
 
 
 class Solved(NamedTuple):
@@ -178,7 +192,7 @@ class LevenbergMarquardt:
 
     def run(
         self,
-        mapping: GradientMap,
+        mapping: SmoothMap,
         observed: Tensor,
         start: Tensor,
         *,
@@ -221,7 +235,7 @@ class LevenbergMarquardt:
                 mu *= 10
             at_rest = value <= enough or length < REST
             small = mapping.unknowns <= self.dense and mapping.unknowns * mapping.entries <= MAX_WORK
-            if not newton.met and not at_rest and small:
+            if not newton.met and not at_rest and small and isinstance(mapping, GradientMap):
                 # The step is taken as far as it goes; from the new point on, the Jacobian helps.
                 helper = Preconditioner(mapping, x, mu * diagonal, prior)
                 diagonal = helper.mean_diagonal or diagonal

@@ -137,6 +137,24 @@ class GatedNetwork:
             values[later] = apply_step(step, [values[n] for n in step.sources], gate, bias=True)
         return Ahead(values, gates)
 
+    def received(self, number: int, value: Tensor, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Return what ReLUs of ``known`` value receive that see the value of one step past other known values."""
+        values, found, seen = {number: value, **known}, dict[int, Tensor](), {number}
+        for later in range(number + 1, 1 + max(known, default=number)):
+            step = self.steps[later]
+            if not step.sources or any(source not in values for source in step.sources):
+                continue
+            sees = any(source in seen for source in step.sources)
+            if later in known:
+                if sees and step.kind == "relu":
+                    found[later] = values[step.sources[0]]
+                continue
+            held = [values[source] for source in step.sources]
+            values[later] = apply_step(step, held, _gate(step, held[0]), bias=True)
+            if sees:
+                seen.add(later)
+        return found
+
     def held(
         self, x: Tensor, gates: Gates, *, bias: bool, slack: Mapping[int, Tensor] | None = None
     ) -> tuple[dict[int, Tensor], Tensor]:

@@ -27,7 +27,7 @@ import torch
 
 from leakscope.attacks.candidates import Stage
 from leakscope.attacks.head_first.case import Case
-from leakscope.attacks.head_first.convolutions import PeelConvolutions
+from leakscope.attacks.head_first.convolutions import InvertValues, PeelConvolutions
 from leakscope.attacks.head_first.noise import MostProbable
 from leakscope.attacks.head_first.stages import (
     DecodeMasks,
@@ -47,6 +47,7 @@ STAGES: tuple[Stage[Case], ...] = (
     SolveHead(),
     PeelDense(),
     PeelConvolutions(),
+    InvertValues(),
     SearchBelow(),
     DecodeMasks(),
     GaussNewtonSteps(),
@@ -78,7 +79,8 @@ class HeadFirst(Attack):
             stages = tuple(group)
             for _ in range(case.rounds if repeated else 1):
                 for stage in stages:
-                    case.take(stage)
+                    if not case.solved:
+                        case.take(stage)
                 if case.settled:
                     break
         return case.result()

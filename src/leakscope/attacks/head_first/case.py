@@ -22,6 +22,7 @@ from leakscope.equations.gated_inverse import WORK, GatedProblem
 from leakscope.equations.noise_test import NoiseTest
 from leakscope.matching import DirectionL1, Victim
 from leakscope.matching.held import DroppedMatching, HeldMatching, searched_layers
+from leakscope.matching.known_values import KnownValues
 from leakscope.matching.unexplained import unexplained
 from leakscope.matching.victim import forward_flops
 from leakscope.network.gates import read_gated
@@ -60,6 +61,7 @@ class Case:
         self.update = dict(observation.message.update)
         self.like = next(iter(self.update.values()))
         self.held: Embedding | None = None
+        self.known: KnownValues | None = None
         self.best: Candidate | None = None
         self.latest: Candidate | None = None
         self.noise: NoiseTest | None = None
@@ -180,6 +182,10 @@ class Case:
         return self.attack.tries if exact or self.pruned else min(self.attack.tries, NOISY_TRIES)
 
     @property
+    def solved(self) -> bool:
+        return self.best is not None and self.best.residual < SETTLED
+
+    @property
     def settled(self) -> bool:
         """Return whether another round has nothing to gain, or takes too long."""
         if self.best is None or self.below is None:
@@ -219,6 +225,11 @@ class Case:
         victim = self.victim
         update, _ = victim.gradient(victim.tensors, inputs, self.targets if targets is None else targets, held)
         return float(DirectionL1()(self.update, victim.sent_update(update, victim.tensors)))
+
+    def whole(self, inputs: Tensor) -> float:
+        """Return what inputs leave of the whole update in float64, with the labels that are held."""
+        wide = self.observation.to(dtype=torch.float64)
+        return unexplained(wide, inputs.detach().to(wide.device).double(), self.targets.to(wide.device))
 
     def told(self, steps: int) -> Progress | None:
         """Report ``steps`` further steps; how many there will be in all depends on what they find."""

@@ -7,26 +7,33 @@ cut is the observed one is right.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leakscope.attacks.candidates import Candidate, Stage
+from leakscope.attacks.candidates import Candidate, Stage, certify
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.embedding import Embedding
 from leakscope.equations.peeling import Cut, Peel, peel
+from leakscope.matching.known_values import KnownValues
 from leakscope.network.gates import GatedNetwork, read_gated
 from leakscope.network.layers import Head, find_head
 
 #: How far the derivative at the cut may be from that of the best label (sine of the angle).
 RIGHT_LABEL = 1e-2
+#: Levenberg-Marquardt steps from near to where float32 ends: about 150 products each.
+NEWTON_STEPS = 10
+#: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
+FREE_PRODUCTS = 400
 
 
 class PeelConvolutions(Stage[Case]):
@@ -51,14 +58,50 @@ class PeelConvolutions(Stage[Case]):
 
     def propose(self, case: Case) -> Iterator[Candidate]:
         try:
-            case.hold(recover_at_convolution(case.observation))
+            held, case.known = recover_at_convolution(case.observation)
+            case.hold(held)
         except NotApplicable as error:
             case.notes.append(f"convolutions were not peeled: {error}")
         return iter(())
 
 
-def recover_at_convolution(observation: Observation) -> Embedding:
-    """Recover what the lowest convolution that the peel reaches received; NotApplicable says why there is none."""
+class InvertValues(Stage[Case]):
+    """Find each example from what the peel knows of the layers above it; the whole update is replayed."""
+
+    def applies(self, case: Case) -> bool:
+        return case.known is not None
+
+    def propose(self, case: Case) -> Iterator[Candidate]:
+        known, held, steps = case.known, case.held, case.attack.iterations
+        assert known is not None
+        assert held is not None
+        narrow, rows, left = known.to(torch.float32), list[Tensor](), 0.0
+        tell = case.told(steps * len(held.features))
+        for number in range(len(held.features)):
+            one = narrow.example(number)
+            found, share = one.finish(one.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
+            rows.append(found.double())
+            left = max(left, share)
+            if tell is not None:
+                tell(steps * (number + 1), steps * len(held.features), left)
+        flat = torch.cat(rows)
+        inputs = case.observation.inputs.project(known.inputs.from_unit(flat.reshape(known.shape)))
+        method = f"values at {held.layer}"
+        candidate = case.candidate(inputs, method, residual=left)
+        share = case.whole(inputs)
+        proofs = certify(
+            *(case.observation, inputs, held.labels, share),
+            *(lambda: known.free_directions(flat, limit=FREE_PRODUCTS), method),
+        )
+        case.latest = dataclasses.replace(candidate, residual=share, certificates=proofs)
+        yield case.latest
+
+
+def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownValues]:
+    """Recover what the lowest convolution that the peel reaches received, and all values that it knows.
+
+    NotApplicable says why there is none.
+    """
     try:
         head = find_head(observation.model, observation.input_shape, observation.num_classes)
     except ValueError as error:
@@ -68,10 +111,14 @@ def recover_at_convolution(observation: Observation) -> Embedding:
     network = read_gated(observation.model, observation.input_shape, head.module_name)
     gradients = {name: value.detach().cpu() for name, value in observation.message.update.items()}
     found = peel(network, gradients, observation.num_examples or 1)
-    return _embedding(observation, head, network, found)
+    held, order = _embedding(observation, head, network, found)
+    values = {step: value[order] for step, value in found.values.items() if network.steps[step].kind == "relu"}
+    return held, KnownValues(network, values, observation.inputs)
 
 
-def _embedding(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> Embedding:
+def _embedding(
+    observation: Observation, head: Head, network: GatedNetwork, found: Peel
+) -> tuple[Embedding, Tensor]:
     cut = found.cuts[-1]
     reader = next(layer for layer in network.layers if network.steps[layer.step].sources[0] == cut.step)
     module = observation.model.get_submodule(head.module_name)
@@ -83,7 +130,7 @@ def _embedding(observation: Observation, head: Head, network: GatedNetwork, foun
     if apart > RIGHT_LABEL:
         raise NotApplicable(f"no label explains the derivative at {network.steps[reader.step].name!r}")
     order = _order(observation, labels)
-    return Embedding(
+    held = Embedding(
         output_gradients=output_gradients[order],
         features=cut.values.flatten(1)[order],
         adjoints=cut.signals.flatten(1)[order],
@@ -100,6 +147,7 @@ def _embedding(observation: Observation, head: Head, network: GatedNetwork, foun
             f"the peel ended: {found.ended}",
         ),
     )
+    return held, order
 
 
 def _order(observation: Observation, labels: Tensor) -> Tensor:

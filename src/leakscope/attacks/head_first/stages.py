@@ -92,7 +92,7 @@ class SearchBelow(Stage[Case]):
     repeats = True
 
     def applies(self, case: Case) -> bool:
-        return case.below is not None
+        return case.below is not None and case.known is None
 
     def propose(self, case: Case) -> Iterator[Candidate]:
         assert case.held is not None
