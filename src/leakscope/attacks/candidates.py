@@ -61,6 +61,11 @@ class Candidate:
     notes: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def proved(self) -> bool:
+        """Return whether there is a certificate of every example, and each holds."""
+        return bool(self.certificates) and all(one.holds for one in self.certificates)
+
     def better_than(self, other: Candidate | None) -> bool:
         """Prefer the more probable, the smaller residual where it is small, then what leaves less of the update.
 

@@ -226,7 +226,7 @@ class MatchUpdate(Stage[Case]):
                 case.notes.append(f"the whole update is not matched: {str(error).strip().splitlines()[0]}")
                 return
             case.steps += result.info["steps"] - rival.iterations  # it may have come to rest early
-            known = alone and (len(rivals) == 1 or result.labels is None)
+            known = alone and case.best is None and (len(rivals) == 1 or result.labels is None)
             inputs = result.inputs.detach().to(case.like)
             yield Candidate(
                 inputs=inputs,

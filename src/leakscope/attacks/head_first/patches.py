@@ -1,0 +1,121 @@
+"""The stage of ``head-first`` that solves for one image behind a patch embedding with learned positions (ViT).
+
+One least squares gives the patches (:mod:`leakscope.equations.patch_embedding`); no head, label or layer above enters.
+The certificate needs all of them: the whole update is replayed, for a system with as many units as tokens fits anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from leakscope.attacks.candidates import Candidate, Stage, certify
+from leakscope.attacks.gradient_matching import several_steps
+from leakscope.attacks.head_first.case import Case
+from leakscope.contracts.channel import Channel
+from leakscope.contracts.errors import NotApplicable
+from leakscope.contracts.observation import Observation
+from leakscope.contracts.task import outputs_of
+from leakscope.equations.patch_embedding import SolvedPatches, solve_patches
+from leakscope.matching.determinacy import ACCURATE
+from leakscope.network.patches import PatchEmbedding, find_patches
+from leakscope.network.recorder import record_layers, twin_of
+
+PATCHES = "patch embedding"
+#: The expected error, as a share of the range, up to which solved patches are proposed: 26 dB. Searches of a ViT end at
+#: 13 to 28 dB, and a worse start than theirs would cost them.
+NEAR = 0.05
+#: The share of the update that proposed inputs may leave. Patches of noise leave 1 and more.
+LEFT = 0.3
+
+
+class SolvePatches(Stage[Case]):
+    """Solve the patch embedding of one image, whatever the head tells."""
+
+    def applies(self, case: Case) -> bool:
+        seen, channel = case.observation, case.observation.channel or Channel()
+        altered = channel.mixed > 1 or channel.unreliable or channel.rounding != "none" or channel.dropped_layers
+        return (
+            seen.num_examples == 1
+            and not altered
+            and not several_steps(seen)
+            and not seen.has_rounds
+            and not channel.survivors(seen.message.update)
+            and not seen.inputs.discrete
+        )
+
+    def propose(self, case: Case) -> Iterator[Candidate]:
+        try:
+            inputs, solved = recover_patches(case.observation)
+        except NotApplicable as error:
+            case.notes.append(f"no patch embedding was solved: {error}")
+            return
+        labels = find_label(case.observation, inputs)
+        distance = math.inf if labels is None else case.distance(inputs, labels)
+        if labels is not None and distance > LEFT:
+            case.notes.append(f"the patch embedding was solved, but its image leaves {distance:.0%} of the update")
+            return
+        found = Candidate(inputs=inputs, method=PATCHES, distance=distance, labels=labels)
+        free = (solved.free_directions(ACCURATE),)
+        proofs = certify(case.observation, inputs, labels, solved.residual, free, PATCHES)
+        if proofs and proofs[0].holds:
+            found = dataclasses.replace(found, certificates=proofs, residual=solved.residual)
+        else:
+            case.notes.append(f"the patch embedding was solved up to an expected error of {solved.error:.1e}")
+        yield found
+
+
+def recover_patches(observation: Observation) -> tuple[Tensor, SolvedPatches]:
+    """Recover the image, and how well it is determined; NotApplicable says why there is none."""
+    update = observation.message.update
+    place = find_patches(observation.model, observation.input_shape, update)
+    gradient = update[place.weight].flatten(1).cpu()
+    bias = None if place.bias is None else update[place.bias].cpu()
+    grey, span = _prior(observation, place)
+    solved = solve_patches(place.signals(update[place.position].cpu()), gradient, bias, grey, span)
+    if solved.error > NEAR:
+        tokens, units = place.tokens, len(gradient)
+        known = int((solved.errors <= NEAR).sum())
+        raise NotApplicable(f"{units} units determine {known} of {tokens} patches beyond noise")
+    image = place.image(solved.patches).reshape(1, *observation.input_shape)
+    return observation.inputs.project(image.to(next(iter(update.values())))), solved
+
+
+def _prior(observation: Observation, place: PatchEmbedding) -> tuple[Tensor, float]:
+    """Return the patches of a grey image, and how far those of black and white are apart."""
+    unit = torch.zeros((1, *observation.input_shape), dtype=torch.float64)
+    black, grey, white = (place.patches(observation.inputs.from_unit(unit + level).flatten()) for level in (0, 0.5, 1))
+    return grey, float((white - black)[place.pixel >= 0].square().mean().sqrt())
+
+
+def find_label(observation: Observation, inputs: Tensor) -> Tensor | None:
+    """Return the label: the known one, or the class whose gradient at the last layer points where the observed one does."""
+    if observation.labels is not None or not observation.task.has_classes:
+        return observation.labels
+    twin = twin_of(observation.model).eval()
+    last = _last_parameters(twin, inputs, observation.message.update)
+    observed = torch.cat([observation.message.update[name].flatten() for name in last])
+    best, label = -math.inf, None
+    with torch.enable_grad():
+        outputs = outputs_of(twin(inputs))
+        for target in range(max(2, observation.num_classes)):
+            targets = torch.tensor([target], device=inputs.device)
+            loss = observation.task.loss(outputs, targets, observation.reduction)
+            parts = torch.autograd.grad(loss, list(last.values()), retain_graph=True, materialize_grads=True)
+            cosine = float(torch.cosine_similarity(torch.cat([part.flatten() for part in parts]), observed, dim=0))
+            if cosine > best:
+                best, label = cosine, targets
+    return label
+
+
+def _last_parameters(model: nn.Module, inputs: Tensor, update: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Return the parameters of the last layer of which the update tells anything: the shortest way back from the loss."""
+    told = {id(p): (name, p) for name, p in model.named_parameters() if bool(update.get(name, torch.zeros(1)).any())}
+    for call in reversed(record_layers(model, inputs, evaluate=True).calls):
+        if own := [told[id(p)] for p in call.module.parameters(recurse=False) if id(p) in told]:
+            return dict(own)
+    raise NotApplicable("the update says nothing of any layer")
