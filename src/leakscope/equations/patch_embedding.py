@@ -4,9 +4,9 @@ Positions are added to the embedding's outputs, so that their gradient *is* the 
 these outputs. The weights' gradient is dW = D'P for the T patches P (T, inputs): linear least squares, d equations for
 T unknowns in each column. A bias has the gradient D'1, which checks D itself.
 
-With the singular values s_i of D and noise of level n on the entries of dW, direction i of P has the error n / s_i. n is
-what the equations leave, where there are more than unknowns. Directions that noise hides are taken from a prior (grey,
-with the spread of pixels), by Wiener's filter: min |D'P - dW|^2 / n^2 + |P - grey|^2 / spread^2.
+Noise of level n on the entries of dW makes an error of n / s_i along the direction of D's singular value s_i. Where
+there are more equations than unknowns, n is what they leave. Directions that noise hides are taken from a prior (grey,
+with the spread of pixels) by Wiener's filter: min |D'P - dW|^2 / n^2 + |P - grey|^2 / spread^2.
 """
 
 from __future__ import annotations

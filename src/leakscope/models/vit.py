@@ -59,10 +59,11 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _check_sizes(model: str, layers: str, **sizes: int) -> None:
+def _check_sizes(model: str, /, **sizes: int) -> None:
     for name, value in sizes.items():
         positive_int(value, f"{model}: {name}")
-    PIECES.check(f"{model}: {layers}", sizes[layers])
+    for name in sizes.keys() & {"layers", "depth"}:
+        PIECES.check(f"{model}: {name}", sizes[name])
     if sizes["dim"] % sizes["heads"]:
         got = f"dim={sizes['dim']} and heads={sizes['heads']}"
         raise UserError(f"{model}: dim must be a multiple of heads, got {got}")
@@ -86,7 +87,7 @@ class StandardVisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = image_shape("vit", input_shape)
-        _check_sizes("vit", "depth", patch=patch, dim=dim, depth=depth, heads=heads, mlp_ratio=mlp_ratio)
+        _check_sizes("vit", patch=patch, dim=dim, depth=depth, heads=heads, mlp_ratio=mlp_ratio)
         if pool not in ("class", "mean"):
             raise UserError(f"vit: pool: expected 'class' or 'mean', got {pool!r}")
         self.patch = patch
@@ -135,7 +136,7 @@ class VisionTransformer(nn.Module):
     ) -> None:
         super().__init__()
         channels, height, width = image_shape("s3-vit", input_shape)
-        _check_sizes("s3-vit", "layers", dim=dim, heads=heads, layers=layers, mlp_ratio=mlp_ratio)
+        _check_sizes("s3-vit", dim=dim, heads=heads, layers=layers, mlp_ratio=mlp_ratio)
         self.patch = (height, width)
         if patch_size is not None:
             size = positive_int(patch_size, "s3-vit: patch_size")

@@ -7,7 +7,7 @@ shifted and scaled at most. A parameter holds positions where its derivative is,
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.contracts.task import outputs_of
 from leakscope.network.recorder import Call, inputs_of, record_layers, twin_of
 
 #: How far two rows may be apart, relative to their size, to count as the same derivative in float32. The derivative of
@@ -51,7 +50,7 @@ class PatchEmbedding:
 
     def signals(self, gradient: Tensor) -> Tensor:
         """Return the derivative (T, d) by the layer's outputs from that by the positions."""
-        units = gradient.numel() // self._count(gradient)
+        units = _sizes(gradient)[0 if self.units_first else -1]
         return self.factor * _rows(gradient, units, self.units_first)[self.rows]
 
     def patches(self, image: Tensor) -> Tensor:
@@ -66,13 +65,9 @@ class PatchEmbedding:
         total = values.new_zeros(size).index_add_(0, self.pixel[seen], values)
         return total / torch.bincount(self.pixel[seen], minlength=size)
 
-    def _count(self, gradient: Tensor) -> int:
-        sizes = [size for size in gradient.shape if size > 1]
-        return gradient.numel() // (sizes[0] if self.units_first else sizes[-1])
-
 
 def find_patches(model: nn.Module, input_shape: tuple[int, ...], trained: Collection[str]) -> PatchEmbedding:
-    """Find the patch embedding and the positions among the ``trained`` parameters; NotApplicable says why there are none.
+    """Find the patch embedding, and positions among the ``trained`` parameters; NotApplicable says why there are none.
 
     >>> class Net(nn.Module):
     ...     def __init__(self):
@@ -88,16 +83,15 @@ def find_patches(model: nn.Module, input_shape: tuple[int, ...], trained: Collec
     """
     like = next(model.parameters())
     draws = torch.Generator().manual_seed(0)
-    # Small, so that no activation is saturated.
-    probe = torch.rand((1, *input_shape), generator=draws).to(like)
-    call = _first_layer(model, probe)
+    probe = torch.rand((1, *input_shape), generator=draws).to(like).requires_grad_()
+    record = record_layers(model, probe, evaluate=True, differentiable=True)
+    call = _first_layer(record.calls)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    layer = call.module
-    weight, bias = (names.get(id(getattr(layer, kind))) for kind in ("weight", "bias"))
-    if weight not in trained:
-        raise NotApplicable(f"the first layer {call.name!r} is frozen: the update says nothing of it")
-    pixel, scale, shift = _pixels(model, layer, probe)
-    position, rows, factor, units_first = _positions(model, call, probe, len(pixel), trained)
+    weight, bias = (names.get(id(getattr(call.module, kind))) for kind in ("weight", "bias"))
+    if weight is None or weight not in trained:
+        raise NotApplicable(f"the update says nothing of the first layer {call.name!r}")
+    pixel, scale, shift = _pixels(model, call, probe.detach())
+    position, rows, factor, units_first = _positions(model, call, record.outputs, len(pixel), trained)
     return PatchEmbedding(
         layer=call.name,
         weight=weight,
@@ -112,12 +106,11 @@ def find_patches(model: nn.Module, input_shape: tuple[int, ...], trained: Collec
     )
 
 
-def _first_layer(model: nn.Module, probe: Tensor) -> Call:
-    calls = record_layers(model, probe, evaluate=True).calls
+def _first_layer(calls: Sequence[Call]) -> Call:
     if not calls:
         raise NotApplicable("the model runs no layer with parameters")
     first, layer = calls[0], calls[0].module
-    plain = isinstance(layer, nn.Conv2d) and layer.groups == 1 and layer.padding_mode == "zeros"
+    plain = isinstance(layer, nn.Conv2d) and layer.groups == 1 and not isinstance(layer.padding, str)
     if not plain and not isinstance(layer, nn.Linear):
         raise NotApplicable(f"the first layer {first.name!r} ({type(layer).__name__}) is no patch embedding")
     if sum(call.module is layer for call in calls) > 1:
@@ -130,21 +123,19 @@ def _read(layer: nn.Module, values: Tensor) -> Tensor:
     if isinstance(layer, nn.Linear):
         return values.reshape(-1, layer.in_features)
     assert isinstance(layer, nn.Conv2d)
-    if isinstance(layer.padding, str):
-        raise NotApplicable("the first convolution pads by itself, so it is no patch embedding")
-    options = {"dilation": layer.dilation, "padding": layer.padding, "stride": layer.stride}
-    return F.unfold(values, layer.kernel_size, **options)[0].T
+    assert not isinstance(layer.padding, str)
+    return F.unfold(values, layer.kernel_size, layer.dilation, layer.padding, layer.stride)[0].T
 
 
-def _pixels(model: nn.Module, layer: nn.Module, probe: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return which pixel each input of the layer is at each token, its scale, and its shift, from four passes."""
+def _pixels(model: nn.Module, call: Call, probe: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return which pixel each input of the layer is at each token, its scale, and its shift, from short passes."""
     twin = twin_of(model).eval()
-    path = next(name for name, module in model.named_modules() if module is layer)
+    layer = twin.get_submodule(call.name)
     size = probe[0].numel()
 
     def read(image: Tensor) -> Tensor:
         with torch.no_grad():
-            values = inputs_of(twin.get_submodule(path), twin, image.reshape(probe.shape))
+            values = inputs_of(layer, twin, image.reshape(probe.shape))
             return _read(layer, values).double().cpu()
 
     shift = read(torch.zeros_like(probe))
@@ -154,10 +145,11 @@ def _pixels(model: nn.Module, layer: nn.Module, probe: Tensor) -> tuple[Tensor, 
     # The place of a pixel in two digits, which float32 holds exactly enough.
     base = math.ceil(math.sqrt(size))
     places = torch.arange(size, device=probe.device)
-    digits = [
-        ((read((digit / base).to(probe)) - shift) / scale * base).round().long() for digit in (places // base, places % base)
-    ]
-    pixel = (digits[0] * base + digits[1]).masked_fill(constant, -1)
+    high, low = (
+        ((read((digit / base).to(probe)) - shift) / scale * base).round().long()
+        for digit in (places // base, places % base)
+    )
+    pixel = (high * base + low).masked_fill(constant, -1)
     if bool((pixel >= size).any()) or bool((pixel < -1).any()):
         raise NotApplicable("the inputs of the first layer are not the pixels of the image one by one")
     scale = scale.masked_fill(constant, 0.0)
@@ -174,46 +166,46 @@ def _rows(values: Tensor, units: int, units_first: bool) -> Tensor:
 
 
 def _positions(
-    model: nn.Module, call: Call, probe: Tensor, tokens: int, trained: Collection[str]
+    model: nn.Module, call: Call, outputs: Tensor, tokens: int, trained: Collection[str]
 ) -> tuple[str, Tensor, float, bool]:
     """Find the parameter whose derivative holds that of the layer's outputs, as rows or columns, times one factor."""
-    units = call.module.weight.shape[0]
-    twin = twin_of(model).eval()
-    owned = {id(p) for m in twin.modules() if isinstance(m, nn.Linear | nn.Conv2d) for p in m.parameters(recurse=False)}
+    assert isinstance(call.module, nn.Linear | nn.Conv2d)
+    units = len(call.module.weight)
+    plain = (module for module in model.modules() if isinstance(module, nn.Linear | nn.Conv2d))
+    owned = {id(parameter) for module in plain for parameter in module.parameters(recurse=False)}
     fitting = {
         name: parameter
-        for name, parameter in twin.named_parameters()
-        if name in trained and id(parameter) not in owned and parameter.numel() >= tokens * units
+        for name, parameter in model.named_parameters()
+        if name in trained
+        and parameter.requires_grad
+        and id(parameter) not in owned
+        and parameter.numel() >= tokens * units
+        and units in (_sizes(parameter)[0], _sizes(parameter)[-1])
     }
-    fitting = {name: p for name, p in fitting.items() if units in (p.shape[-1], _squeezed(p)[0])}
     if not fitting:
-        raise NotApplicable("the update has no learned position embedding: fixed, relative or frozen positions")
-    outputs: list[Tensor] = []
-    twin.get_submodule(call.name).register_forward_hook(lambda _module, _inputs, output: outputs.append(output))
+        raise NotApplicable("no learned position embedding is in the update: fixed, relative or frozen positions")
+    weights = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(1)).to(outputs)
     with torch.enable_grad():
-        probe = probe.clone().requires_grad_()  # so that the layer's output has a derivative if it is frozen
-        answer = outputs_of(twin(probe))
-        draws = torch.Generator().manual_seed(1)
-        weights = torch.randn(answer.shape, generator=draws).to(answer)
-        found = torch.autograd.grad((answer * weights).sum(), [outputs[0], *fitting.values()], materialize_grads=True)
-    signals = _rows(found[0], units, isinstance(call.module, nn.Conv2d))
-    for name, gradient in zip(fitting, found[1:], strict=True):
+        value = (outputs * weights).sum()
+    signals, *found = torch.autograd.grad(value, [call.output, *fitting.values()], materialize_grads=True)
+    signals = _rows(signals, units, isinstance(call.module, nn.Conv2d))
+    if not bool(signals.any(1).all()):
+        raise NotApplicable("nothing comes back to some patches: the weights above them are zero")
+    for name, gradient in zip(fitting, found, strict=True):
         for units_first in (False, True):
-            if gradient.numel() % units == 0:
-                match = _match(signals, _rows(gradient, units, units_first))
-                if match is not None:
-                    return name, match[0].cpu(), match[1], units_first
+            if match := _match(signals, _rows(gradient, units, units_first)):
+                return name, match[0].cpu(), match[1], units_first
     raise NotApplicable("no parameter of the update is added to the outputs of the patch embedding")
 
 
-def _squeezed(parameter: Tensor) -> tuple[int, ...]:
+def _sizes(parameter: Tensor) -> tuple[int, ...]:
     return tuple(size for size in parameter.shape if size > 1) or (1,)
 
 
 def _match(signals: Tensor, rows: Tensor) -> tuple[Tensor, float] | None:
     """Return which of the rows the signals are, and their common factor; None where they are not."""
     signals, rows = signals.double(), rows.double()
-    if len(rows) < len(signals) or not bool(signals.any(1).all()):
+    if len(rows) < len(signals):
         return None
     place = (F.normalize(signals, dim=1) @ F.normalize(rows, dim=1).T).argmax(1)
     chosen = rows[place]

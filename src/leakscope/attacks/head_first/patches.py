@@ -1,14 +1,14 @@
 """The stage of ``head-first`` that solves for one image behind a patch embedding with learned positions (ViT).
 
 One least squares gives the patches (:mod:`leakscope.equations.patch_embedding`); no head, label or layer above enters.
-The certificate needs all of them: the whole update is replayed, for a system with as many units as tokens fits anything.
+The certificate needs all of them: the whole update is replayed, for a square system fits anything.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,10 @@ from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.task import outputs_of
 from leakscope.equations.patch_embedding import SolvedPatches, solve_patches
 from leakscope.matching.determinacy import ACCURATE
 from leakscope.network.patches import PatchEmbedding, find_patches
-from leakscope.network.recorder import record_layers, twin_of
+from leakscope.network.recorder import Call, record_layers
 
 PATCHES = "patch embedding"
 #: The expected error, as a share of the range, up to which solved patches are proposed: 26 dB. Searches of a ViT end at
@@ -55,18 +54,18 @@ class SolvePatches(Stage[Case]):
             case.notes.append(f"no patch embedding was solved: {error}")
             return
         labels = find_label(case.observation, inputs)
-        distance = math.inf if labels is None else case.distance(inputs, labels)
-        if labels is not None and distance > LEFT:
-            case.notes.append(f"the patch embedding was solved, but its image leaves {distance:.0%} of the update")
-            return
-        found = Candidate(inputs=inputs, method=PATCHES, distance=distance, labels=labels)
         free = (solved.free_directions(ACCURATE),)
         proofs = certify(case.observation, inputs, labels, solved.residual, free, PATCHES)
-        if proofs and proofs[0].holds:
-            found = dataclasses.replace(found, certificates=proofs, residual=solved.residual)
-        else:
-            case.notes.append(f"the patch embedding was solved up to an expected error of {solved.error:.1e}")
-        yield found
+        found = Candidate(inputs=inputs, method=PATCHES, distance=solved.residual, labels=labels, certificates=proofs)
+        if found.proved:
+            yield dataclasses.replace(found, residual=solved.residual)
+            return
+        left = math.inf if labels is None else case.distance(inputs, labels)
+        if labels is not None and left > LEFT:
+            case.notes.append(f"the patch embedding was solved, but its image leaves {left:.0%} of the update")
+            return
+        case.notes.append(f"the patch embedding was solved, with an expected error of {solved.error:.1e}")
+        yield dataclasses.replace(found, distance=left, certificates=())
 
 
 def recover_patches(observation: Observation) -> tuple[Tensor, SolvedPatches]:
@@ -93,29 +92,31 @@ def _prior(observation: Observation, place: PatchEmbedding) -> tuple[Tensor, flo
 
 
 def find_label(observation: Observation, inputs: Tensor) -> Tensor | None:
-    """Return the label: the known one, or the class whose gradient at the last layer points where the observed one does."""
+    """Return the known label, or the class whose gradient at the last layer points where the observed one does."""
     if observation.labels is not None or not observation.task.has_classes:
         return observation.labels
-    twin = twin_of(observation.model).eval()
-    last = _last_parameters(twin, inputs, observation.message.update)
-    observed = torch.cat([observation.message.update[name].flatten() for name in last])
+    update = observation.message.update
+    record = record_layers(observation.model, inputs, evaluate=True, differentiable=True)
+    last = _last_parameters(observation.model, record.calls, update)
+    if not last:
+        return None
+    observed = torch.cat([update[name].flatten() for name in last])
     best, label = -math.inf, None
-    with torch.enable_grad():
-        outputs = outputs_of(twin(inputs))
-        for target in range(max(2, observation.num_classes)):
-            targets = torch.tensor([target], device=inputs.device)
-            loss = observation.task.loss(outputs, targets, observation.reduction)
-            parts = torch.autograd.grad(loss, list(last.values()), retain_graph=True, materialize_grads=True)
-            cosine = float(torch.cosine_similarity(torch.cat([part.flatten() for part in parts]), observed, dim=0))
-            if cosine > best:
-                best, label = cosine, targets
+    for target in range(max(2, observation.num_classes)):
+        targets = torch.tensor([target], device=inputs.device)
+        with torch.enable_grad():
+            loss = observation.task.loss(record.outputs, targets, observation.reduction)
+        parts = torch.autograd.grad(loss, list(last.values()), retain_graph=True, materialize_grads=True)
+        cosine = float(torch.cosine_similarity(torch.cat([part.flatten() for part in parts]), observed, dim=0))
+        if cosine > best:
+            best, label = cosine, targets
     return label
 
 
-def _last_parameters(model: nn.Module, inputs: Tensor, update: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
-    """Return the parameters of the last layer of which the update tells anything: the shortest way back from the loss."""
-    told = {id(p): (name, p) for name, p in model.named_parameters() if bool(update.get(name, torch.zeros(1)).any())}
-    for call in reversed(record_layers(model, inputs, evaluate=True).calls):
+def _last_parameters(model: nn.Module, calls: Sequence[Call], update: Mapping[str, Tensor]) -> dict[str, nn.Parameter]:
+    """Return the parameters of the last layer that the update has: the shortest way back from the loss."""
+    told = {id(p): (name, p) for name, p in model.named_parameters() if name in update and p.requires_grad}
+    for call in reversed(calls):
         if own := [told[id(p)] for p in call.module.parameters(recurse=False) if id(p) in told]:
             return dict(own)
-    raise NotApplicable("the update says nothing of any layer")
+    return {}
