@@ -29,26 +29,32 @@ class SolvedPatches:
     """The patches (T, inputs) and how well the equations determine them.
 
     ``residual``: what they leave of the gradients of weights and bias, relative to these, the larger one. ``errors``
-    (T,): the expected error along each singular direction, as a share of the range of pixels, weakest last.
+    (T,): the expected error along each of the ``directions`` (rows, up to T), in units of the patches; weakest last.
+    ``span``: how far black and white are apart in these units.
     """
 
     patches: Tensor
     residual: float
     errors: Tensor
+    directions: Tensor
+    span: float
 
     @property
     def error(self) -> float:
         """Return the expected root mean square error of the pixels, as a share of their range."""
-        return float(self.errors.square().mean().sqrt())
+        return float(self.errors.square().mean().sqrt()) / self.span
 
     def free_directions(self, most: float) -> int:
         """Count unknowns that the equations do not determine, where the expected error exceeds ``most``.
 
-        >>> found = SolvedPatches(patches=torch.zeros(2, 5), residual=0.0, errors=torch.tensor([1e-6, 0.3]))
+        >>> errors = torch.tensor([1e-6, 0.3])
+        >>> found = SolvedPatches(
+        ...     patches=torch.zeros(2, 5), residual=0.0, errors=errors, directions=torch.eye(2), span=1.0
+        ... )
         >>> found.free_directions(1e-4), found.free_directions(0.5)
         (5, 0)
         """
-        weak = int((self.errors > most).sum())
+        weak = int((self.errors > most * self.span).sum())
         return weak * self.patches.shape[1] if self.error > most else 0
 
 
@@ -77,13 +83,13 @@ def solve_patches(
     spread = SPREAD * span
     filtered = sizes / (sizes.square() + (level / spread) ** 2)
     patches = grey + right.T @ (filtered[:, None] * along)
-    errors = torch.full((tokens,), SPREAD, dtype=torch.float64)
-    errors[: len(sizes)] = level / (sizes.square() + (level / spread) ** 2).sqrt() / span
+    errors = torch.full((tokens,), spread, dtype=torch.float64)
+    errors[: len(sizes)] = level / (sizes.square() + (level / spread) ** 2).sqrt()
     residual = float((gradient - signals.T @ patches).norm() / gradient.norm())
     if beside is not None:
         # Relative to the signals, too: those of different tokens may cancel in the bias.
         residual = max(residual, float(beside.norm() / max(signals.norm(), signals.sum(0).norm())))
-    return SolvedPatches(patches=patches, residual=residual, errors=errors)
+    return SolvedPatches(patches=patches, residual=residual, errors=errors, directions=right, span=span)
 
 
 def _level(outside: Tensor, beside: Tensor | None, gradient: Tensor, tokens: int) -> float:

@@ -110,7 +110,7 @@ class StandardVisionTransformer(nn.Module):
         x = F.pad(x, (0, -x.shape[3] % self.patch, 0, -x.shape[2] % self.patch))
         tokens = self.embedding(x).flatten(2).transpose(1, 2)
         if self.class_token is not None:
-            tokens = torch.cat((self.class_token.expand(len(x), -1, -1), tokens), dim=1)
+            tokens = torch.cat((self.class_token.expand(x.shape[0], -1, -1), tokens), dim=1)
         tokens = self.norm(self.layers(tokens + self.position))
         return self.head(tokens[:, 0] if self.class_token is not None else tokens.mean(1))
 
