@@ -44,6 +44,7 @@ class Candidate:
     ``distance``: what they leave of the whole update; ``residual``: of the equations that were solved. ``surprise``:
     minus the logarithm of their probability, where known noise gives them one. ``fair``: what the method leaves of
     noise, relative to what the true inputs leave; below one for least squares. Of ``pictures`` roughness counts.
+    ``settles``: no search comes nearer, certified or not.
     """
 
     inputs: Tensor
@@ -53,6 +54,7 @@ class Candidate:
     surprise: float = 0.0
     fair: float = 1.0
     pictures: bool = True
+    settles: bool = False
     certificates: tuple[Certificate, ...] = ()
     labels: Tensor | None = None
     score: float | None = None

@@ -24,19 +24,28 @@ from leakscope.contracts.errors import NotApplicable
 SPREAD = 1 / math.sqrt(12)
 
 
+#: Noise of so many equations varies by a hundredth; right patches may leave so many times as much as its estimate.
+FLUCTUATION = 1.2
+#: The largest byte, and how many expected errors must lie between a pixel and the next byte: one pixel in 5e8 is wrong.
+BYTE, CERTAIN = 255, 6.0
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class SolvedPatches:
-    """The patches (T, inputs) and how well the equations determine them.
+    """The patches (T, inputs), the equations they were solved from, and how well these determine them.
 
     ``residual``: what they leave of the gradients of weights and bias, relative to these, the larger one. ``errors``
     (T,): the expected error along each of the ``directions`` (rows, up to T), in units of the patches; weakest last.
-    ``span``: how far black and white are apart in these units.
+    ``level``: the noise on the gradient's entries. ``span``: how far black and white are apart in units of the patches.
     """
 
     patches: Tensor
+    signals: Tensor
+    gradient: Tensor
     residual: float
     errors: Tensor
     directions: Tensor
+    level: float
     span: float
 
     @property
@@ -45,17 +54,14 @@ class SolvedPatches:
         return float(self.errors.square().mean().sqrt()) / self.span
 
     def free_directions(self, most: float) -> int:
-        """Count unknowns that the equations do not determine, where the expected error exceeds ``most``.
-
-        >>> errors = torch.tensor([1e-6, 0.3])
-        >>> found = SolvedPatches(
-        ...     patches=torch.zeros(2, 5), residual=0.0, errors=errors, directions=torch.eye(2), span=1.0
-        ... )
-        >>> found.free_directions(1e-4), found.free_directions(0.5)
-        (5, 0)
-        """
+        """Count unknowns that the equations do not determine, where the expected error exceeds ``most``."""
         weak = int((self.errors > most * self.span).sum())
         return weak * self.patches.shape[1] if self.error > most else 0
+
+    def explained_by(self, patches: Tensor) -> bool:
+        """Return whether these patches leave of the gradient no more than its noise."""
+        left = self.gradient - self.signals.T @ patches
+        return float(left.square().mean().sqrt()) <= FLUCTUATION * self.level
 
 
 def solve_patches(
@@ -89,7 +95,48 @@ def solve_patches(
     if beside is not None:
         # Relative to the signals, too: those of different tokens may cancel in the bias.
         residual = max(residual, float(beside.norm() / max(signals.norm(), signals.sum(0).norm())))
-    return SolvedPatches(patches=patches, residual=residual, errors=errors, directions=right, span=span)
+    return SolvedPatches(
+        patches=patches,
+        signals=signals,
+        gradient=gradient,
+        residual=residual,
+        errors=errors,
+        directions=right,
+        level=level,
+        span=span,
+    )
+
+
+def whole_bytes(solved: SolvedPatches, black: Tensor, white: Tensor) -> Tensor | None:
+    """Return the patches with whole bytes for pixels, from ``black`` (T, inputs) to ``white``; None if they do not fit.
+
+    Tokens whose bytes are certain are rounded; the equations that are left determine the others better, and so on. The
+    patches of an image that is none of bytes leave far more of the gradient than noise when they are rounded.
+
+    >>> draws = torch.Generator().manual_seed(0)
+    >>> signals = torch.rand((3, 8), generator=draws).double()
+    >>> patches = torch.randint(256, (3, 5), generator=draws).double() / 255
+    >>> black, white = torch.zeros(3, 5).double(), torch.ones(3, 5).double()
+    >>> rounded = (signals.T @ patches).float()
+    >>> found = whole_bytes(solve_patches(signals, rounded, None, white / 2, 1.0), black, white)
+    >>> torch.equal(found, patches)
+    True
+    """
+    if solved.signals.shape[1] < len(solved.signals):
+        return None  # fewer equations than tokens
+    range_, values = white - black, solved.patches.clone()
+    open_ = torch.ones(len(values), dtype=torch.bool)
+    while bool(open_.any()):
+        inverse = torch.linalg.pinv(solved.signals[open_].T)
+        values[open_] = inverse @ (solved.gradient - solved.signals[~open_].T @ values[~open_])
+        certain = CERTAIN * solved.level * inverse.norm(dim=1) <= 0.5 / BYTE * solved.span
+        if not bool(certain.any()):
+            return None
+        sure = open_.nonzero()[certain, 0]
+        share = ((values - black) / range_.where(range_ != 0, 1.0))[sure]
+        values[sure] = black[sure] + range_[sure] * (BYTE * share).round().clamp(0, BYTE) / BYTE
+        open_[sure] = False
+    return values if solved.explained_by(values) else None
 
 
 def _level(outside: Tensor, beside: Tensor | None, gradient: Tensor, tokens: int) -> float:

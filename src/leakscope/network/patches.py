@@ -55,7 +55,7 @@ class PatchEmbedding:
 
     def patches(self, image: Tensor) -> Tensor:
         """Return what the layer reads (T, inputs) of one flat image."""
-        return self.shift + self.scale * image[self.pixel.clamp_min(0)]
+        return self.shift + self.scale * image[self.pixel.clamp_min(0)] * (self.pixel >= 0)
 
     def image(self, patches: Tensor) -> Tensor:
         """Return the flat image; a pixel that several patches hold is the mean over them."""

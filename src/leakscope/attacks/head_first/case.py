@@ -74,13 +74,13 @@ class Case:
             self.best = dataclasses.replace(self.best, distance=self.distance(self.best.inputs))
 
     @property
-    def proved(self) -> bool:
-        """Return whether every example of the best is certified, so that nothing is left to find."""
-        return self.best is not None and self.best.proved
+    def finished(self) -> bool:
+        """Return whether every example of the best is certified, or solved as well as it can be."""
+        return self.best is not None and (self.best.proved or self.best.settles)
 
     def take(self, stage: Stage[Case]) -> None:
         """Let a stage propose, if it applies and anything is left to find, and keep the best."""
-        if not self.proved and stage.applies(self):
+        if not self.finished and stage.applies(self):
             for found in stage.propose(self):
                 self.best = found if found.better_than(self.best) else self.best
 

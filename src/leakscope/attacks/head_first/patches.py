@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from leakscope.attacks.candidates import Candidate, Stage, certify, gives_update
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
-from leakscope.equations.patch_embedding import SolvedPatches, solve_patches
+from leakscope.equations.patch_embedding import SolvedPatches, solve_patches, whole_bytes
 from leakscope.matching import GradientMap
 from leakscope.matching.determinacy import ACCURATE
+from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.refinement import Refined, noise_levels, refine
 from leakscope.network.patches import PatchEmbedding, find_patches
 from leakscope.network.recorder import Call, record_layers
@@ -35,6 +37,8 @@ CLEAR = 0.8 * ACCURATE
 #: The expected error up to which the rest of the update improves an image by one step, 68 dB, and the iterations of
 #: that step: 5 dB on a ViT of 96 units, in half a second.
 REFINED, REFINING_STEPS = 4 * ACCURATE, 10
+#: The expected error up to which no search comes nearer: 60 dB.
+SETTLING = 10 * ACCURATE
 #: The share of the update that proposed inputs may leave. Patches of noise leave 1 and more.
 LEFT = 0.3
 
@@ -60,16 +64,22 @@ class SolvePatches(Stage[Case]):
         except NotApplicable as error:
             case.notes.append(f"no patch embedding was solved: {error}")
             return
-        inputs = _inputs(case.observation, place.image(solved.patches))
-        labels = find_label(case.observation, inputs)
+        image, method = place.image(solved.patches), PATCHES
         free = solved.free_directions(CLEAR)
-        if free and labels is not None and solved.error <= REFINED and gives_update(case.observation, inputs, labels):
-            inputs, expected = refine_patches(case.observation, place, solved, labels)
+        if (whole := round_to_bytes(case.observation, place, solved)) is not None:
+            image, method, free = whole, f"{PATCHES}, whole bytes", 0
+        inputs = _inputs(case.observation, image)
+        labels = find_label(case.observation, inputs)
+        explained = solved.residual <= EXPLAINED and gives_update(case.observation, inputs, labels)
+        if free and explained and labels is not None and solved.error <= REFINED:
+            inputs, expected = refine_patches(case.observation, place, solved, inputs, labels)
             free = 0 if expected <= CLEAR else free
-        proofs = certify(case.observation, inputs, labels, solved.residual, (free,), PATCHES)
-        found = Candidate(inputs=inputs, method=PATCHES, distance=solved.residual, labels=labels, certificates=proofs)
-        if found.proved:
-            yield dataclasses.replace(found, residual=solved.residual)
+        # The whole update was replayed already: refining changes its explanation for the better, or is not accepted.
+        facts = (labels, solved.residual, (free,), method)
+        proofs = certify(case.observation, inputs, *facts, replay=False) if explained else ()
+        found = Candidate(inputs=inputs, method=method, distance=solved.residual, labels=labels, certificates=proofs)
+        if found.proved or (explained and solved.error <= SETTLING):
+            yield dataclasses.replace(found, residual=solved.residual, settles=True)
             return
         left = math.inf if labels is None else case.distance(inputs, labels)
         if labels is not None and left > LEFT:
@@ -85,7 +95,8 @@ def recover_patches(observation: Observation) -> tuple[PatchEmbedding, SolvedPat
     place = find_patches(observation.model, observation.input_shape, update)
     gradient = update[place.weight].flatten(1).cpu()
     bias = None if place.bias is None else update[place.bias].cpu()
-    grey, span = _prior(observation, place)
+    black, grey, white = (_uniform(observation, place, level) for level in (0.0, 0.5, 1.0))
+    span = float((white - black)[place.pixel >= 0].square().mean().sqrt())
     solved = solve_patches(place.signals(update[place.position].cpu()), gradient, bias, grey, span)
     if solved.error > NEAR:
         known = int((solved.errors <= NEAR * span).sum())
@@ -93,11 +104,24 @@ def recover_patches(observation: Observation) -> tuple[PatchEmbedding, SolvedPat
     return place, solved
 
 
-def refine_patches(observation: Observation, place: PatchEmbedding, solved: SolvedPatches, labels: Tensor) -> Refined:
-    """Improve the weak directions of solved patches by the rest of the update; the error is a share of the range."""
+def round_to_bytes(observation: Observation, place: PatchEmbedding, solved: SolvedPatches) -> Tensor | None:
+    """Return the flat image with whole bytes for pixels, where the equations single it out."""
+    if not (observation.inputs.bounded and observation.inputs.smooth):
+        return None
+    found = whole_bytes(solved, *(_uniform(observation, place, level) for level in (0.0, 1.0)))
+    return None if found is None else place.image(found)
+
+
+def refine_patches(
+    observation: Observation, place: PatchEmbedding, solved: SolvedPatches, inputs: Tensor, labels: Tensor
+) -> Refined:
+    """Improve the weak directions of the ``inputs`` by the rest of the update; the error is a share of the range."""
     wide = observation.to(dtype=torch.float64)
     update = dict(wide.message.update)
     mapping = dataclasses.replace(GradientMap.of(wide, labels), scales=noise_levels(update))
+    steps = math.ceil(REFINING_STEPS * max(1.0, solved.error / ACCURATE))
+    if affordable_steps(mapping) < steps:
+        return Refined(inputs, math.inf)
 
     def flat(patches: Tensor) -> Tensor:
         return mapping.flat(place.image(patches).reshape(mapping.shape))
@@ -109,9 +133,9 @@ def refine_patches(observation: Observation, place: PatchEmbedding, solved: Solv
         moved = solved.directions.T @ (solved.errors[:, None] * unknowns.reshape(solved.patches.shape))
         return flat(solved.patches + moved) - start
 
-    steps = math.ceil(REFINING_STEPS * max(1.0, solved.error / ACCURATE))
     found = refine(mapping, mapping.joined(update), start, spread, solved.patches.numel(), steps)
-    return Refined(_inputs(observation, mapping.pictures(found.x)), found.error)
+    refined = _inputs(observation, mapping.pictures(found.x))
+    return Refined(refined, found.error) if found.error < solved.error else Refined(inputs, math.inf)
 
 
 def _inputs(observation: Observation, image: Tensor) -> Tensor:
@@ -119,11 +143,10 @@ def _inputs(observation: Observation, image: Tensor) -> Tensor:
     return observation.inputs.project(image.to(device=observation.device, dtype=observation.dtype))
 
 
-def _prior(observation: Observation, place: PatchEmbedding) -> tuple[Tensor, float]:
-    """Return the patches of a grey image, and how far those of black and white are apart."""
-    unit = torch.zeros((1, *observation.input_shape), dtype=torch.float64)
-    black, grey, white = (place.patches(observation.inputs.from_unit(unit + level).flatten()) for level in (0, 0.5, 1))
-    return grey, float((white - black)[place.pixel >= 0].square().mean().sqrt())
+def _uniform(observation: Observation, place: PatchEmbedding, level: float) -> Tensor:
+    """Return the patches of an image of one level: 0 is black, 1 is white."""
+    unit = torch.full((1, *observation.input_shape), level, dtype=torch.float64)
+    return place.patches(observation.inputs.from_unit(unit).flatten())
 
 
 def find_label(observation: Observation, inputs: Tensor) -> Tensor | None:
