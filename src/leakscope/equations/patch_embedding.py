@@ -24,10 +24,12 @@ from leakscope.contracts.errors import NotApplicable
 SPREAD = 1 / math.sqrt(12)
 
 
-#: Noise of so many equations varies by a hundredth; right patches may leave so many times as much as its estimate.
-FLUCTUATION = 1.2
-#: The largest byte, and how many expected errors must lie between a pixel and the next byte: one pixel in 5e8 is wrong.
-BYTE, CERTAIN = 255, 6.0
+#: The noise of thousands of equations varies by a hundredth, that of one column's by some tenths: right patches leave
+#: so many times as much as estimated at most, of all and of each column.
+FLUCTUATION, COLUMN_FLUCTUATION = 1.2, 2.0
+#: The largest byte, and how many expected errors must lie between a pixel and the next byte. Rounding is not alike
+#: everywhere: of half a million pixels one was off by 8 expected errors.
+BYTE, CERTAIN = 255, 12.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -36,7 +38,8 @@ class SolvedPatches:
 
     ``residual``: what they leave of the gradients of weights and bias, relative to these, the larger one. ``errors``
     (T,): the expected error along each of the ``directions`` (rows, up to T), in units of the patches; weakest last.
-    ``level``: the noise on the gradient's entries. ``span``: how far black and white are apart in units of the patches.
+    ``levels`` (inputs,): the noise on the entries of each column of the gradient. ``span``: how far black and white are
+    apart in units of the patches.
     """
 
     patches: Tensor
@@ -45,8 +48,13 @@ class SolvedPatches:
     residual: float
     errors: Tensor
     directions: Tensor
-    level: float
+    levels: Tensor
     span: float
+
+    @property
+    def level(self) -> float:
+        """Return the noise on the entries of the gradient."""
+        return float(self.levels.square().mean().sqrt())
 
     @property
     def error(self) -> float:
@@ -60,8 +68,9 @@ class SolvedPatches:
 
     def explained_by(self, patches: Tensor) -> bool:
         """Return whether these patches leave of the gradient no more than its noise."""
-        left = self.gradient - self.signals.T @ patches
-        return float(left.square().mean().sqrt()) <= FLUCTUATION * self.level
+        left = (self.gradient - self.signals.T @ patches).square().mean(0).sqrt()
+        each = left <= COLUMN_FLUCTUATION * self.levels.clamp_min(self.level)
+        return bool(each.all()) and float(left.square().mean().sqrt()) <= FLUCTUATION * self.level
 
 
 def solve_patches(
@@ -85,8 +94,8 @@ def solve_patches(
     along = left.T @ (gradient - signals.T @ grey)
     outside = gradient - signals.T @ grey - left @ along
     beside = None if bias_gradient is None else bias_gradient.double() - signals.sum(0)
-    level = _level(outside, beside, gradient, tokens)
-    spread = SPREAD * span
+    levels = _levels(outside, beside, gradient, tokens)
+    level, spread = float(levels.square().mean().sqrt()), SPREAD * span
     filtered = sizes / (sizes.square() + (level / spread) ** 2)
     patches = grey + right.T @ (filtered[:, None] * along)
     errors = torch.full((tokens,), spread, dtype=torch.float64)
@@ -102,7 +111,7 @@ def solve_patches(
         residual=residual,
         errors=errors,
         directions=right,
-        level=level,
+        levels=levels,
         span=span,
     )
 
@@ -139,14 +148,14 @@ def whole_bytes(solved: SolvedPatches, black: Tensor, white: Tensor) -> Tensor |
     return values if solved.explained_by(values) else None
 
 
-def _level(outside: Tensor, beside: Tensor | None, gradient: Tensor, tokens: int) -> float:
-    """Return the noise on the entries of the gradient: what no patches explain.
+def _levels(outside: Tensor, beside: Tensor | None, gradient: Tensor, tokens: int) -> Tensor:
+    """Return the noise on the entries of each column of the gradient: what no patches explain.
 
     Without more equations than unknowns, patches explain anything: then it is what a certificate allows, or what the
     bias shows, whichever is more.
     """
     units, inputs = gradient.shape
     if units > tokens:
-        return float(outside.norm()) / math.sqrt((units - tokens) * inputs)
+        return outside.norm(dim=0) / math.sqrt(units - tokens)
     seen = 0.0 if beside is None else float(beside.square().mean().sqrt())
-    return max(seen, EXPLAINED * float(gradient.square().mean().sqrt()))
+    return gradient.new_full((inputs,), max(seen, EXPLAINED * float(gradient.square().mean().sqrt())))
