@@ -73,7 +73,7 @@ class Torchvision(nn.Module):
 
 
 class Columns(nn.Module):
-    """A linear layer over patches cut column by column, scaled, positions looked up in a table, a softmax at the end."""
+    """A linear layer over patches cut column by column, scaled; positions from a table; a softmax at the end."""
 
     def __init__(self) -> None:
         super().__init__()
