@@ -100,7 +100,7 @@ class SearchBelow(Stage[Case]):
         single = len(case.held.features) == 1 and case.held.exact
         if isinstance(matching, DroppedMatching):
             start, weighting = matching.start(case.generator), MASKS
-        elif case.best is not None and (case.searches > 1 or not single):
+        elif case.best is not None and (case.searches != 1 or not single):  # solved patches, before any search
             matching = matching.near()
             start = matching.start_near(case.best.inputs)
         elif single and case.searches == 0 and case.solvable and not case.smooth:
