@@ -48,7 +48,8 @@ class SolvePatches(Stage[Case]):
 
     def applies(self, case: Case) -> bool:
         seen, channel = case.observation, case.observation.channel or Channel()
-        altered = channel.mixed > 1 or channel.unreliable or channel.rounding != "none" or channel.dropped_layers
+        # Noise and rounding show in what the equations leave, so that they need no exception.
+        altered = channel.mixed > 1 or channel.unreliable or channel.dropped_layers
         return (
             seen.num_examples == 1
             and not altered
@@ -59,24 +60,29 @@ class SolvePatches(Stage[Case]):
         )
 
     def propose(self, case: Case) -> Iterator[Candidate]:
+        seen = case.observation
         try:
-            place, solved = recover_patches(case.observation)
+            place = find_patches(seen.model, seen.input_shape, seen.message.update)
+        except (NotApplicable, RuntimeError):  # outputs without a derivative, say
+            return  # most networks have none, and need no note that says so
+        try:
+            solved = recover_patches(seen, place)
         except NotApplicable as error:
-            case.notes.append(f"no patch embedding was solved: {error}")
+            case.notes.append(f"the patch embedding was not solved: {error}")
             return
         image, method = place.image(solved.patches), PATCHES
         free = solved.free_directions(CLEAR)
-        if (whole := round_to_bytes(case.observation, place, solved)) is not None:
+        if (whole := round_to_bytes(seen, place, solved)) is not None:
             image, method, free = whole, f"{PATCHES}, whole bytes", 0
-        inputs = _inputs(case.observation, image)
-        labels = find_label(case.observation, inputs)
-        explained = solved.residual <= EXPLAINED and gives_update(case.observation, inputs, labels)
+        inputs = _inputs(seen, image)
+        labels = find_label(seen, inputs)
+        explained = solved.residual <= EXPLAINED and gives_update(seen, inputs, labels)
         if free and explained and labels is not None and solved.error <= REFINED:
-            inputs, expected = refine_patches(case.observation, place, solved, inputs, labels)
+            inputs, expected = refine_patches(seen, place, solved, inputs, labels)
             free = 0 if expected <= CLEAR else free
         # The whole update was replayed already: refining changes its explanation for the better, or is not accepted.
         facts = (labels, solved.residual, (free,), method)
-        proofs = certify(case.observation, inputs, *facts, replay=False) if explained else ()
+        proofs = certify(seen, inputs, *facts, replay=False) if explained else ()
         found = Candidate(inputs=inputs, method=method, distance=solved.residual, labels=labels, certificates=proofs)
         if found.proved or (explained and solved.error <= SETTLING):
             yield dataclasses.replace(found, residual=solved.residual, settles=True)
@@ -89,10 +95,9 @@ class SolvePatches(Stage[Case]):
         yield dataclasses.replace(found, distance=left, certificates=())
 
 
-def recover_patches(observation: Observation) -> tuple[PatchEmbedding, SolvedPatches]:
+def recover_patches(observation: Observation, place: PatchEmbedding) -> SolvedPatches:
     """Recover the patches of the image, and how well they are determined; NotApplicable says why there are none."""
     update = observation.message.update
-    place = find_patches(observation.model, observation.input_shape, update)
     gradient = update[place.weight].flatten(1).cpu()
     bias = None if place.bias is None else update[place.bias].cpu()
     black, grey, white = (_uniform(observation, place, level) for level in (0.0, 0.5, 1.0))
@@ -101,7 +106,7 @@ def recover_patches(observation: Observation) -> tuple[PatchEmbedding, SolvedPat
     if solved.error > NEAR:
         known = int((solved.errors <= NEAR * span).sum())
         raise NotApplicable(f"{len(gradient)} units tell {known} directions of {place.tokens} patches from noise")
-    return place, solved
+    return solved
 
 
 def round_to_bytes(observation: Observation, place: PatchEmbedding, solved: SolvedPatches) -> Tensor | None:
