@@ -26,7 +26,7 @@ class LayerReach:
     """What one layer's gradient determines, in images.
 
     ``alone``: of how many images it gives the layer's input by itself. ``below``: of how many, once what comes back to
-    the layer's output is known. ``reason`` says what limits ``alone``.
+    the layer's output is known; zero behind attention, which is not peeled. ``reason`` says what limits ``alone``.
     """
 
     name: str
@@ -65,7 +65,8 @@ def layer_reaches(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[Layer
             reason = f"learned positions; {tokens} tokens, {units} units"
         if not all(parameter.requires_grad for parameter in call.module.parameters()):
             alone, reason = 0, "frozen"
-        below = 0 if reason == "frozen" else equations[id(call.inputs)] // _places(call)
+        tokens_read = isinstance(call.module, nn.Linear) and _places(call) > 1
+        below = 0 if reason == "frozen" or tokens_read else equations[id(call.inputs)] // _places(call)
         kind = type(call.module).__name__
         found.append(LayerReach(name=call.name, kind=kind, alone=alone, below=max(alone, below), reason=reason))
     return tuple(found)
@@ -83,7 +84,8 @@ def lowest_layer(layers: Sequence[LayerReach], batch: int) -> tuple[str, str] | 
     best: tuple[int, int] | None = None
     for start in (place for place, layer in enumerate(layers) if layer.alone >= batch):
         end = start
-        while end > 0 and layers[end - 1].below >= batch:
+        # Between dense layers and convolutions lies pooling, whose masks are not known.
+        while end > 0 and layers[end - 1].below >= batch and layers[end - 1].kind == layers[start].kind:
             end -= 1
         if best is None or end < best[1]:
             best = start, end
@@ -108,7 +110,7 @@ def _alone(call: Call, *, last: bool) -> tuple[int, str]:
         if last and places == 1:
             known = max(1, layer.out_features - (1 if layer.bias is not None else 2))
             return known, f"head of {layer.out_features} classes"
-        return 0, "no head" if places == 1 else f"reads {places} tokens, and what comes back to them is not known"
+        return 0, "no head" if places == 1 else f"reads {places} tokens"
     assert isinstance(layer, nn.Conv2d)
     same = call.output.shape[2:] == call.inputs.shape[2:]
     if layer.groups > 1 or max(layer.stride) > 1 or min(layer.kernel_size) < 3 or not same:
