@@ -75,8 +75,8 @@ class Case:
 
     @property
     def finished(self) -> bool:
-        """Return whether every example of the best is certified, or solved as well as it can be."""
-        return self.best is not None and (self.best.proved or self.best.settles)
+        """Return whether the best was solved as well as it can be, so that no other stage is worth its time."""
+        return self.best is not None and self.best.settles
 
     def take(self, stage: Stage[Case]) -> None:
         """Let a stage propose, if it applies and anything is left to find, and keep the best."""
