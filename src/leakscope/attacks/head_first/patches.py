@@ -32,7 +32,7 @@ PATCHES = "patch embedding"
 #: The expected error, as a share of the range, up to which solved patches are proposed: 26 dB. Searches of a ViT end at
 #: 13 to 28 dB, and a worse start than theirs would cost them.
 NEAR = 0.05
-#: The expected error up to which an image is certified: 82 dB, for the estimate is off by up to 1 dB.
+#: The expected error up to which an image is certified: 82 dB, for the estimate is off by 1 dB or 2.
 CLEAR = 0.8 * ACCURATE
 #: The expected error up to which the rest of the update improves an image by one step, 68 dB, and the iterations of
 #: that step: 5 dB on a ViT of 96 units, in half a second.
