@@ -12,7 +12,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import Observation
 from leakscope.defenses import GradientNoise
 from leakscope.federation import FedAvg, FedSGD
-from leakscope.matching.unexplained import UNEXPLAINED_SHARE, is_unexplained, noise_share, unexplained
+from leakscope.matching.unexplained import UNEXPLAINED_SHARE, _left, is_unexplained, noise_share, unexplained
 from leakscope.models import build_model
 
 ORDER_KNOWN = dataclasses.replace(Knowledge.adaptive_server, labels="yes", batch_order=True)
@@ -82,3 +82,13 @@ def test_known_noise_is_what_the_truth_leaves(protocol: Any) -> None:
 )
 def test_both_sides_of_the_threshold(left: float, least: float, entries: int, expected: bool) -> None:
     assert is_unexplained(left, least, entries) is expected
+
+
+@pytest.mark.parametrize(
+    ("observed", "found", "alone"),
+    [(1e-7, 1e-14, True), (1e-7, 1e-12, False), (1e-5, 0.0, False), (1e-7, 1e-7, False)],
+)
+def test_a_tensor_that_is_rounding_alone_does_not_count(observed: float, found: float, alone: bool) -> None:
+    seen = {"weight": torch.ones(10), "key bias": torch.full((10,), observed)}
+    left = _left(seen, {"weight": torch.ones(10), "key bias": torch.full((10,), found)}, False)
+    assert (left == 0) == (alone or found == observed)

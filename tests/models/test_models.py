@@ -49,6 +49,7 @@ COUNTS = {
     + linear(2048, 1000)
     + linear(1000, 62),
     "resnet18": 11_173_962,
+    "vit": conv(3, 96, 4) + 66 * 96 + 4 * (transformer_layer(96, 4, first=False) + 3 * 96) + 2 * 96 + linear(96, 10),
     "s3-vit": linear(784, 384)
     + 3 * 384
     + transformer_layer(384, 2, first=True)
@@ -198,6 +199,16 @@ def test_s3_vit_patches_hold_neighbouring_pixels() -> None:
     assert torch.equal(patches[0, 1], expected)
 
 
+def test_vit_positions_are_learned_or_fixed_and_tokens_are_pooled() -> None:
+    assert build_model("vit").position.shape == (1, 65, 96)
+    fixed = build_model("vit", learned_positions=False, pool="mean")
+    assert "position" not in dict(fixed.named_parameters())
+    assert fixed.position.shape == (1, 64, 96)
+    assert fixed.class_token is None
+    x = torch.rand(1, 3, 32, 32)
+    assert not torch.equal(fixed(x), fixed(x.flip(3)))
+
+
 def test_resnet18_is_narrow_or_has_one_more_dense_layer_where_asked() -> None:
     wide = build_model("resnet18", width=16, hidden=64)
     assert [type(layer).__name__ for layer in wide.head] == ["Linear", "ReLU", "Linear"]
@@ -251,6 +262,8 @@ def test_options_reach_the_model() -> None:
         ({"spec": "femnist-cnn", "input_shape": (1, 3, 9)}, ["too small", "4 pixels"]),
         ({"spec": "s3-vit", "patch_size": 5}, ["patch_size=5", "28x28"]),
         ({"spec": "s3-vit", "heads": 5}, ["multiple of heads"]),
+        ({"spec": "vit", "heads": 5}, ["vit: dim must be a multiple of heads"]),
+        ({"spec": "vit", "pool": "max"}, ["vit: pool", "'max'"]),
         ({"spec": "mlp", "hidden": "12"}, ["hidden", "'12'"]),
         ({"spec": "mlp", "hidden": 1.5}, ["hidden", "1.5"]),
         ({"spec": "mlp", "hidden": [3, -1]}, ["hidden", "-1"]),
@@ -284,6 +297,7 @@ def test_table_is_read_only() -> None:
         ("convnet", {"filters": 100_000}, "Choose smaller options"),
         ("logistic", {"num_classes": 10**8}, "expected at most 200,000,000 parameters"),
         ("logistic", {"num_classes": 10**300}, "expected at most 200,000,000 parameters, got far more"),
+        ("vit", {"depth": 10**7, "dim": 1, "heads": 1}, "vit: depth: expected at most 1,000"),
         ("s3-vit", {"layers": 10**7, "dim": 1, "heads": 1}, "s3-vit: layers: expected at most 1,000"),
         ("vertical-mlp", {"input_shape": (10**6,), "workers": 10**6}, "workers: expected at most 1,000"),
         ("mlp", {"input_shape": (10**6, 10**6)}, "one example: expected at most 1,073,741,824 bytes"),

@@ -44,6 +44,7 @@ class Candidate:
     ``distance``: what they leave of the whole update; ``residual``: of the equations that were solved. ``surprise``:
     minus the logarithm of their probability, where known noise gives them one. ``fair``: what the method leaves of
     noise, relative to what the true inputs leave; below one for least squares. Of ``pictures`` roughness counts.
+    ``settles``: no search comes nearer, certified or not.
     """
 
     inputs: Tensor
@@ -53,6 +54,7 @@ class Candidate:
     surprise: float = 0.0
     fair: float = 1.0
     pictures: bool = True
+    settles: bool = False
     certificates: tuple[Certificate, ...] = ()
     labels: Tensor | None = None
     score: float | None = None
@@ -60,6 +62,11 @@ class Candidate:
     flags: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     info: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def proved(self) -> bool:
+        """Return whether there is a certificate of every example, and each holds."""
+        return bool(self.certificates) and all(one.holds for one in self.certificates)
 
     def better_than(self, other: Candidate | None) -> bool:
         """Prefer the more probable, the smaller residual where it is small, then what leaves less of the update.

@@ -24,6 +24,7 @@ from leakscope.limits.counting import Proposition, linear_first, one_hidden_laye
 from leakscope.limits.cramer_rao import PROBES, STEPS, Floor, Method, affordable_floor, cramer_rao
 from leakscope.limits.effort import MAX_OPERATIONS, effort_of
 from leakscope.limits.jacobian import decompose_at, gradient_map_at
+from leakscope.limits.reach import LayerReach, layer_reaches, lowest_layer
 from leakscope.limits.security import LayerSystem, layer_systems, security_metric
 from leakscope.matching.gradient_map import GradientMap
 from leakscope.network.layers import Structure, structure
@@ -64,6 +65,12 @@ class Limits:
     floor_reason: str | None
     orders: tuple[Order, ...]
     orders_reason: str | None
+    reach: tuple[LayerReach, ...] = ()
+
+    @property
+    def lowest(self) -> tuple[str, str] | None:
+        """Return the layer whose gradient determines the batch, and the lowest one whose input then follows."""
+        return lowest_layer(self.reach, self.batch)
 
     @property
     def identifiable(self) -> bool | None:
@@ -213,6 +220,7 @@ def limits(
         floor_reason=floor if isinstance(floor, str) else None,
         orders=() if isinstance(orders, str) else orders,
         orders_reason=orders if isinstance(orders, str) else None,
+        reach=layer_reaches(model, shape),
     )
 
 

@@ -30,6 +30,10 @@ UNEXPLAINED_SHARE = 0.1
 #: ... or so many standard deviations of what noise leaves: chance exceeds them once in a thousand times.
 DEVIATIONS = 3.0
 
+#: An observed tensor below this share of the largest (root mean squares) is rounding, if inputs leave it zero to that
+#: share of itself: the key's bias of attention, say, whose gradient the softmax cancels.
+ROUNDING_ALONE = 1e-6
+
 
 def unexplained(
     observation: Observation,
@@ -120,13 +124,23 @@ def _orders(
 def _left(observed: Mapping[str, Tensor], update: Tensors, free_scale: bool) -> float:
     """``free_scale``: a gradient is compared with a weight update, whose length says nothing of it."""
     scale, squares, count = _scale(update, observed) if free_scale else 1.0, 0.0, 0
+    largest = max((float(value.square().mean()) for value in observed.values()), default=0.0)
     for name, value in observed.items():
         size = float(value.square().mean())
-        if size > 0:
+        if size > 0 and not _rounding_alone(size, float(update[name].square().mean()), largest):
             squares += float((scale * update[name] - value).square().sum()) / size
             count += value.numel()
     left = math.sqrt(squares / max(count, 1))
     return left if math.isfinite(left) else math.inf
+
+
+def _rounding_alone(observed: float, found: float, largest: float) -> bool:
+    """Tell from mean squares whether a tensor is zero but for rounding, in what was observed and in what was found.
+
+    >>> _rounding_alone(1e-16, 1e-32, 1.0), _rounding_alone(1e-16, 1e-17, 1.0), _rounding_alone(1e-8, 0.0, 1.0)
+    (True, False, False)
+    """
+    return observed <= ROUNDING_ALONE**2 * largest and found <= ROUNDING_ALONE**2 * observed
 
 
 def _scale(update: Mapping[str, Tensor], observed: Mapping[str, Tensor]) -> float:

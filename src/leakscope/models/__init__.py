@@ -37,7 +37,7 @@ from leakscope.models.classic import (
 from leakscope.models.common import ACTIVATIONS, positive_int
 from leakscope.models.resnet import resnet8, resnet18
 from leakscope.models.split import cafe_cnn, vertical_mlp
-from leakscope.models.vit import VisionTransformer
+from leakscope.models.vit import StandardVisionTransformer, VisionTransformer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +74,7 @@ _ENTRIES = (
     _entry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
     _entry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
     _entry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
+    _entry("vit", "standard pre-norm vision transformer, 4x4 patches", StandardVisionTransformer, _CIFAR, 10),
     _entry("s3-vit", "small vision transformer that sees one patch", VisionTransformer, _MNIST, 62),
     _entry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
     _entry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),

@@ -59,8 +59,10 @@ def twin_of(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
-def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, evaluate: bool = False) -> Record:
-    """Run a copy of ``model`` on ``x`` without gradients, in its own mode or evaluated, and record layers.
+def record_layers(
+    model: nn.Module, x: Tensor, choice: Choice = is_layer, *, evaluate: bool = False, differentiable: bool = False
+) -> Record:
+    """Run a copy of ``model`` on ``x`` in its own mode or evaluated, and record layers; without gradients if not asked.
 
     >>> net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
     >>> [(call.name, tuple(call.output.shape)) for call in record_layers(net, torch.zeros(1, 2, 2)).calls]
@@ -76,7 +78,7 @@ def record_layers(model: nn.Module, x: Tensor, choice: Choice = is_layer, *, eva
     for (name, module), original in zip(twin.named_modules(), model.modules(), strict=True):
         if choice(name, module):
             module.register_forward_hook(partial(record, name, original))
-    with torch.no_grad():
+    with torch.set_grad_enabled(differentiable):
         outputs = outputs_of((twin.eval() if evaluate else twin)(x.clone()))
     return Record(tuple(calls), outputs)
 

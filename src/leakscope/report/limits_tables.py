@@ -32,7 +32,15 @@ def tables_of(limits: Limits | VerticalLimits) -> tuple[Table, ...]:
 
 
 def limits_tables(limits: Limits) -> tuple[Table, ...]:
-    return (_observed(limits), _published(limits), _rank(limits), _layers(limits), _floor(limits), _orders(limits))
+    return (
+        _observed(limits),
+        _published(limits),
+        _rank(limits),
+        _reach(limits),
+        _layers(limits),
+        _floor(limits),
+        _orders(limits),
+    )
 
 
 def brief(value: float | None) -> str:
@@ -64,6 +72,17 @@ def _observed(limits: Limits) -> Table:
         ("first linear layer", "yes" if limits.closed_form or limits.span_readable else "no", limits.first_linear),
     )
     return Table("What is observed", FACTS, rows)
+
+
+def _reach(limits: Limits) -> Table:
+    rows = tuple((layer.name, str(layer.alone), str(layer.below), layer.reason) for layer in limits.reach)
+    lowest, images = limits.lowest, "one image" if limits.batch == 1 else f"{limits.batch} images"
+    if lowest is None:
+        last = ("batch", "not determined", "", f"no layer alone determines {images}")
+    else:
+        last = ("batch", "determined", "", f"{images}, by {lowest[0]!r}, and down to the input of {lowest[1]!r}")
+    title = "Images that each layer determines"
+    return Table(title, ("layer", "alone", "once the layer above is known", "by"), (*rows, last))
 
 
 def _published(limits: Limits) -> Table:

@@ -3,6 +3,8 @@
 An attack of this project's own: a list of stages, each of which adds to what is known or proposes candidates; the best
 candidate is the result. docs/strength.md explains and measures them.
 
+0. *Solve the patch embedding* of one image behind a ViT with learned positions: one least squares, for the gradient of
+   the positions is the signal at the embedding's outputs (:mod:`leakscope.equations.patch_embedding`).
 1. *Solve the head*: each example's features and output gradients (:mod:`leakscope.equations.embedding`).
 2. *Peel dense layers* below it, one by one. An MLP ends here.
 3. *Peel convolutions*: factor one of them, and solve the layers below it by least squares. ResNets with BatchNorm in
@@ -29,6 +31,7 @@ from leakscope.attacks.candidates import Stage
 from leakscope.attacks.head_first.case import Case
 from leakscope.attacks.head_first.convolutions import InvertValues, PeelConvolutions
 from leakscope.attacks.head_first.noise import MostProbable
+from leakscope.attacks.head_first.patches import SolvePatches
 from leakscope.attacks.head_first.stages import (
     DecodeMasks,
     GaussNewtonSteps,
@@ -44,6 +47,7 @@ from leakscope.contracts.reconstruction import Reconstruction
 from leakscope.contracts.settings import setting
 
 STAGES: tuple[Stage[Case], ...] = (
+    SolvePatches(),
     SolveHead(),
     PeelDense(),
     PeelConvolutions(),

@@ -72,10 +72,17 @@ class Case:
         self.held = found
         for name in ("dropped_below", "solvable", "gated", "matching"):
             self.__dict__.pop(name, None)
+        if self.best is not None:  # measured as what is found from now on
+            self.best = dataclasses.replace(self.best, distance=self.distance(self.best.inputs))
+
+    @property
+    def finished(self) -> bool:
+        """Return whether the best was solved as well as it can be, so that no other stage is worth its time."""
+        return self.best is not None and self.best.settles
 
     def take(self, stage: Stage[Case]) -> None:
-        """Let a stage propose, if it applies, and keep the best."""
-        if stage.applies(self):
+        """Let a stage propose, if it applies and anything is left to find, and keep the best."""
+        if not self.finished and stage.applies(self):
             for found in stage.propose(self):
                 self.best = found if found.better_than(self.best) else self.best
 
@@ -248,7 +255,7 @@ class Case:
     def result(self) -> Reconstruction:
         found, held, observation = self.best, self.held, self.observation
         assert found is not None  # matching the whole update always proposes one
-        certified = bool(found.certificates) and all(one.holds for one in found.certificates)
+        certified = found.proved
         flags, channel = list(() if certified else found.flags), observation.channel
         known = observation.labels is not None or observation.label_counts is not None
         info = {"restarts": max(self.searches, 1), "compiled": False, **found.info}

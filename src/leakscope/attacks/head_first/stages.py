@@ -100,7 +100,7 @@ class SearchBelow(Stage[Case]):
         single = len(case.held.features) == 1 and case.held.exact
         if isinstance(matching, DroppedMatching):
             start, weighting = matching.start(case.generator), MASKS
-        elif case.best is not None and (case.searches > 1 or not single):
+        elif case.best is not None and (case.searches != 1 or not single):  # solved patches, before any search
             matching = matching.near()
             start = matching.start_near(case.best.inputs)
         elif single and case.searches == 0 and case.solvable and not case.smooth:
@@ -226,7 +226,7 @@ class MatchUpdate(Stage[Case]):
                 case.notes.append(f"the whole update is not matched: {str(error).strip().splitlines()[0]}")
                 return
             case.steps += result.info["steps"] - rival.iterations  # it may have come to rest early
-            known = alone and (len(rivals) == 1 or result.labels is None)
+            known = alone and case.best is None and (len(rivals) == 1 or result.labels is None)
             inputs = result.inputs.detach().to(case.like)
             yield Candidate(
                 inputs=inputs,
