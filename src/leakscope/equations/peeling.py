@@ -344,10 +344,10 @@ def equations(readers: list[WeightedLayer]) -> int:
     >>> equations([WeightedLayer(step=1, weight_name="w", bias_name=None, module=strided, gate=None, first=False)])
     64
     """
-    step = max(max(one.module.stride) for one in readers)
+    modules: list[Any] = [one.module for one in readers]
+    step = max(max(module.stride) for module in modules)
     lattices = dict.fromkeys(itertools.product(range(step), repeat=2), 0)
-    for one in readers:
-        module: Any = one.module
+    for module in modules:
         offsets = [[(o * d - p) % step for o in range(k)] for k, d, p in _axes(module)]
         for place in itertools.product(*offsets):
             if module.stride == (step, step):

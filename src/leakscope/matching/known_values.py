@@ -30,6 +30,8 @@ PACE = 0.03
 ACTIVE = 1e-4
 #: Weight of total variation at the start, relative to the features' share; it falls to zero.
 SMOOTHNESS = 3e-3
+#: What the right bytes may leave, relative to the image that was found: both leave the errors of the values alone.
+SAME = 2.0
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -115,12 +117,22 @@ class KnownValues:
         fit = LevenbergMarquardt(steps=steps, damping=DAMPING, dense=0, tolerance=tolerance).run(self, wanted, start)
         return fit.x, math.sqrt(fit.objective) / float(wanted.norm().clamp_min(1e-300))
 
-    def free_directions(self, flat: Tensor, limit: int) -> tuple[int | None, ...]:
+    def whole_bytes(self, flat: Tensor, left: float) -> Tensor:
+        """Round one image to whole bytes where the values do not speak against it: most images were stored so."""
+        if not (self.inputs.bounded and self.inputs.smooth):
+            return flat
+        rounded, wanted = (255 * flat).round().clamp(0, 255) / 255, self.wanted
+        apart = float((self(rounded) - wanted).norm() / wanted.norm().clamp_min(1e-300))
+        return rounded if apart < SAME * left else flat
+
+    def free_directions(self, flat: Tensor, limit: int) -> int | None:
+        """Count the directions of one example that the values do not determine; None where products run out."""
         products, size = self.linearise(flat), float(self.wanted.norm().clamp_min(1e-300))
-        return count_free_directions(
+        (count,) = count_free_directions(
             lambda row: products.backward(products.forward(row)),
             lambda row: float(products.forward(row).norm()) / size,
             self.shape,
             flat,
             limit=limit,
         )
+        return count

@@ -83,8 +83,7 @@ class HeadFirst(Attack):
             stages = tuple(group)
             for _ in range(case.rounds if repeated else 1):
                 for stage in stages:
-                    if not case.solved:
-                        case.take(stage)
+                    case.take(stage)
                 if case.settled:
                     break
         return case.result()

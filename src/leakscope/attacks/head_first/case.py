@@ -189,10 +189,6 @@ class Case:
         return self.attack.tries if exact or self.pruned else min(self.attack.tries, NOISY_TRIES)
 
     @property
-    def solved(self) -> bool:
-        return self.best is not None and self.best.residual < SETTLED
-
-    @property
     def settled(self) -> bool:
         """Return whether another round has nothing to gain, or takes too long."""
         if self.best is None or self.below is None:

@@ -7,14 +7,13 @@ cut is the observed one is right.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from leakscope.attacks.candidates import Candidate, Stage, certify
+from leakscope.attacks.candidates import REPLAYED, Candidate, Stage, certify
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.certificate import EXPLAINED
@@ -33,7 +32,7 @@ RIGHT_LABEL = 1e-2
 #: Levenberg-Marquardt steps from near to where float32 ends: about 150 products each.
 NEWTON_STEPS = 10
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
-FREE_PRODUCTS = 400
+FREE_PRODUCTS = 800
 
 
 class PeelConvolutions(Stage[Case]):
@@ -75,25 +74,23 @@ class InvertValues(Stage[Case]):
         known, held, steps = case.known, case.held, case.attack.iterations
         assert known is not None
         assert held is not None
-        narrow, rows, left = known.to(torch.float32), list[Tensor](), 0.0
-        tell = case.told(steps * len(held.features))
-        for number in range(len(held.features)):
+        narrow = known.to(torch.float32)
+        count, tell = len(held.features), case.told(steps * len(held.features))
+        rows = list[Tensor]()
+        for number in range(count):
             one = narrow.example(number)
-            found, share = one.finish(one.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
-            rows.append(found.double())
-            left = max(left, share)
+            found, left = one.finish(one.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
+            rows.append(one.whole_bytes(found, left))
             if tell is not None:
-                tell(steps * (number + 1), steps * len(held.features), left)
-        flat = torch.cat(rows)
-        inputs = case.observation.inputs.project(known.inputs.from_unit(flat.reshape(known.shape)))
-        method = f"values at {held.layer}"
-        candidate = case.candidate(inputs, method, residual=left)
-        share = case.whole(inputs)
-        proofs = certify(
-            *(case.observation, inputs, held.labels, share),
-            *(lambda: known.free_directions(flat, limit=FREE_PRODUCTS), method),
-        )
-        case.latest = dataclasses.replace(candidate, residual=share, certificates=proofs)
+                tell(steps * (number + 1), steps * count, left)
+        inputs = known.inputs.project(known.inputs.from_unit(torch.cat(rows).double().reshape(known.shape)))
+        share, method = case.whole(inputs), f"values at {held.layer}"
+
+        def free() -> tuple[int | None, ...]:
+            return tuple(narrow.example(k).free_directions(row, FREE_PRODUCTS) for k, row in enumerate(rows))
+
+        proofs = certify(case.observation, inputs, held.labels, share, free, method)
+        case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
         yield case.latest
 
 
@@ -116,9 +113,7 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     return held, KnownValues(network, values, observation.inputs)
 
 
-def _embedding(
-    observation: Observation, head: Head, network: GatedNetwork, found: Peel
-) -> tuple[Embedding, Tensor]:
+def _embedding(observation: Observation, head: Head, network: GatedNetwork, found: Peel) -> tuple[Embedding, Tensor]:
     cut = found.cuts[-1]
     reader = next(layer for layer in network.layers if network.steps[layer.step].sources[0] == cut.step)
     module = observation.model.get_submodule(head.module_name)

@@ -211,7 +211,7 @@ class MatchUpdate(Stage[Case]):
         if case.held is None or case.best is None:
             return True
         # Where masks of units are unknown, the distance of the network's mean would prefer what explains that one.
-        wanted = case.attack.rival and case.below is not None and not case.dropped_below
+        wanted = case.attack.rival and case.below is not None and case.known is None and not case.dropped_below
         return wanted and case.best.residual >= SETTLED
 
     def propose(self, case: Case) -> Iterator[Candidate]:
