@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from leakscope.equations.conjugate_gradients import conjugate_gradients
 from leakscope.equations.dense import slope
 
 #: Singular values so small, relative to the largest, are rounding.
@@ -248,11 +249,7 @@ def with_best_signs(problem: TwoGradients, directions: Tensor) -> Tensor:
 def _head_fit(problem: TwoGradients, features: Tensor) -> tuple[Tensor, float]:
     outputs = problem.activation(problem.inner(features))
     weights = problem.head_mask.double()
-    systems = torch.einsum("kj,aj,bj->kab", weights, outputs, outputs)
-    ridge = 1e-12 * systems.diagonal(dim1=1, dim2=2).mean() + 1e-300
-    systems = systems + ridge * torch.eye(len(features), dtype=torch.float64)
-    sides = (weights * problem.head_gradient) @ outputs.T
-    found = torch.linalg.solve(systems, sides).T
+    found = row_coefficients(problem.head_gradient, weights, outputs).T
     gap = (problem.head_gradient - found.T @ outputs) * weights
     return found, float(gap.norm())
 
@@ -289,18 +286,8 @@ def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
     # Features differ in how loud they are; dividing each by its own weight lets conjugate gradients treat them alike.
     loudness = signals.square().sum(1) + (at.output_gradients.square() @ head_mask * slopes.square()).sum(1)
     scale = 1 / loudness.clamp_min(1e-300).sqrt()[:, None]
-    step = torch.zeros_like(side)
-    residual = scale * side
-    direction, size = residual.clone(), residual.square().sum()
-    stop = 1e-20 * float(size)
-    for _ in range(25):
-        product = scale * normal(scale * direction) + 1e-6 * direction  # damped a little
-        length = size / (direction * product).sum().clamp_min(1e-300)
-        step = step + length * direction
-        residual = residual - length * product
-        renewed = residual.square().sum()
-        if float(renewed) <= stop:
-            break
-        direction = residual + (renewed / size) * direction
-        size = renewed
-    return scale * step
+
+    def damped(direction: Tensor) -> Tensor:
+        return scale * normal(scale * direction) + 1e-6 * direction
+
+    return scale * conjugate_gradients(damped, scale * side, steps=25, tolerance=1e-10)
