@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
-from leakscope.equations.dense import LEAST_RANK
 from leakscope.equations.feature_separation import (
     DenseGradient,
     Method,
@@ -38,6 +37,7 @@ from leakscope.equations.feature_span import (
     visible_zeros,
     with_best_signs,
 )
+from leakscope.equations.head_system import EXACT, LEAST_RANK
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head
@@ -47,8 +47,6 @@ METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refine
 PRUNED = 0.01
 #: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
 CLEARLY = 0.9
-#: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
-UNTOUCHED = 1e-5
 #: Right refined features leave less than this of both gradients, and than the second of entries without noise.
 EXPLAINED, CERTAIN = 0.3, 0.05
 
@@ -166,7 +164,7 @@ def features_of(
     # Entries set to zero break the rank, so what has it is untouched; of one example only whole columns can be missing.
     outside = layer.gradient - layer.gradient @ leading.T @ leading
     whole = count > 1 or bool(mask.any(0).all())
-    untouched = whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED
+    untouched = whole and float(outside.norm() / layer.gradient.norm()) <= EXACT
     if untouched and "svd" in methods:
         spans: dict[Method, Tensor] = {"svd": leading}
     else:
@@ -231,7 +229,7 @@ def _refined(
         known = one.features if one.features is not None and not homogeneous else one.directions
         starts.append(fitted_output_gradients(problem, with_best_signs(problem, known)))
     start = min(starts, key=lambda fit: fit.residual)
-    if starts[0].residual <= UNTOUCHED and usable[0] is first:
+    if starts[0].residual <= EXACT and usable[0] is first:
         return dataclasses.replace(first, notes=(*first.notes, "the head's gradient confirms it"))
     fit = refine_features(problem, start.features)
     span = torch.linalg.qr(fit.features.T)[0].T
