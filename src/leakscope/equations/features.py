@@ -168,51 +168,38 @@ def features_of(
     if untouched and "svd" in methods:
         spans: dict[Method, Tensor] = {"svd": leading}
     else:
-        spans = _spans(layer, leading, mask, zeros, methods, neurons, draws, notes)
-    residuals = {method: span_residual(layer.gradient, mask, span, _again(draws)) for method, span in spans.items()}
-    kept = min(residuals, key=lambda method: residuals[method])
-    simplest = next(iter(residuals))
-    kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
-    shares = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
-    notes.append(f"{kept} kept: gap of entries that were left out of the fit: {shares}")
-    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, neurons, draws)
-    found = dataclasses.replace(found, notes=(*notes, *found.notes))
-    if "refined" not in methods or untouched:
-        return found
-    others = [
-        _with_directions(layer, span, mask, method, residuals[method], methods, neurons, draws)
-        for method, span in spans.items()
-        if method != kept
-    ]
-    best = _refined(layer, [found, *others], mask, zeros, draws)
-    if zeros <= PRUNED or "completion" not in methods or "completion" in spans or _confirmed(best):
+        spans = _spans(layer, leading, methods, neurons, draws, notes)
+
+    def estimate(method: Method, span: Tensor) -> RecoveredFeatures:
+        residual = span_residual(layer.gradient, mask, span, _again(draws))
+        found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
+        rows, used = _rows_inside(layer, span, mask, method, neurons)
+        return separated_features(layer, found, rows, used, methods, draws)
+
+    def refined(estimates: Sequence[RecoveredFeatures]) -> RecoveredFeatures:
+        return (
+            _refined(layer, estimates, mask, zeros, draws) if "refined" in methods and not untouched else estimates[0]
+        )
+
+    estimates = [estimate(method, span) for method, span in spans.items()]
+    kept = min(estimates, key=lambda one: one.residual)
+    kept = estimates[0] if kept.residual > CLEARLY * estimates[0].residual else kept
+    shares = ", ".join(f"{method} {one.residual:.1e}" for method, one in zip(spans, estimates, strict=True))
+    simple = [*spans][estimates.index(kept)]
+    notes.append(f"{simple} kept: gap of entries that were left out of the fit: {shares}")
+    kept = dataclasses.replace(kept, notes=(*notes, *kept.notes))
+    best = refined([kept, *(one for one in estimates if one.span is not kept.span)])
+    if zeros <= PRUNED or untouched or "completion" not in methods or _confirmed(best):
         return best
-    span = completed_span(layer.gradient, mask, leading, draws)
-    residual = span_residual(layer.gradient, mask, span, _again(draws))
-    completed = _with_directions(layer, span, mask, "completion", residual, methods, neurons, draws)
-    completed = _refined(layer, [completed], mask, zeros, draws)
+    completed = estimate("completion", completed_span(layer.gradient, mask, leading, draws))
+    words = f"gap of entries left out of the fit: {best.method} {best.residual:.1e}, completed {completed.residual:.1e}"
+    completed = refined([completed])
     chosen = min((best, completed), key=lambda one: (not _confirmed(one), one.residual))
-    words = f"gap of entries left out of the fit: {best.method} {best.residual:.1e}, completed {residual:.1e}"
     return dataclasses.replace(chosen, notes=(*best.notes, words, *(completed.notes if chosen is completed else ())))
 
 
 def _confirmed(found: RecoveredFeatures) -> bool:
     return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
-
-
-def _with_directions(
-    layer: DenseGradient,
-    span: Tensor,
-    mask: Tensor,
-    method: Method,
-    residual: float,
-    methods: Sequence[Method],
-    neurons: slice | None,
-    draws: torch.Generator,
-) -> RecoveredFeatures:
-    found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
-    rows, used = _rows_inside(layer, span, mask, method, neurons)
-    return separated_features(layer, found, rows, used, methods, draws)
 
 
 def _refined(
@@ -290,20 +277,14 @@ def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradi
 def _spans(
     layer: DenseGradient,
     leading: Tensor,
-    mask: Tensor,
-    zeros: float,
     methods: Sequence[Method],
     neurons: slice | None,
     draws: torch.Generator,
     notes: list[str],
 ) -> dict[Method, Tensor]:
     spans: dict[Method, Tensor] = {}
-    if "svd" in methods or "unmixing" in methods:
+    if {"svd", "completion", "unmixing"} & set(methods):
         spans["svd"] = leading
-    refinable = "refined" in methods and layer.head_gradient is not None and no_moments(layer) is None
-    if "completion" in methods and zeros > PRUNED and not refinable:
-        notes.append(f"{zeros:.0%} of the entries of its gradient are zero and were left out of the completion")
-        spans["completion"] = completed_span(layer.gradient, mask, leading, draws)
     if "stein" in methods:
         reason = no_moments(layer)
         if reason is None:
