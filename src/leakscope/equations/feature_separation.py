@@ -286,7 +286,11 @@ def separated_features(
             patterns = frequent_differences(rows / inner.loadings.T, generator)
             starts |= {} if patterns is None else {"patterns": patterns}
         if "unmixing" in methods:
-            reason = _by_unmixing(rows @ span, span, starts, generator) or reason
+            try:
+                unmixed = unmix(rows @ span, len(span), generator)
+                starts["unmixing"] = nn.functional.normalize(unmixed.sources @ span.T, dim=1)
+            except NotApplicable as refusal:
+                reason = str(refusal)
         if not starts:
             words = "directions are those of the span, mixtures of features"
             return dataclasses.replace(found, notes=(f"{words}: {reason}",))
@@ -321,15 +325,6 @@ def _by_moments(inner: SpanGradient, generator: torch.Generator, notes: list[str
     vectors, gap = diagonalising_vectors(matrices, generator)
     notes.append(f"moments inside the span are diagonal but for {gap:.1e}")
     return nn.functional.normalize(vectors @ back, dim=1)
-
-
-def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], generator: torch.Generator) -> str | None:
-    try:
-        unmixed = unmix(gradient, len(span), generator)
-    except NotApplicable as refusal:
-        return str(refusal)
-    starts["unmixing"] = nn.functional.normalize(unmixed.sources @ span.T, dim=1)
-    return None
 
 
 def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:

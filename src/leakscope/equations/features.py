@@ -42,7 +42,7 @@ from leakscope.equations.stein_moments import activation_class, head_loadings, s
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head
 
-METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refined")
+METHODS: tuple[Method, ...] = get_args(Method)
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
 PRUNED = 0.01
 #: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
@@ -108,13 +108,13 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
     if not isinstance(module, nn.Linear):
         raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
     step = next((step for step in steps if step.name == layer), None)
-    below_head = step is not None and step is steps[0] and head is not None
+    update, names = (
+        observation.message.update,
+        {id(value): name for name, value in observation.model.named_parameters()},
+    )
     head_weight = head_gradient = None
-    if below_head and head is not None:
-        head_weight = dict(observation.model.named_parameters())[head.weight_name]
-        head_gradient = observation.message.update.get(head.weight_name)
-    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
-    update = observation.message.update
+    if step is not None and step is steps[0] and head is not None:  # right below the head
+        head_weight, head_gradient = observation.model.get_parameter(head.weight_name), update.get(head.weight_name)
     gradient = update.get(names.get(id(module.weight), ""))
     if gradient is None:
         raise NotApplicable(f"{layer!r} is frozen: the update says nothing of it")
@@ -313,9 +313,8 @@ def _rows_inside(
 
 
 def _check_methods(methods: Sequence[Method]) -> None:
-    unknown = [method for method in methods if method not in get_args(Method)]
-    if unknown or not methods:
-        raise UserError(f"methods: expected some of {', '.join(get_args(Method))}, got {list(methods)}")
+    if not methods or not {*methods} <= {*METHODS}:
+        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
 
 
 def _again(generator: torch.Generator) -> torch.Generator:
