@@ -35,7 +35,7 @@ from leakscope.equations.head_system import (
     least_squares,
 )
 from leakscope.equations.last_layer import softmax_signals
-from leakscope.labels import counts_to_labels
+from leakscope.labels import certain_counts_from_bias, counts_to_labels
 from leakscope.network.activations import Activation
 
 #: Weight of a negative feature, relative to the features' norm, while searching.
@@ -204,7 +204,12 @@ def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[
     others = others[~(others[:, None] == known[None]).all(2).any(1)]
     uneven = torch.zeros(len(others), dtype=torch.float64)
     if problem.sums is not None:
-        mean = problem.sums / (problem.amplitude * problem.examples) + others / problem.examples
+        mean_sums = problem.sums / (problem.amplitude * problem.examples)
+        unscaled = problem.scale is None
+        certain = (mean_sums < 0).long() if unscaled else certain_counts_from_bias(mean_sums, problem.examples)
+        if int(certain.sum()) <= problem.examples:  # else noise has made some of them negative
+            others = others[(others >= certain).all(1)]
+        mean = mean_sums + others / problem.examples
         uneven = (mean * mean.clamp_min(1e-9).log()).sum(1)
     # An even mean softmax is the likelier one.
     yield from (counts_to_labels(others[place]) for place in uneven.argsort())
