@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from leakscope.equations.gated_equations import blocks_of, conjugate_gradients, whitening_matrix
+from leakscope.equations.conjugate_gradients import conjugate_gradients
+from leakscope.equations.gated_equations import blocks_of, whitening_matrix
 from leakscope.equations.gated_inverse import SILENT, GatedProblem, SolverSettings
 from leakscope.models.resnet import ResidualBlock
 from leakscope.network.gates import read_gated

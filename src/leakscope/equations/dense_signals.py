@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from leakscope.equations.head_system import EXACT, REFUSED
 from leakscope.equations.unmixing import AT_REST, MOST_STEPS, ROUNDING, row_space
 
 #: From inputs (n, d) the derivatives (n, units, K) of each example's outputs by the layer's outputs.
@@ -28,12 +29,8 @@ PATIENCE = 5
 OBEYED, NOISES = 1e-4, 6.0
 #: Shares of obeyed equations: that of a solution that is near, and that of a solution.
 NEAR, SETTLED = 0.8, 0.995
-#: With more of the gradient than this outside of the rows, equations say too little.
-MOST_NOISE = 0.1
 #: Mean shares of obeyed equations that differ by less are alike.
 TIE = 0.02
-#: What rounding of a float32 gradient leaves of it is below this; solutions that are wrong leave a twentieth and more.
-CERTIFIED = 1e-5
 #: Differences of float32 weights are rounded more coarsely; what is above this is noise and no rounding.
 MOST_ROUNDING = 1e-3
 #: So many equations beyond the unknowns must be obeyed: as many as unknowns always are.
@@ -65,7 +62,7 @@ class Separated:
 
     @property
     def rounding(self) -> float:
-        return max(CERTIFIED, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
+        return max(EXACT, 5 * self.outside if self.outside < MOST_ROUNDING else 0.0)
 
     @property
     def certified(self) -> bool:
@@ -109,7 +106,7 @@ def separate(
     mixing = problem.columns(inputs.double().cpu() @ problem.basis.T)
     best = problem.result(mixing, torch.zeros(len(inputs), dtype=torch.float64), jacobian, 0)
     obeyed = best.obeyed
-    hopeless = problem.outside > MOST_NOISE or int(problem.live.sum()) < len(inputs) + SPARE
+    hopeless = problem.outside > REFUSED or int(problem.live.sum()) < len(inputs) + SPARE
     for number in range(1, 1 if hopeless else rounds + 1):
         found, share = mixing.clone(), obeyed.clone()
         open_ones = torch.nonzero(obeyed < SETTLED).flatten()

@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import islice
 
 import torch
 from torch import Tensor
+
+from leakscope.equations.conjugate_gradients import Product, iterate
 
 #: An example has no free direction once so few are left of its unknowns; see above for what this overlooks.
 SEEN = 1e-3
@@ -26,7 +29,6 @@ INVISIBLE = 3e-3
 #: Unknowns up to which the system is decomposed: a fraction of a second, and fewer products than a probe may take.
 SMALL = 256
 
-Product = Callable[[Tensor], Tensor]
 Change = Callable[[Tensor], float]
 
 
@@ -72,35 +74,22 @@ def _probed(
     probe = torch.randn(math.prod(shape), generator=draws, dtype=torch.float64).to(like)
     length = probe.reshape(shape[0], -1).square().sum(1)
     unknowns = probe.numel() // shape[0]
-    turn = precondition or (lambda row: row)
-    left, rest = probe.clone(), -normal(probe)
-    turned = turn(rest)
-    direction, size = turned, float(rest @ turned)
-    for count in range(1, limit + 1):
-        settled = not 0 < size < math.inf
-        if not settled:
-            image = normal(direction)
-            curvature = float(direction @ image)
-            settled = not 0 < curvature < math.inf
-        if not settled:
-            left = left + (size / curvature) * direction
-            rest = rest - (size / curvature) * image
-            turned = turn(rest)
-            before, size = size, float(rest @ turned)
-            direction = turned + (size / before) * direction
-        if settled or count % 20 == 0 or count == limit:
-            shares = unknowns * left.reshape(shape[0], -1).square().sum(1) / length
-            if bool((shares <= SEEN).all()):
-                return (0,) * shape[0]
-            if change(_of_size_one(left)) <= INVISIBLE:
-                if precondition is None:
-                    return _whole(shares)
-                # What is left is free, but its length was changed on the way: it is not the share that counts. Without
-                # the preconditioner the count takes longer.
-                counts = _probed(normal, change, shape, like, 4 * limit, None, seed)
-                return _whole(shares.clamp_max(unknowns)) if None in counts else counts
-        if settled:
-            break
+    steps = islice(iterate(normal, -normal(probe), precondition), limit)
+    left, ended = probe, False
+    while not ended:
+        some = list(islice(steps, 20))
+        ended = len(some) < 20
+        left = probe + some[-1][0] if some else left
+        shares = unknowns * left.reshape(shape[0], -1).square().sum(1) / length
+        if bool((shares <= SEEN).all()):
+            return (0,) * shape[0]
+        if change(_of_size_one(left)) <= INVISIBLE:
+            if precondition is None:
+                return _whole(shares)
+            # What is left is free, but its length was changed on the way: it is not the share that counts. Without the
+            # preconditioner the count takes longer.
+            counts = _probed(normal, change, shape, like, 4 * limit, None, seed)
+            return _whole(shares.clamp_max(unknowns)) if None in counts else counts
     return (None,) * shape[0]
 
 

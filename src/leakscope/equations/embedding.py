@@ -101,8 +101,7 @@ def _at_head(solution: HeadSolution, weight: Tensor, **facts: Any) -> Embedding:
 def recover_mixtures(observation: Observation, generator: torch.Generator | None = None) -> HeadSolution:
     """Recover each mixture's soft labels and features at the head."""
     channel = observation.channel
-    if channel is None or channel.mixed < 2:
-        raise NotApplicable("the client is not known to train on mixtures of its examples")
+    assert channel is not None
     if not isinstance(observation.task, Classification):
         raise NotApplicable("the task has no classes whose shares would tell how examples were mixed")
     head = _observed_head(observation.with_facts(channel=dataclasses.replace(channel, mixed=1)))

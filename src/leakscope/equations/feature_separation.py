@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.equations.dense import slope
-from leakscope.equations.feature_span import MOST_ROWS
+from leakscope.equations.feature_span import EQUATIONS_PER_UNKNOWN, MOST_ROWS
 from leakscope.equations.stein_moments import (
     activation_class,
     diagonalising_vectors,
@@ -39,12 +39,10 @@ Method = Literal["svd", "completion", "stein", "unmixing", "refined"]
 SAME = 1e-4
 #: A difference counts as a feature where it occurs at least so often.
 LEAST_OCCURRENCES = 3
-#: A residual that is rounding.
-EXACT = 1e-10
 #: Slopes of the units settle signs where they leave less than this of the gradient's rows unexplained.
 SETTLED = 0.2
-#: So many units that are not dead, for each number that the slopes are fitted with, tell right from wrong.
-UNITS_PER_UNKNOWN = 4
+#: What normal equations leave of float64's digits.
+ROUNDED = torch.finfo(torch.float64).eps ** 0.5
 
 
 def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | None:
@@ -164,7 +162,7 @@ def fit_gates(layer: SpanGradient, directions: Tensor) -> GateFit:
         found = _fitted(layer, vectors[:, 0])
         improved = found.residual < best.residual * (1 - 1e-9)
         # Once every slope is right, so are the products, and the directions that they have.
-        best = found if found.residual <= best.residual + EXACT else best
+        best = found if found.residual <= best.residual + ROUNDED else best
         if not improved:
             break
     return _signed(layer, best) if layer.homogeneous else best
@@ -288,7 +286,11 @@ def separated_features(
             patterns = frequent_differences(rows / inner.loadings.T, generator)
             starts |= {} if patterns is None else {"patterns": patterns}
         if "unmixing" in methods:
-            reason = _by_unmixing(rows @ span, span, starts, generator) or reason
+            try:
+                unmixed = unmix(rows @ span, len(span), generator)
+                starts["unmixing"] = nn.functional.normalize(unmixed.sources @ span.T, dim=1)
+            except NotApplicable as refusal:
+                reason = str(refusal)
         if not starts:
             words = "directions are those of the span, mixtures of features"
             return dataclasses.replace(found, notes=(f"{words}: {reason}",))
@@ -325,22 +327,13 @@ def _by_moments(inner: SpanGradient, generator: torch.Generator, notes: list[str
     return nn.functional.normalize(vectors @ back, dim=1)
 
 
-def _by_unmixing(gradient: Tensor, span: Tensor, starts: dict[str, Tensor], generator: torch.Generator) -> str | None:
-    try:
-        unmixed = unmix(gradient, len(span), generator)
-    except NotApplicable as refusal:
-        return str(refusal)
-    starts["unmixing"] = nn.functional.normalize(unmixed.sources @ span.T, dim=1)
-    return None
-
-
 def _slopes_tell(layer: DenseGradient, inner: SpanGradient) -> bool:
     """Check that slopes tell features from mixtures: not for quadratic or linear activations or with too few units."""
     if layer.activation is None or layer.head is None or activation_class(layer.activation).reason is not None:
         return False
     live = int((inner.rows.abs().amax(1) > 0).sum())
     unknowns = inner.rows.shape[1] * (len(inner.loadings) + 1)
-    return live >= UNITS_PER_UNKNOWN * unknowns and (inner.homogeneous or inner.bias_gradient is not None)
+    return live >= EQUATIONS_PER_UNKNOWN * unknowns and (inner.homogeneous or inner.bias_gradient is not None)
 
 
 def _settled(layer: DenseGradient, inner: SpanGradient, found: RecoveredFeatures, start: Tensor) -> RecoveredFeatures:

@@ -22,15 +22,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from leakscope.equations.conjugate_gradients import conjugate_gradients
 from leakscope.equations.dense import slope
 
-#: Singular values so small, relative to the largest, are rounding.
-ROUNDING = 1e-13
 #: Weights of entries that were set to zero, and passes with them: small numbers first, then unknown ones.
 SOFT_ZEROS = ((0.1, 20), (0.01, 30), (1e-3, 50), (1e-5, 150))
-SETTLED = 1e-7
-#: A row is asked where it has so many entries for each direction.
-FIT_ENTRIES = 4
+#: Fits tell right from wrong where they have so many equations for each unknown.
+EQUATIONS_PER_UNKNOWN = 4
 #: Rows that are read; each column of a completion needs only a few equations.
 MOST_ROWS = 1536
 
@@ -49,7 +47,8 @@ def leading_span(gradient: Tensor, count: int, generator: torch.Generator) -> tu
     basis = torch.linalg.qr(start)[0]
     for _ in range(12):  # block power iteration
         left, sizes, _ = torch.linalg.svd(gradient @ basis, full_matrices=False)
-        carried = max(int((sizes > ROUNDING * sizes[0]).sum()), min(count, width))
+        rounding = max(gradient.shape) * torch.finfo(torch.float64).eps * sizes[0]
+        carried = max(int((sizes > rounding).sum()), min(count, width))
         basis = torch.linalg.qr(gradient.T @ left[:, :carried])[0]
         if carried < width:
             break  # there is no more in it, and what the next pass would find is rounding
@@ -107,7 +106,7 @@ def completed_span(gradient: Tensor, mask: Tensor, span: Tensor, generator: torc
             moved = torch.linalg.qr(row_coefficients(gradient.T, weights.T, loadings.T))[0].T
             change = float((moved - moved @ span.T @ span).norm())
             span = moved
-            if change <= SETTLED:
+            if change <= torch.finfo(torch.float32).eps:  # what was observed is not more exact
                 break
     return span
 
@@ -143,8 +142,10 @@ def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch
     >>> span_residual(rows, everything, inputs, draws) < 1e-10
     True
     """
-    narrow = gradient.shape[1] < FIT_ENTRIES * len(span)  # too few columns to leave some out
-    gradient, mask = _rich_rows(gradient, mask, len(span) if narrow else FIT_ENTRIES * len(span) - 1, generator)
+    narrow = gradient.shape[1] < EQUATIONS_PER_UNKNOWN * len(span)  # too few columns to leave some out
+    gradient, mask = _rich_rows(
+        gradient, mask, len(span) if narrow else EQUATIONS_PER_UNKNOWN * len(span) - 1, generator
+    )
     if not len(gradient):
         return 1.0
     half = torch.rand(gradient.shape, generator=generator) < 0.5
@@ -155,8 +156,6 @@ def span_residual(gradient: Tensor, mask: Tensor, span: Tensor, generator: torch
     return min(float(gaps[sizes > 0].median()), 1.0) if bool((sizes > 0).any()) else 1.0
 
 
-#: First every fourth unit alone, where these have four equations for each unknown; then all.
-COARSE = 4
 #: A round that lowers the residual by less than this share is the last.
 AT_REST = 1e-4
 
@@ -214,8 +213,9 @@ def refine_features(problem: TwoGradients, start: Tensor) -> Refined:
     >>> found.residual < 1e-3, bool((torch.cosine_similarity(z, found.features) > 1 - 1e-6).all())
     (True, True)
     """
-    coarse = problem.of_units(slice(None, None, COARSE))
-    if coarse.head.shape[1] * len(coarse.head) >= COARSE * start.numel():
+    # First every fourth unit alone, where these have enough equations; then all.
+    coarse = problem.of_units(slice(None, None, 4))
+    if coarse.head.shape[1] * len(coarse.head) >= EQUATIONS_PER_UNKNOWN * start.numel():
         start = _refined(coarse, start).features
     return _refined(problem, start)
 
@@ -248,11 +248,7 @@ def with_best_signs(problem: TwoGradients, directions: Tensor) -> Tensor:
 def _head_fit(problem: TwoGradients, features: Tensor) -> tuple[Tensor, float]:
     outputs = problem.activation(problem.inner(features))
     weights = problem.head_mask.double()
-    systems = torch.einsum("kj,aj,bj->kab", weights, outputs, outputs)
-    ridge = 1e-12 * systems.diagonal(dim1=1, dim2=2).mean() + 1e-300
-    systems = systems + ridge * torch.eye(len(features), dtype=torch.float64)
-    sides = (weights * problem.head_gradient) @ outputs.T
-    found = torch.linalg.solve(systems, sides).T
+    found = row_coefficients(problem.head_gradient, weights, outputs).T
     gap = (problem.head_gradient - found.T @ outputs) * weights
     return found, float(gap.norm())
 
@@ -289,18 +285,8 @@ def _gauss_newton(problem: TwoGradients, at: Refined) -> Tensor:
     # Features differ in how loud they are; dividing each by its own weight lets conjugate gradients treat them alike.
     loudness = signals.square().sum(1) + (at.output_gradients.square() @ head_mask * slopes.square()).sum(1)
     scale = 1 / loudness.clamp_min(1e-300).sqrt()[:, None]
-    step = torch.zeros_like(side)
-    residual = scale * side
-    direction, size = residual.clone(), residual.square().sum()
-    stop = 1e-20 * float(size)
-    for _ in range(25):
-        product = scale * normal(scale * direction) + 1e-6 * direction  # damped a little
-        length = size / (direction * product).sum().clamp_min(1e-300)
-        step = step + length * direction
-        residual = residual - length * product
-        renewed = residual.square().sum()
-        if float(renewed) <= stop:
-            break
-        direction = residual + (renewed / size) * direction
-        size = renewed
-    return scale * step
+
+    def damped(direction: Tensor) -> Tensor:
+        return scale * normal(scale * direction) + 1e-6 * direction
+
+    return scale * conjugate_gradients(damped, scale * side, steps=25, tolerance=1e-10)

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
-from leakscope.equations.dense import LEAST_RANK
 from leakscope.equations.feature_separation import (
     DenseGradient,
     Method,
@@ -38,17 +37,16 @@ from leakscope.equations.feature_span import (
     visible_zeros,
     with_best_signs,
 )
+from leakscope.equations.head_system import EXACT, LEAST_RANK
 from leakscope.equations.stein_moments import activation_class, head_loadings, stein_span
 from leakscope.network.dense_path import dense_path
 from leakscope.network.layers import find_head
 
-METHODS: tuple[Method, ...] = ("svd", "completion", "stein", "unmixing", "refined")
+METHODS: tuple[Method, ...] = get_args(Method)
 #: A gradient's zeros count as set to zero by somebody from this share on, where nobody tells.
 PRUNED = 0.01
 #: Of two estimates whose residuals differ by less than this factor, the simpler one is kept.
 CLEARLY = 0.9
-#: A span that leaves so little of the gradient is that of an untouched one; nothing is to be refined.
-UNTOUCHED = 1e-5
 #: Right refined features leave less than this of both gradients, and than the second of entries without noise.
 EXPLAINED, CERTAIN = 0.3, 0.05
 
@@ -110,13 +108,13 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
     if not isinstance(module, nn.Linear):
         raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
     step = next((step for step in steps if step.name == layer), None)
-    below_head = step is not None and step is steps[0] and head is not None
+    update, names = (
+        observation.message.update,
+        {id(value): name for name, value in observation.model.named_parameters()},
+    )
     head_weight = head_gradient = None
-    if below_head and head is not None:
-        head_weight = dict(observation.model.named_parameters())[head.weight_name]
-        head_gradient = observation.message.update.get(head.weight_name)
-    names = {id(parameter): name for name, parameter in observation.model.named_parameters()}
-    update = observation.message.update
+    if step is not None and step is steps[0] and head is not None:  # right below the head
+        head_weight, head_gradient = observation.model.get_parameter(head.weight_name), update.get(head.weight_name)
     gradient = update.get(names.get(id(module.weight), ""))
     if gradient is None:
         raise NotApplicable(f"{layer!r} is frozen: the update says nothing of it")
@@ -166,55 +164,42 @@ def features_of(
     # Entries set to zero break the rank, so what has it is untouched; of one example only whole columns can be missing.
     outside = layer.gradient - layer.gradient @ leading.T @ leading
     whole = count > 1 or bool(mask.any(0).all())
-    untouched = whole and float(outside.norm() / layer.gradient.norm()) <= UNTOUCHED
+    untouched = whole and float(outside.norm() / layer.gradient.norm()) <= EXACT
     if untouched and "svd" in methods:
         spans: dict[Method, Tensor] = {"svd": leading}
     else:
-        spans = _spans(layer, leading, mask, zeros, methods, neurons, draws, notes)
-    residuals = {method: span_residual(layer.gradient, mask, span, _again(draws)) for method, span in spans.items()}
-    kept = min(residuals, key=lambda method: residuals[method])
-    simplest = next(iter(residuals))
-    kept = simplest if residuals[kept] > CLEARLY * residuals[simplest] else kept
-    shares = ", ".join(f"{method} {residual:.1e}" for method, residual in residuals.items())
-    notes.append(f"{kept} kept: gap of entries that were left out of the fit: {shares}")
-    found = _with_directions(layer, spans[kept], mask, kept, residuals[kept], methods, neurons, draws)
-    found = dataclasses.replace(found, notes=(*notes, *found.notes))
-    if "refined" not in methods or untouched:
-        return found
-    others = [
-        _with_directions(layer, span, mask, method, residuals[method], methods, neurons, draws)
-        for method, span in spans.items()
-        if method != kept
-    ]
-    best = _refined(layer, [found, *others], mask, zeros, draws)
-    if zeros <= PRUNED or "completion" not in methods or "completion" in spans or _confirmed(best):
+        spans = _spans(layer, leading, methods, neurons, draws, notes)
+
+    def estimate(method: Method, span: Tensor) -> RecoveredFeatures:
+        residual = span_residual(layer.gradient, mask, span, _again(draws))
+        found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
+        rows, used = _rows_inside(layer, span, mask, method, neurons)
+        return separated_features(layer, found, rows, used, methods, draws)
+
+    def refined(estimates: Sequence[RecoveredFeatures]) -> RecoveredFeatures:
+        return (
+            _refined(layer, estimates, mask, zeros, draws) if "refined" in methods and not untouched else estimates[0]
+        )
+
+    estimates = [estimate(method, span) for method, span in spans.items()]
+    kept = min(estimates, key=lambda one: one.residual)
+    kept = estimates[0] if kept.residual > CLEARLY * estimates[0].residual else kept
+    shares = ", ".join(f"{method} {one.residual:.1e}" for method, one in zip(spans, estimates, strict=True))
+    simple = [*spans][estimates.index(kept)]
+    notes.append(f"{simple} kept: gap of entries that were left out of the fit: {shares}")
+    kept = dataclasses.replace(kept, notes=(*notes, *kept.notes))
+    best = refined([kept, *(one for one in estimates if one.span is not kept.span)])
+    if zeros <= PRUNED or untouched or "completion" not in methods or _confirmed(best):
         return best
-    span = completed_span(layer.gradient, mask, leading, draws)
-    residual = span_residual(layer.gradient, mask, span, _again(draws))
-    completed = _with_directions(layer, span, mask, "completion", residual, methods, neurons, draws)
-    completed = _refined(layer, [completed], mask, zeros, draws)
+    completed = estimate("completion", completed_span(layer.gradient, mask, leading, draws))
+    words = f"gap of entries left out of the fit: {best.method} {best.residual:.1e}, completed {completed.residual:.1e}"
+    completed = refined([completed])
     chosen = min((best, completed), key=lambda one: (not _confirmed(one), one.residual))
-    words = f"gap of entries left out of the fit: {best.method} {best.residual:.1e}, completed {residual:.1e}"
     return dataclasses.replace(chosen, notes=(*best.notes, words, *(completed.notes if chosen is completed else ())))
 
 
 def _confirmed(found: RecoveredFeatures) -> bool:
     return found.method == "refined" and (found.quality or 0.0) >= 1 - CERTAIN**2
-
-
-def _with_directions(
-    layer: DenseGradient,
-    span: Tensor,
-    mask: Tensor,
-    method: Method,
-    residual: float,
-    methods: Sequence[Method],
-    neurons: slice | None,
-    draws: torch.Generator,
-) -> RecoveredFeatures:
-    found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
-    rows, used = _rows_inside(layer, span, mask, method, neurons)
-    return separated_features(layer, found, rows, used, methods, draws)
 
 
 def _refined(
@@ -231,7 +216,7 @@ def _refined(
         known = one.features if one.features is not None and not homogeneous else one.directions
         starts.append(fitted_output_gradients(problem, with_best_signs(problem, known)))
     start = min(starts, key=lambda fit: fit.residual)
-    if starts[0].residual <= UNTOUCHED and usable[0] is first:
+    if starts[0].residual <= EXACT and usable[0] is first:
         return dataclasses.replace(first, notes=(*first.notes, "the head's gradient confirms it"))
     fit = refine_features(problem, start.features)
     span = torch.linalg.qr(fit.features.T)[0].T
@@ -292,20 +277,14 @@ def _two_gradients(layer: DenseGradient, mask: Tensor, zeros: float) -> TwoGradi
 def _spans(
     layer: DenseGradient,
     leading: Tensor,
-    mask: Tensor,
-    zeros: float,
     methods: Sequence[Method],
     neurons: slice | None,
     draws: torch.Generator,
     notes: list[str],
 ) -> dict[Method, Tensor]:
     spans: dict[Method, Tensor] = {}
-    if "svd" in methods or "unmixing" in methods:
+    if {"svd", "completion", "unmixing"} & set(methods):
         spans["svd"] = leading
-    refinable = "refined" in methods and layer.head_gradient is not None and no_moments(layer) is None
-    if "completion" in methods and zeros > PRUNED and not refinable:
-        notes.append(f"{zeros:.0%} of the entries of its gradient are zero and were left out of the completion")
-        spans["completion"] = completed_span(layer.gradient, mask, leading, draws)
     if "stein" in methods:
         reason = no_moments(layer)
         if reason is None:
@@ -334,9 +313,8 @@ def _rows_inside(
 
 
 def _check_methods(methods: Sequence[Method]) -> None:
-    unknown = [method for method in methods if method not in get_args(Method)]
-    if unknown or not methods:
-        raise UserError(f"methods: expected some of {', '.join(get_args(Method))}, got {list(methods)}")
+    if not methods or not {*methods} <= {*METHODS}:
+        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
 
 
 def _again(generator: torch.Generator) -> torch.Generator:

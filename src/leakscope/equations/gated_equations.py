@@ -7,7 +7,6 @@ masks are known from an approximate input; only units near zero are free. See do
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.certificate import EXPLAINED
+from leakscope.equations.conjugate_gradients import conjugate_gradients
 from leakscope.equations.determinacy import count_free_directions
 from leakscope.equations.head_system import EXACT
 from leakscope.network.gates import GatedNetwork, Gates, WeightedLayer
@@ -297,28 +297,3 @@ class _Unknowns:
         x, *rest = row.split(self.sizes)
         pairs = zip(self.slack.items(), rest, strict=True)
         return x.reshape(self.shape), {n: part.reshape(width.shape) * width.to(row) for (n, width), part in pairs}
-
-
-def conjugate_gradients(
-    product: Callable[[Tensor], Tensor], right: Tensor, steps: int, tolerance: float = 1e-3
-) -> Tensor:
-    """Solve A x = right for a positive definite A, given as a product, from zero.
-
-    >>> conjugate_gradients(lambda x: 2 * x, torch.tensor([2.0, 4.0]), steps=3).tolist()
-    [1.0, 2.0]
-    """
-    solution = torch.zeros_like(right)
-    rest, direction = right.clone(), right.clone()
-    size = goal = rest.square().sum()
-    for _ in range(steps):
-        if not size > 0:
-            break
-        image = product(direction)
-        length = size / (direction * image).sum()
-        solution = solution + length * direction
-        rest = rest - length * image
-        before, size = size, rest.square().sum()
-        if not math.isfinite(float(size)) or size < tolerance**2 * goal:
-            break
-        direction = rest + size / before * direction
-    return solution

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations_with_replacement, islice
+from itertools import islice, product
 
 import torch
 from torch import Tensor
@@ -38,8 +38,6 @@ from leakscope.equations.last_layer import softmax_signals
 from leakscope.labels import certain_counts_from_bias, counts_to_labels
 from leakscope.network.activations import Activation
 
-#: If the bias gradient allows more label counts than that, only neighbours of readings are tried.
-MOST_COUNTS = 3000
 #: Weight of a negative feature, relative to the features' norm, while searching.
 SIGN_WEIGHT = 10.0
 #: Sums of squares that are larger after the search are not refined: right labels leave 1e-14 to 2e-3, wrong ones 0.05.
@@ -74,9 +72,9 @@ def solve_head(
     soft = labels is not None and labels.is_floating_point()
     if problem.examples == 1 and (problem.sums is not None or (problem.scale is not None and not soft)):
         return _one_example(problem, labels, cross_entropy and len(problem.weight) > 1)
-    problem.check_rank()
+    problem.check_solvable()
     choices = label_choices(problem, readings) if labels is None else [labels.detach().cpu()]
-    return _search(problem, choices, generator or torch.Generator().manual_seed(0))
+    return _search(problem, filter(problem.possible, choices), generator or torch.Generator().manual_seed(0))
 
 
 def _check(problem: HeadProblem, cross_entropy: bool) -> None:
@@ -96,8 +94,6 @@ def _check(problem: HeadProblem, cross_entropy: bool) -> None:
             f"{examples} examples and {classes} classes: the head's gradient has {classes} rows that add up to zero, "
             f"so that it determines at most {max(most, 0)} examples{'' if bias else ' without a bias'}"
         )
-    if not problem.starts:
-        raise NotApplicable(f"{examples} examples of {classes} classes: solving the head would take minutes")
 
 
 def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: bool) -> HeadSolution:
@@ -158,23 +154,16 @@ def _one_example(problem: HeadProblem, labels: Tensor | None, cross_entropy: boo
 
 def _search(problem: HeadProblem, choices: Iterable[Tensor], generator: torch.Generator) -> HeadSolution:
     """Try one start for every choice of labels, then more; return the first solution that noise explains."""
-    nearest, tried = math.inf, 0
-    source, kept = iter(choices), list[Tensor]()
-    for number in range(STARTS):
-        for labels in islice(source, READINGS) if number == 0 else kept:
-            if number == 0:
-                kept.append(labels)
-            if tried == problem.starts or not problem.possible(labels):
-                continue
-            tried += 1
-            found, explained = _from_start(problem, labels, number, generator)
-            if found is not None and explained:
-                if found.residual > REFUSED:
-                    raise NotApplicable(
-                        f"the head's gradient is too noisy: the nearest examples leave {found.residual:.1e} of it"
-                    )
-                return found
-            nearest = nearest if found is None else min(nearest, found.residual)
+    nearest, kept = math.inf, list(islice(choices, READINGS))
+    for number, labels in islice(product(range(STARTS), kept), problem.starts):
+        found, explained = _from_start(problem, labels, number, generator)
+        if found is not None and explained:
+            if found.residual > REFUSED:
+                raise NotApplicable(
+                    f"the head's gradient is too noisy: the nearest examples leave {found.residual:.1e} of it"
+                )
+            return found
+        nearest = nearest if found is None else min(nearest, found.residual)
     told = f"; the nearest leave {nearest:.1e} of it" if math.isfinite(nearest) else ""
     raise NotApplicable(
         f"no {problem.examples} examples explain the head's gradient{told}. The update was pruned or altered, is "
@@ -207,44 +196,29 @@ def _from_start(
 
 
 def label_choices(problem: HeadProblem, readings: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the readings, then what the bias gradient allows, nearest to a reading first; each once, ascending."""
+    """Yield the readings, then those with one label exchanged, the likeliest first; each once, ascending."""
     classes = len(problem.weight)
     known = torch.stack([torch.bincount(reading.long(), minlength=classes) for reading in readings or [_read(problem)]])
     yield from (counts_to_labels(counts) for counts in known)
-    allowed = _allowed_counts(problem)
-    if allowed is None:
-        allowed = torch.cat([_exchanged(counts) for counts in known])
-    allowed = allowed[~(allowed[:, None] == known[None]).all(2).any(1)]
-    distance = (allowed[:, None] - known[None]).abs().sum(2).min(1).values if len(allowed) else allowed.sum(1)
-    uneven = torch.zeros(len(allowed), dtype=torch.float64)
+    others = torch.cat([_exchanged(counts) for counts in known]).unique(dim=0)
+    others = others[~(others[:, None] == known[None]).all(2).any(1)]
+    uneven = torch.zeros(len(others), dtype=torch.float64)
     if problem.sums is not None:
-        mean = problem.sums / (problem.amplitude * problem.examples) + allowed / problem.examples
+        mean_sums = problem.sums / (problem.amplitude * problem.examples)
+        unscaled = problem.scale is None
+        certain = (mean_sums < 0).long() if unscaled else certain_counts_from_bias(mean_sums, problem.examples)
+        if int(certain.sum()) <= problem.examples:  # else noise has made some of them negative
+            others = others[(others >= certain).all(1)]
+        mean = mean_sums + others / problem.examples
         uneven = (mean * mean.clamp_min(1e-9).log()).sum(1)
     # An even mean softmax is the likelier one.
-    for place in (distance * 1e3 + uneven).argsort():
-        yield counts_to_labels(allowed[place])
-
-
-def _allowed_counts(problem: HeadProblem) -> Tensor | None:
-    """Return all label counts that leave each class a positive mean softmax; None where they are too many or none."""
-    if problem.sums is None:
-        return None
-    classes, n = len(problem.weight), problem.examples
-    if problem.scale is None:
-        certain = (problem.sums < 0).long()
-    else:
-        certain = certain_counts_from_bias(problem.sums / (problem.amplitude * n), n)
-    free = n - int(certain.sum())
-    if free < 0 or math.comb(free + classes - 1, free) > MOST_COUNTS:
-        return None
-    added = (torch.tensor(one, dtype=torch.long) for one in combinations_with_replacement(range(classes), free))
-    return torch.stack([certain + torch.bincount(one, minlength=classes) for one in added])
+    yield from (counts_to_labels(others[place]) for place in uneven.argsort())
 
 
 def _exchanged(counts: Tensor) -> Tensor:
     unit = torch.eye(len(counts), dtype=counts.dtype)
     rows = [counts - unit[old] + unit[new] for old in counts.nonzero()[:, 0] for new in range(len(counts))]
-    return torch.stack(rows).unique(dim=0)
+    return torch.stack(rows)
 
 
 def _read(problem: HeadProblem) -> Tensor:

@@ -237,8 +237,10 @@ class HeadProblem:
         n = self.examples  # a step factorises a matrix with n^2 columns
         return min(STARTS_IN_ALL, int(WORK / (STEPS * n**4 * (n * len(self.weight) + n * (n + 1)))))
 
-    def check_rank(self) -> None:
+    def check_solvable(self) -> None:
         sizes, n = self.sizes, self.examples
+        if not self.starts:
+            raise NotApplicable(f"{n} examples of {len(self.weight)} classes: solving the head would take minutes")
         last = float(sizes[n - 1] / sizes[0]) if len(sizes) >= n else 0.0
         noise = self.noise * math.sqrt(self.observed.shape[1]) / float(sizes[0])
         if last < max(LEAST_RANK, LEAST_SIGNAL * noise):

@@ -30,6 +30,7 @@ from leakscope.equations.head_system import (
     REFUSED,
     SPREADS,
     STARTS,
+    STEPS,
     Equations,
     HeadProblem,
     HeadSolution,
@@ -39,12 +40,6 @@ from leakscope.equations.head_system import (
 
 #: How many more classes than mixtures the tried sets of classes are made of.
 MORE_CLASSES = 5
-#: Searches in all: at most the first, and fewer for many mixtures, each of whose steps takes some n^4 multiplications.
-MOST_SEARCHES, SEARCHES_OF_ONE = 150, 2.5e5
-#: Steps of a search, and of its refinement with the classes of each mixture known.
-STEPS = 100
-#: More mixtures than this are not told apart in reasonable time.
-MOST_MIXTURES = 16
 #: Shares below this are none, and above one minus it, all; those that a client draws are larger by far.
 NO_SHARE = 1e-3
 #: Ways to divide the classes that are tried.
@@ -79,10 +74,9 @@ def solve_mixed_head(
     _check(problem, images)
     draws = generator or torch.Generator().manual_seed(0)
     choices, nearest = list(_choices(problem, present)), math.inf
-    searches = min(MOST_SEARCHES, int(SEARCHES_OF_ONE / problem.examples**4))
     # A set of classes gets another start before sets that come four places later get their first.
     order = sorted(itertools.product(range(STARTS), range(len(choices))), key=lambda pair: 4 * pair[0] + pair[1])
-    for number, place in order[:searches]:
+    for number, place in order[: problem.starts]:
         found, explained = _from_start(problem, choices[place], images, number, draws)
         if found is not None and explained:
             return found
@@ -96,12 +90,12 @@ def _check(problem: HeadProblem, images: int) -> None:
     if problem.sums is None or problem.scale is None:
         raise NotApplicable("soft labels of mixtures follow only from a head with a bias and a gradient of known scale")
     # Each mixture has C - images classes without a share: fewer equations than unknowns certify nothing.
-    most = min(max(classes - images, 0), MOST_MIXTURES)
+    most = max(classes - images, 0)
     if n > most:
         raise NotApplicable(
             f"{n} mixtures of {images} examples and {classes} classes: at most {most} are told apart by their head"
         )
-    problem.check_rank()
+    problem.check_solvable()
 
 
 def _choices(problem: HeadProblem, present: Tensor | None) -> Iterator[Tensor]:

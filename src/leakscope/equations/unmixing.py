@@ -30,10 +30,10 @@ Domain = Literal["auto", "differences", "values"]
 GAUSSIAN_LOG_COSH = 0.3745672075
 #: The least ratio of two neighbouring singular values that is taken for the end of the signal.
 LEAST_GAP = 10.0
-#: Singular values below this share of the largest are the rounding of a float32 gradient.
-ROUNDING = 1e-6
-#: A fixed point has come to rest where it moves by less than this, as one minus a cosine.
-AT_REST = 1e-8
+#: Singular values below this share of the largest are the rounding of a float32 gradient: a few of its last digits.
+ROUNDING = 8 * torch.finfo(torch.float32).eps
+#: A fixed point has come to rest where it moves by less than this, as one minus a cosine: half of float64's digits.
+AT_REST = torch.finfo(torch.float64).eps ** 0.5
 #: Loops end by a test of their own, long before so many steps where there is something to find.
 MOST_STEPS = 200
 

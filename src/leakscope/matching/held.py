@@ -203,9 +203,6 @@ class DroppedMatching(HeldMatching):
     def start(self, generator: torch.Generator) -> Tensor:
         return self._with_masks(super().start(generator))
 
-    def start_near(self, inputs: Tensor) -> Tensor:
-        return self._with_masks(super().start_near(inputs))
-
     def pictures(self, row: Tensor) -> Tensor:
         return row.flatten()[: self.pixels].reshape(self.shape)
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from leakscope.equations.conjugate_gradients import iterate
 from leakscope.matching.gradient_map import GradientMap, Linearisation
 
 #: Of the mean diagonal of J'J: below it float32 cannot tell a direction from rounding.
@@ -152,29 +154,16 @@ def solve(
     prior: Roughness | None = None,
 ) -> Solved:
     """Solve (J'J + damping I) s = right by conjugate gradients, to ``tolerance`` in the preconditioner's norm."""
-    point = torch.zeros_like(right)
-    rest = right
-    turned = rest if preconditioner is None else preconditioner(rest)
-    direction = turned
-    size = first = float(rest @ turned)
-    if not 0 < first < math.inf:
-        return Solved(point, 0, first == 0)
-    for count in range(1, limit + 1):
+
+    def product(direction: Tensor) -> Tensor:
         image = products.backward(products.forward(direction)) + damping * direction
-        if prior is not None:
-            image = image + prior.gradient(direction)
-        curvature = float(direction @ image)
-        if not 0 < curvature < math.inf:
-            return Solved(point, count, False)
-        point = point + (size / curvature) * direction
-        rest = rest - (size / curvature) * image
-        turned = rest if preconditioner is None else preconditioner(rest)
-        new = float(rest @ turned)
-        if new <= tolerance * first:
+        return image if prior is None else image + prior.gradient(direction)
+
+    point, count = torch.zeros_like(right), 0
+    for count, (point, left) in enumerate(islice(iterate(product, right, preconditioner), limit), start=1):
+        if left <= tolerance:
             return Solved(point, count, True)
-        direction = turned + (new / size) * direction
-        size = new
-    return Solved(point, limit, False)
+    return Solved(point, count, not bool(right.any()))
 
 
 @dataclass(frozen=True, kw_only=True)
