@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.contracts.tables import shipped_table
 from leakscope.report import words
 from leakscope.report.certificate import CERTIFIED, shared_words
 from leakscope.report.pictures import Picture, channel_note, draw
@@ -20,28 +21,10 @@ from leakscope.results.records import counted, highest
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
+_TEXTS = shipped_table("leakscope.report", "sentences.toml")
 #: Inputs that know nothing of the client, by the name of their control.
-BASELINES = {
-    "grey": "grey inputs with the same labels",
-    "random": "the best of a few random inputs with the same labels",
-    "others": "the mean of other examples with the same labels",
-    "noise": "the same attack on noise of the update's norm",
-}
-_STANDINGS = {
-    "stands out": (
-        "Stands out from its zero-information baseline: it leaves {left} of the update unexplained where inputs that "
-        "know nothing leave {least}. Other inputs may explain it as well; see the diagnosis."
-    ),
-    "somewhat better": (
-        "Somewhat better than its zero-information baseline: it leaves {left} of the update unexplained where inputs "
-        "that know nothing leave {least}. Part of it may be the client's."
-    ),
-    "no better": (
-        "No better than its zero-information baseline: it leaves {left} of the update unexplained, inputs that know "
-        "nothing leave {least}. Nothing here says that what was recovered is the client's."
-    ),
-    "unknown": "Unknown: what the recovered inputs leave of the update, or what a baseline leaves, cannot be computed.",
-}
+BASELINES: dict[str, str] = _TEXTS["baselines"]
+_STANDINGS: dict[str, str] = _TEXTS["standings"]
 _ONE_GRADIENT = (
     "That is judged by one gradient at the weights the client received; if it took several local steps, even the true "
     "inputs would leave something."

@@ -11,11 +11,11 @@ import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from leakscope import __version__
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.tables import shipped_text
 from leakscope.metrics import MEASURES
 from leakscope.report.sentences import reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
@@ -46,8 +46,7 @@ def document(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def schema(kind: str) -> dict[str, Any]:
     """The JSON Schema of a kind of document, which the package ships."""
-    text = resources.files("leakscope.results").joinpath("schemas", f"{kind}-{VERSIONS[kind]}.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
+    found: dict[str, Any] = json.loads(shipped_text("leakscope.results", f"schemas/{kind}-{VERSIONS[kind]}.json"))
     return found
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from leakscope.contracts.disk import atomic_write
+from leakscope.contracts.tables import shipped_table
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
 from leakscope.report.defense_study import study_section
@@ -32,18 +33,7 @@ from leakscope.results.verdict import Verdict, judge_store
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
 STUDY_TABLE = "defense-study.csv"
-HEADLINES = {
-    "leaks": ("Leaks above policy", "At least one limit of the policy is exceeded."),
-    "within policy": (
-        "Within policy",
-        "No attack tried here reached the limits. This is evidence on these attacks, not proof against all.",
-    ),
-    "inconclusive": (
-        "Inconclusive",
-        "Nothing crossed the limits, but doubts remain, so this is not a pass. The reasons are below.",
-    ),
-    "nothing audited": ("Nothing audited", "No job has produced a measurement, so there is nothing to judge."),
-}
+HEADLINES: dict[str, list[str]] = shipped_table("leakscope.report", "sentences.toml")["headlines"]
 
 
 def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:
@@ -115,9 +105,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "explain_flag": words.explain_flag,
-        "flag_rule": words.FLAG_RULE,
         "measures": MEASURES.values(),
-        "terms": words.TERMS,
         "provenance": _provenance(store, meta, rows, findings),
         "versions": [(str(name), str(value)) for name, value in meta["versions"].items()],
         "spec": yaml.safe_dump(meta["spec"], sort_keys=False, allow_unicode=True, width=100),

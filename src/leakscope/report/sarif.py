@@ -14,6 +14,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from leakscope import __version__
+from leakscope.contracts.tables import shipped_table
 from leakscope.report.certificate import strongest_words
 from leakscope.report.sentences import over_examples
 from leakscope.results.names import Setting, name_settings
@@ -54,59 +55,9 @@ class Rule:
         }
 
 
-_PROTECT = (
-    "Use a stronger defence (clipping with noise, DP-SGD), larger batches or secure aggregation, and audit again with "
-    "`knowledge: adaptive_server`; or say in the policy that this much may leak."
-)
 #: Every kind of finding, by the kind of its reasons.
-RULES: Mapping[str, Rule] = {
-    "reconstruction": Rule(
-        "LS001",
-        "PrivateExampleReconstructed",
-        "error",
-        "Private examples can be reconstructed from an update",
-        f"An attack that sees only the update came nearer to an example than the policy allows. {_PROTECT}",
-        8.0,
-    ),
-    "identification": Rule(
-        "LS002",
-        "PrivateExampleIdentified",
-        "error",
-        "Private examples can be told from others by an update",
-        f"More reconstructions than the policy allows are nearest to their own original among all examples. {_PROTECT}",
-        7.0,
-    ),
-    "labels": Rule(
-        "LS003",
-        "LabelsRecovered",
-        "error",
-        "Labels of private examples can be read off an update",
-        f"An attack named more labels than the policy allows, and more than anybody can guess. {_PROTECT}",
-        6.0,
-    ),
-    "doubt": Rule(
-        "LS004",
-        "Inconclusive",
-        "warning",
-        "The audit cannot say that an update is safe",
-        "Something stands in the way of a pass: an attack too weak to judge, a failed or missing job, a defence that "
-        "no attack knew. That is no pass; each doubt says what to do about it.",
-    ),
-    "nothing": Rule(
-        "LS005",
-        "NothingAudited",
-        "warning",
-        "No attack gave a result",
-        "Nothing was audited, so nothing is known. Add attacks that fit model and protocol, such as `standard`.",
-    ),
-    "remark": Rule(
-        "LS006",
-        "NotLimited",
-        "note",
-        "Something leaks that the policy does not limit",
-        "The verdict does not depend on it. Set the limit in the policy if it should.",
-    ),
-}
+_RULES = shipped_table("leakscope.report", "sentences.toml")["rules"]
+RULES: Mapping[str, Rule] = {kind: Rule(**facts) for kind, facts in _RULES.items()}
 
 
 def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> dict[str, Any]:

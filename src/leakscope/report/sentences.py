@@ -8,121 +8,21 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from leakscope.contracts.tables import in_words
+from leakscope.contracts.reconstruction import FLAG_REMEDIES
+from leakscope.contracts.tables import in_words, shipped_table
 from leakscope.metrics import MEASURES
 from leakscope.results.names import name_settings
-from leakscope.results.reasons import FLAG_REMEDIES, Reason, Remedy, because
+from leakscope.results.reasons import Reason, Remedy, because
 from leakscope.results.records import FindingRow, Row, Status, counted, finding_words
 from leakscope.results.verdict import Verdict
 
 #: Reasons in a paragraph; the others are counted.
 IN_A_PARAGRAPH = 3
 
-_TOO_WEAK = "attack too weak to judge: "
-_LABELS = "{value:.0%} of the labels are recovered{chance}; "
-_LATE = "the budget of {budget} ended before "
-#: The sentence of each reason. Numbers are formatted as usual, "#job" counts jobs; ``who`` are the examples.
-REASONS: Mapping[str, str] = {
-    "reconstruction": "{who} leak{s} by {attack}: {measured}",
-    "identification": "{value:.0%} of the examples are identified, the limit is {limit:.0%}",
-    "labels": _LABELS + "the limit is {limit:.0%}",
-    "labels-unlimited": _LABELS + "the policy sets no limit (max_label_accuracy)",
-    "labels-known": "the adversary knows the labels, but the policy limits their recovery",
-    "no-labels": "no attack names labels, but the policy limits their recovery",
-    "labels-wrong": "{count} of {total:#attempt}: the labels were guessed wrong",
-    "labels-hide": "{count:#example} would reach {value:.1f} dB with the right labels, which an adversary may guess",
-    "identification-unmeasured": "identification could not be measured for every example, but the policy limits it",
-    "identified-above-chance": (
-        "{value:.0%} of the examples are identified, against {baseline:.0%} without information"
-    ),
-    "certificate-contradicted": "{who}: its certificate contradicts the measured PSNR",
-    "no-control": "{who} reach{es} {value:.1f} dB, but no control tells how much of it comes from the update",
-    "near-held-out": "{who} reach{es} {value:.1f} dB, but a held-out image is nearly as near ({baseline:.1f} dB)",
-    "psnr-unmeasured": "{count:#reconstruction} could not be measured (PSNR is not a number)",
-    "measure-missing": "{who}: {label} could not be measured, but the policy limits it",
-    "unexplained": "{count} of {total} updates: the best attack leaves up to {value:.1%} of the update unexplained, "
-    "the true examples leave {baseline:.1%}",
-    "gap": "theory allows {limit:.0f} dB and the best attack reaches {value:.1f} dB: a better one may cross the limit",
-    "standard-not-run": "standard attacks not run: {names}",
-    "no-support": "{count:#update}: no attack gave a result that could support a pass",
-    "no-positive-control": "no positive control gave a result, so nothing shows that these attacks find what is there",
-    "weak-on-easy-case": _TOO_WEAK + "without a defence, its labels and visiting order known, it reaches "
-    "{value:.1f} dB, {limit:g} dB would show that it works",
-    "weak-without-theory": _TOO_WEAK + "it fails without a defence too, and theory does not tell whether the update "
-    "hides the inputs",
-    "weak-undefended": _TOO_WEAK + "without a defence {reached}, where theory allows {limit:.0f} dB",
-    "search-missed": "{count:#update} of {total}: the update determines the inputs, but the search missed them "
-    "(optimiser failed)",
-    "flag": "{count} of {total:#attempt} raised the flag: {names}",
-    "defence-unknown": "no attack that knows this defence was run",
-    "defence-unread": "no attack that knows this defence was run: the defence has no channel, or no attack here "
-    "reads it",
-    "model-not-chosen": "the server may choose the model, and no attack that does so was run",
-    "no-result": "no attack gave a result",
-    "job-failed": "{count:#job} failed",
-    "job-starved": "{count:#job} refused for want of knowledge",
-    "control-failed": "{count:#control job} failed",
-    "attempts-missing": "{count:#job} missing",
-    "attempts-missing, budget": _LATE + "{count} of {total} attempts were made",
-    "findings-missing": "{count:#finding} missing",
-    "findings-missing, budget": _LATE + "{count:#finding} {were} made",
-    "jobs-missing": "{count} of {total} jobs have not been run",
-    "jobs-missing, budget": _LATE + "{count} of {total} jobs were run, controls included",
-    "spared": "{count:#attempt} {were} not made, on examples that another attack had recovered exactly before",
-    "defence-unused": "no attack made use of knowing the defence, so that it has not been tested",
-    "theory-allows": "theory allows {limit:.0f} dB",
-    "nothing-learnt": "even without a defence the training learns hardly more than a constant guess",
-    "attempts-not-run": "{count:#attempt} not run yet",
-    "attempts-failed": "{count:#attempt} failed",
-    "no-training": "no training is done",
-    "training-diverged": "the training broke down with {count} of {total:#seed}",
-}
-
-_MORE = "Give the attack more steps"
-_KEPT = "un the same command again: what is done "
-#: The sentence of each remedy, with its arguments.
-REMEDIES: Mapping[str, str] = {
-    "again": f"R{_KEPT}stays",
-    "retry": f"The report says why. R{_KEPT}stays",
-    "more-time": f"Raise --budget, or r{_KEPT}is kept",
-    "without-budget": "Run the same command without --budget to have them too",
-    "more-steps": f"{_MORE} or restarts, or add others (leakscope list attacks)",
-    "more-iterations": f"{_MORE}, such as --attack head-first:iterations=1000",
-    "more-restarts": "Give the attack more restarts",
-    "other-attacks": "Add attacks that fit (leakscope list attacks), or --attack standard",
-    "standard-attacks": "Run them with --attack standard",
-    "waive": "Do without them in the policy with {waivers}",
-    "precise-attack": "Add another attack, such as head-first, or use dtype: float64",
-    "unmixing-attack": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
-    "trained-attack": "Add an attack that is trained on protected updates",
-    "label-attack": "Add an attack that reads labels, such as idlg",
-    "choose-model": "Add an attack that chooses the model, such as --attack robbing-the-fed",
-    "honest-server": "Take the server for honest (--knowledge)",
-    "learn-defence": "Add learning-to-invert, which needs no channel, with --knowledge informed_server",
-    "know-defence": "Let attacks know it with --knowledge adaptive_server",
-    "grant-client": "Grant what the attacks do not know of the client (--knowledge)",
-    "grant-knowledge": "Grant what they ask for (knowledge), or leave these attacks out (standard ones with "
-    "--waive NAME)",
-    "grant-recipe": "Grant the client's recipe (knowledge local_epochs, batch_size, learning_rate), or add the attack "
-    "sme, which needs none",
-    "grant-labels": "Grant the labels with --labels counts or --labels yes",
-    "grant-all-labels": "Grant the labels with --labels yes",
-    "judge-with-labels": "Judge an adversary who knows them with --labels yes",
-    "withhold-labels": "Withhold them (--labels no)",
-    "true-simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
-    "lower-learning-rate": "Lower the attack's learning rate, or use dtype: float64",
-    "slower-protocol": "Lower the protocol's learning rate, or add another attack",
-    "more-rounds": "Give the protocol more rounds",
-    "stronger-defence": "Use a stronger defence",
-    "keep-controls": "Leave the controls on (controls: true)",
-    "keep-findings": "Leave the findings on (no --no-findings)",
-    "more-data": "Give the data more examples to tell them from",
-    "set-limit": "Set {limit} in the policy",
-    "drop-limit": "Drop {limit} from the policy",
-    "look-at-pictures": "Look at the pictures",
-    "report-defect": "Report it: either the attack's proof or the measure is wrong",
-    "audit-again": "The same audit in the same folder makes it again",
-}
+_TEXTS = shipped_table("leakscope.report", "sentences.toml")
+#: The sentence of each reason and, with its arguments, of each remedy.
+REASONS: Mapping[str, str] = _TEXTS["reasons"]
+REMEDIES: Mapping[str, str] = _TEXTS["remedies"]
 
 
 class _Numbers:

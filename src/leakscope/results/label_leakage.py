@@ -6,8 +6,9 @@ import math
 from collections import defaultdict
 from dataclasses import dataclass
 
+from leakscope.contracts.reconstruction import FLAG_REMEDIES
 from leakscope.results.policy import Policy
-from leakscope.results.reasons import FLAG_REMEDIES, Reason, because
+from leakscope.results.reasons import Reason, because
 from leakscope.results.records import NAN, Row, highest, mean
 
 #: The flag of attacks that guessed the labels.

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leakscope.contracts.reconstruction import FLAG_REMEDIES
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import MISSED, AttackStrength, Coverage, gap_doubt, raised
@@ -20,7 +21,7 @@ from leakscope.results.label_leakage import (
     unresolved_labels,
 )
 from leakscope.results.policy import Limit, Policy
-from leakscope.results.reasons import FLAG_REMEDIES, InScenario, Reason, Remedy, Scenario, because
+from leakscope.results.reasons import InScenario, Reason, Remedy, Scenario, because
 from leakscope.results.records import NAN, Row, best, highest, mean
 from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
 
