@@ -32,7 +32,7 @@ from leakscope.matching.orders import Order
 from leakscope.matching.unexplained import is_unexplained, noise_share, unexplained
 from leakscope.metrics import Evaluation, Lpips, evaluate
 from leakscope.report.captured import assessment_line
-from leakscope.report.certificate import RECOVERED_PSNR
+from leakscope.report.sentences import RECOVERED_PSNR
 from leakscope.results.records import first_line
 
 FLAG = "update not explained"

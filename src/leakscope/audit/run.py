@@ -25,8 +25,8 @@ from leakscope.contracts.tables import data_frame
 from leakscope.report.export import audit_document, audit_table, json_text
 from leakscope.results.defense_study import Study, study_store
 from leakscope.results.records import FindingRow, Row, counted, job_facts, mapping
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store, stored_salt
-from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict, judge, verdict_html
 
 

@@ -254,7 +254,7 @@ def _print_audited(audited: Any, console: Console) -> None:
 
 
 def _print_settings(verdict: Any, console: Console) -> None:
-    from leakscope.report.certificate import strongest_words
+    from leakscope.report.sentences import strongest_words
     from leakscope.results.names import name_settings
 
     settings = name_settings(verdict)

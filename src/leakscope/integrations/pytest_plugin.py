@@ -191,7 +191,7 @@ class AuditRunner:
 
     def _judge(self, audit: Audit, name: str, accept_inconclusive: bool, page: Path | None) -> None:
         from leakscope.report.accepted_leaks import AcceptedLeaks, judge_against, read_accepted
-        from leakscope.report.certificate import strongest_words
+        from leakscope.report.sentences import strongest_words
         from leakscope.results.names import name_settings
 
         file = baseline_file(self._config)

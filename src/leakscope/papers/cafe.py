@@ -41,7 +41,6 @@ from leakscope.models import build_model
 from leakscope.papers.base import (
     Curves,
     Findings,
-    PaperTable,
     PictureGrid,
     Progress,
     Row,
@@ -49,10 +48,10 @@ from leakscope.papers.base import (
     examples_or_reason,
     measured_row,
     not_run,
+    paper_tables,
     recovered,
 )
 
-PAPER = "Jin, Chen, Hsu, Yu, Chen, CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021"
 PSNR = "PSNR (dB)"
 SAMPLES = 800
 #: Batch size of 800 samples, and the published PSNR by epoch of the attack.
@@ -351,41 +350,4 @@ def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, 
     return measured_row(name, LOSS, TABLE_11[name], losses, "; ".join(words))
 
 
-TABLES = (
-    PaperTable(
-        "cafe/table10",
-        run_table_10,
-        "CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning",
-        PAPER,
-        title="PSNR by batch size and epoch, CIFAR-10 in place of Linnaeus 5",
-        scales={
-            "smoke": "16 samples, half as many filters, searches of a few steps",
-            "small": "40 samples, half as many filters, the single loop for one batch size",
-            "paper": "800 samples, every batch size; many hours and 12 GB of temporary files",
-        },
-    ),
-    PaperTable(
-        "cafe/faces",
-        run_faces,
-        "mean PSNR and pictures of faces, by the direct method and the published single loop",
-        PAPER,
-        title="Faces of Yale from rounds of vertical learning (figure 8)",
-        scales={
-            "smoke": "12 faces in batches of 3, half as many filters",
-            "small": "40 faces in batches of 10, direct method",
-            "paper": "160 faces in batches of 40, both methods, hours",
-        },
-    ),
-    PaperTable(
-        "cafe/table11",
-        run_table_11,
-        "what the defences cost: the loss of vertical training on CIFAR-10 after many rounds",
-        PAPER,
-        title="Training loss with fake gradients and with DP-SGD",
-        scales={
-            "smoke": "25 rounds, 8 samples, a small net",
-            "small": "600 rounds, 40 samples, a small net",
-            "paper": "8000 rounds, 800 samples, about a day",
-        },
-    ),
-)
+TABLES = paper_tables("cafe", {"table10": run_table_10, "faces": run_faces, "table11": run_table_11})

@@ -33,17 +33,16 @@ from leakscope.models import build_model
 from leakscope.papers.base import (
     Group,
     Line,
-    PaperTable,
     Progress,
     Row,
     attacked,
     examples_or_reason,
     measured_row,
     measured_rows,
+    paper_tables,
     recovered,
 )
 
-PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
 #: Batch size and the bound to three decimals.
 BOUNDS: Mapping[int, float] = {1: 0.99, 2: 1.992, 4: 4.002, 8: 8.045, 16: 16.226}
@@ -60,10 +59,6 @@ class Scale:
     iterations: int
     filters: tuple[int, ...] = tuple(DISTANCES)
     units: tuple[int, ...] = (3, 4, 5, 8)
-
-    def words(self, what: str) -> str:
-        many = what if self.trials == 1 else {"image": "images", "batch": "batches"}[what]
-        return f"{self.trials} {many} of {self.side}x{self.side}, up to {self.iterations} iterations"
 
 
 SCALES: Mapping[str, Scale] = {
@@ -171,29 +166,4 @@ def _batches(examples: Examples, trials: int, batch: int, seed: int) -> list[lis
     return batches
 
 
-TABLES = (
-    PaperTable(
-        "gradients/counting",
-        run_counting,
-        "proposition 2: how many hidden units give a batch away, by counting equations",
-        PAPER,
-        title="Least hidden units by batch size",
-        scales=dict.fromkeys(SCALES, "all five bounds, exact, at once"),
-    ),
-    PaperTable(
-        "gradients/filters",
-        run_filters,
-        "proposition 3: a one-layer CNN gives an image away from twelve filters on",
-        PAPER,
-        title="L1 distance of one image by the number of filters",
-        scales={name: size.words("image") for name, size in SCALES.items()},
-    ),
-    PaperTable(
-        "gradients/units",
-        run_units,
-        "proposition 2 in practice: about one hidden unit an example",
-        PAPER,
-        title="A batch of four by the number of hidden units",
-        scales={name: size.words("batch") for name, size in SCALES.items()},
-    ),
-)
+TABLES = paper_tables("gradients", {"counting": run_counting, "filters": run_filters, "units": run_units}, SCALES)

@@ -32,12 +32,12 @@ from leakscope.papers.base import (
     TOLERANCE,
     Group,
     Line,
-    PaperTable,
     Progress,
     Row,
     attacked,
     examples_or_reason,
     measured_rows,
+    paper_tables,
     recovered,
 )
 
@@ -73,10 +73,6 @@ class Scale:
 
     images: int
     published: bool
-
-    def words(self) -> str:
-        settings = "published settings and defaults" if self.published else "defaults"
-        return f"{self.images} image{'s' if self.images > 1 else ''} a network, {settings}"
 
 
 SCALES: Mapping[str, Scale] = {"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)}
@@ -166,12 +162,4 @@ def _note(cell: Cell, scale: str) -> str:
     return "; ".join(filter(None, (f"{SCALES[scale].images} images, the paper has 2", training, cell.note, cut)))
 
 
-TABLE = PaperTable(
-    "hybrid/table3",
-    run,
-    "mean squared error by network, with initial and pre-trained weights",
-    "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching, "
-    "BMVC 2022",
-    title="One image from small tanh networks: R-GAP and Hybrid",
-    scales={name: size.words() for name, size in SCALES.items()},
-)
+TABLES = paper_tables("hybrid", {"table3": run}, SCALES)

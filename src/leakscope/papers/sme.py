@@ -38,7 +38,6 @@ from leakscope.models import build_model
 from leakscope.papers.base import (
     Group,
     Line,
-    PaperTable,
     Progress,
     Row,
     attacked,
@@ -46,9 +45,9 @@ from leakscope.papers.base import (
     measured_row,
     measured_rows,
     not_run,
+    paper_tables,
 )
 
-PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 BOXES: Mapping[str, ValueRange] = {
     "femnist": ValueRange.normalised((0.96424,), (0.15768,)),
     "cifar100": ValueRange.normalised((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -311,50 +310,11 @@ def _run(
     return measured_rows(map(group, runnable), sum(cell.count(scale) for cell in runnable), progress)
 
 
-_CUT = f"one client, {SMOKE_STEPS} steps of search"
-TABLES = (
-    PaperTable(
-        "sme/table1",
-        run_table_1,
-        "largest cosine on the segment, smallest share of a local gradient in two directions",
-        PAPER,
-        title="How near one gradient comes to a weight update",
-        scales={"smoke": _CUT, "small": "10 clients a setting", "paper": "100 clients a setting"},
-    ),
-    PaperTable(
-        "sme/table2",
-        lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
-        "PSNR by epochs and number of images, FEMNIST and CIFAR-100",
-        PAPER,
-        title="Reconstruction from weight updates: IG, DLFA, SME",
-        scales={
-            "smoke": _CUT,
-            "small": "1 to 3 clients a setting, not CIFAR-100 with N=50",
-            "paper": "100 clients a setting",
-        },
-    ),
-    PaperTable(
-        "sme/table3",
-        run_table_3,
-        "hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps",
-        PAPER,
-        title="Cost of 100 attacks",
-        scales={"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"},
-    ),
-    PaperTable(
-        "sme/table6",
-        run_table_6,
-        "largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds",
-        PAPER,
-        title="Attacks in later rounds of training",
-        scales={"smoke": _CUT, "small": "2 clients, 20 rounds of 10 of 100 writers", "paper": "100 clients"},
-    ),
-    PaperTable(
-        "sme/table7",
-        lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
-        "PSNR of IG and SME by architecture on FEMNIST",
-        PAPER,
-        title="Other networks: MLP, LeNet, ResNet8, ViT",
-        scales={"smoke": _CUT, "small": "3 clients a network", "paper": "100 clients a network"},
-    ),
+TABLES = paper_tables(
+    "sme",
+    {
+        **{"table1": run_table_1, "table3": run_table_3, "table6": run_table_6},
+        "table2": partial(run_reconstruction, TABLE_2, similarity=True),
+        "table7": partial(run_reconstruction, TABLE_7),
+    },
 )

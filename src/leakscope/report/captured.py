@@ -12,9 +12,8 @@ from typing import Any
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.contracts.tables import shipped_table
 from leakscope.report import words
-from leakscope.report.certificate import CERTIFIED, shared_words
 from leakscope.report.pictures import Picture, channel_note, draw
-from leakscope.report.sentences import flag_remedy
+from leakscope.report.sentences import CERTIFIED, flag_remedy, shared_words
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.records import counted, highest
 

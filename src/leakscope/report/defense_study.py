@@ -10,12 +10,11 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from leakscope.report.gallery import Gallery
+from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
 from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
 from leakscope.report.words import DASH, figure, fixed, span
-from leakscope.results.defense_study import SAME_LEAKAGE, Choice, Study, StudyRow
-from leakscope.results.knowledge_worth import LEGIBLE, Worth
+from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Choice, Study, StudyRow, Worth
 from leakscope.results.names import Setting
 from leakscope.results.reasons import Scenario
 

@@ -22,8 +22,8 @@ from leakscope.results.defense_study import Study, StudyRow, study_store
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Scenario
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store
-from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
 
 #: Version of the schema of each document; it grows when a key is renamed, removed or means something else.

@@ -11,8 +11,8 @@ from typing import Any
 
 from leakscope.metrics import Measure
 from leakscope.report import svg, words
-from leakscope.report.certificate import certificate_details
 from leakscope.report.limits import settled
+from leakscope.report.sentences import certificate_details
 from leakscope.report.settings import PSNR, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
 from leakscope.results.names import Setting, parts_of, short_names

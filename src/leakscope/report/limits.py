@@ -9,7 +9,7 @@ from typing import Any
 
 from leakscope.contracts.reconstruction import DIAGNOSES
 from leakscope.report import words
-from leakscope.report.certificate import RECOVERED_PSNR
+from leakscope.report.sentences import RECOVERED_PSNR
 from leakscope.report.words import fixed
 from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, mapping, number

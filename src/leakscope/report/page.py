@@ -17,8 +17,8 @@ from leakscope.report import jobs, settings, words
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
-from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
+from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
 from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page

@@ -15,8 +15,7 @@ from urllib.parse import quote
 
 from leakscope import __version__
 from leakscope.contracts.tables import shipped_table
-from leakscope.report.certificate import strongest_words
-from leakscope.report.sentences import over_examples
+from leakscope.report.sentences import over_examples, strongest_words
 from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain

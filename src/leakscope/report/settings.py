@@ -12,7 +12,7 @@ from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure, interval
 from leakscope.report import svg, words
 from leakscope.report.words import figure, fixed, percent, span
 from leakscope.results.baselines import Baselines
-from leakscope.results.knowledge_worth import IGNORES
+from leakscope.results.defense_study import IGNORES
 from leakscope.results.names import Setting, parts_of, telling_options
 from leakscope.results.records import Row, highest, mean, number
 from leakscope.results.summary import MeasureSummary, SettingSummary

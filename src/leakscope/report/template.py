@@ -19,7 +19,7 @@ from markupsafe import Markup
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
-from leakscope.report.certificate import certificate_words, strongest_words
+from leakscope.report.sentences import certificate_words, strongest_words
 from leakscope.results.records import counted, number
 
 FileName = str | os.PathLike[str]

@@ -14,8 +14,7 @@ _NAMES = {
     "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
     "store": ("Store", "StoreError", "StoreMismatch"),
     "summary": ("MeasureSummary", "SettingSummary", "summarise"),
-    "setting_verdict": ("SettingVerdict",),
-    "strongest": ("StrongestExample",),
+    "setting_verdict": ("SettingVerdict", "StrongestExample"),
     "verdict": ("Verdict", "judge", "judge_store"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}

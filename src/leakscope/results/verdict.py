@@ -27,9 +27,8 @@ from leakscope.results.names import Part, Setting, name_settings, parts_of
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mapping, number, plain, texts
-from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict
+from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
-from leakscope.results.strongest import StrongestExample
 
 EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive": 5, "nothing audited": 5}
 
