@@ -19,10 +19,9 @@ from leakscope.contracts.tables import shipped_text
 from leakscope.metrics import MEASURES
 from leakscope.report.sentences import reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
-from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Scenario
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
-from leakscope.results.setting_verdict import StrongestExample
+from leakscope.results.setting_verdict import SettingVerdict, StrongestExample
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
 
@@ -52,7 +51,7 @@ def schema(kind: str) -> dict[str, Any]:
 
 def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> dict[str, Any]:
     """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are."""
-    settings = name_settings(verdict)
+    settings = verdict.settings
     names = {setting.scenario: setting.name for setting in settings}
     rows = store.rows()
     content = {
@@ -82,7 +81,7 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
 
 def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every example of every job, and one for each job without a result."""
-    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
+    names = verdict.names
     measures = dict.fromkeys(measure.key for measure in MEASURES.values())
     blank = {"index": None, "score": None, **_flat_proof(None), **measures}
     lines = []
@@ -97,7 +96,7 @@ def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
 
 def study_table(study: Study, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every setting of a defence study: what it leaks and what it costs."""
-    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
+    names = verdict.names
     return [plain(_flat_study_row(row, names)) for row in study.rows]
 
 
@@ -123,19 +122,18 @@ def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
     return {key: mapping(facts).get(key) for key in keys}
 
 
-def _setting(setting: Setting, names: Mapping[Scenario, str]) -> dict[str, Any]:
-    verdict = setting.verdict
+def _setting(setting: SettingVerdict, names: Mapping[Scenario, str]) -> dict[str, Any]:
     place = ("protocol", "defense", "outcome")
     numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
     counts = ("label_baseline", "flags", "done", "failed", "refused", "missing")
     return {
         "name": setting.name,
         "title": setting.short,
-        **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
-        "remarks": [reason_text(remark) for remark in verdict.remarks],
-        "certified": sum(example.certified for example in verdict.examples),
-        "reasons": [reason.as_dict() for reason in verdict.reasons],
-        "examples": [_strongest(example, names) for example in verdict.examples],
+        **{name: getattr(setting, name) for name in (*place, *numbers, *counts)},
+        "remarks": [reason_text(remark) for remark in setting.remarks],
+        "certified": sum(example.certified for example in setting.examples),
+        "reasons": [reason.as_dict() for reason in setting.reasons],
+        "examples": [_strongest(example, names) for example in setting.examples],
     }
 
 

@@ -10,8 +10,8 @@ from markupsafe import Markup
 
 from leakscope.report import svg, words
 from leakscope.report.words import fixed
-from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, counted, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
 
 MAX_LINES = 12
 MAX_REASONS = 3
@@ -36,7 +36,7 @@ def _pairs(content: Mapping[str, Any], places: str, values: str) -> tuple[tuple[
     return tuple(zip(map(number, one), map(number, other), strict=True))
 
 
-def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def updates_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a setting whose clients sent weight updates; none where no client did."""
     entries = []
     for setting in settings:
@@ -47,7 +47,7 @@ def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting])
     return entries
 
 
-def _entry(setting: Setting, updates: list[FindingRow], reasons: list[str]) -> dict[str, Any]:
+def _entry(setting: SettingVerdict, updates: list[FindingRow], reasons: list[str]) -> dict[str, Any]:
     notes = [f"Not computed: {reason}" for reason in reasons[:MAX_REASONS]]
     if len(reasons) > MAX_REASONS:
         notes.append(f"Not computed for {len(reasons) - MAX_REASONS} more reasons, which the store holds.")
@@ -201,7 +201,7 @@ def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
     }
 
 
-def embedding_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def embedding_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a setting that has the finding: a sentence, and a smaller line below it."""
     entries = []
     for setting in settings:
@@ -280,7 +280,7 @@ _NARROW = 0.5
 class _Curve:
     """The training of one setting; NaN where the store says nothing that can be used."""
 
-    def __init__(self, setting: Setting, finding: FindingRow) -> None:
+    def __init__(self, setting: SettingVerdict, finding: FindingRow) -> None:
         self.setting, self.reason = setting, finding.reason
         self.rounds, self.before = finding.value("rounds"), finding.value("before")
         self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
@@ -290,7 +290,7 @@ class _Curve:
         self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
 
 
-def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def costs_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a protocol whose training is known; none where no protocol trains."""
     protocols: dict[str, list[_Curve]] = {}
     for setting in settings:

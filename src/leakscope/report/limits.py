@@ -11,13 +11,15 @@ from leakscope.contracts.reconstruction import DIAGNOSES
 from leakscope.report import words
 from leakscope.report.sentences import RECOVERED_PSNR
 from leakscope.report.words import fixed
-from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, mapping, number
+from leakscope.results.setting_verdict import SettingVerdict
 
 _ANOTHER_MODEL = "A server that may choose the model can send one that tells more, and is not bound by this."
 
 
-def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[Setting]) -> dict[str, Any]:
+def limits_section(
+    rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]
+) -> dict[str, Any]:
     """One line a setting with a floor or diagnoses; settings of vertical learning have ``rounds`` and no floor."""
     lines: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []

@@ -23,9 +23,9 @@ from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared
 from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.defense_study import study_store
-from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
@@ -66,7 +66,7 @@ def write_report(
 def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict[str, Any]:
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
-    named = name_settings(verdict)
+    named = verdict.settings
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     matrix = matrix_section(rows, named)
@@ -163,7 +163,7 @@ def progress(rows: Sequence[Row], plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**count, "planned": planned, "missing": planned - len(rows), "controls": controls}
 
 
-def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict[str, Any] | None:
+def _worst(verdict: Verdict, named: Sequence[SettingVerdict], gallery: Gallery) -> dict[str, Any] | None:
     worst = verdict.worst
     if worst is None:
         return None

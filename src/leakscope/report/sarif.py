@@ -16,9 +16,9 @@ from urllib.parse import quote
 from leakscope import __version__
 from leakscope.contracts.tables import shipped_table
 from leakscope.report.sentences import over_examples, strongest_words
-from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.source import Place, Source
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
@@ -89,19 +89,19 @@ class _Finding:
     rule: Rule
     sentences: list[tuple[str, str]]
     reasons: list[Reason]
-    setting: Setting | None = None
+    setting: SettingVerdict | None = None
 
 
 def _findings(verdict: Verdict) -> Iterator[_Finding]:
     if verdict.outcome == "nothing audited":
         yield _Finding(RULES["nothing"], *_told(verdict.reasons))
         return
-    for setting in name_settings(verdict):
-        reasons = setting.verdict.reasons
+    for setting in verdict.settings:
+        reasons = setting.reasons
         for kind in dict.fromkeys(reason.kind for reason in reasons):
             yield _Finding(RULES[kind], *_told([r for r in reasons if r.kind == kind]), setting)
-        if setting.verdict.remarks:
-            yield _Finding(RULES["remark"], *_told(setting.verdict.remarks), setting)
+        if setting.remarks:
+            yield _Finding(RULES["remark"], *_told(setting.remarks), setting)
     if verdict.doubts_of_all:
         yield _Finding(RULES["doubt"], *_told(verdict.doubts_of_all))
 
@@ -117,7 +117,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     title = "The audit" if setting is None else setting.short
     told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
     if setting is not None and finding.rule is RULES["reconstruction"]:
-        told += [f"{line}." for line in strongest_words([e for e in setting.verdict.examples if e.leaks])]
+        told += [f"{line}." for line in strongest_words([e for e in setting.examples if e.leaks])]
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
     fingerprint = hashlib.sha256(prints.encode()).hexdigest()[:32]
     related = {} if source.model is None else {"relatedLocations": [_location(source.model, "The model is made here.")]}
@@ -140,16 +140,15 @@ def _location(place: Place, message: str | None = None) -> dict[str, Any]:
     return location if message is None else {"id": 1, **location, "message": {"text": message}}
 
 
-def _facts(setting: Setting) -> dict[str, Any]:
-    verdict = setting.verdict
+def _facts(setting: SettingVerdict) -> dict[str, Any]:
     names = ("protocol", "defense", "outcome", "mean_psnr", "baseline_psnr", "identification", "label_accuracy")
     return {
-        **{name: getattr(verdict, name) for name in names},
-        "leaking_examples": [example.index for example in verdict.examples if example.leaks],
-        "certified_examples": [example.index for example in verdict.examples if example.certified],
+        **{name: getattr(setting, name) for name in names},
+        "leaking_examples": [example.index for example in setting.examples if example.leaks],
+        "certified_examples": [example.index for example in setting.examples if example.certified],
         "certificates": [
             {"example": example.index, "certified": example.certified, **dataclasses.asdict(example.certificate)}
-            for example in verdict.examples
+            for example in setting.examples
             if example.certificate is not None
         ],
     }

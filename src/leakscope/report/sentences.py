@@ -14,7 +14,6 @@ from leakscope.contracts.reconstruction import FLAG_REMEDIES, RECOVERED
 from leakscope.contracts.tables import in_words, shipped_table
 from leakscope.metrics import MEASURES
 from leakscope.report.words import fixed, short
-from leakscope.results.names import name_settings
 from leakscope.results.reasons import Reason, Remedy, because
 from leakscope.results.records import NAN, FindingRow, Row, Status, counted, finding_words
 from leakscope.results.setting_verdict import StrongestExample
@@ -148,8 +147,8 @@ def shared_reasons(verdict: Verdict) -> list[SharedReason]:
 
 def _shared(verdict: Verdict, reasons: Callable[[Any], list[Reason]]) -> list[SharedReason]:
     places: dict[tuple[str, str, str], list[str]] = {}
-    for setting in name_settings(verdict):
-        for told in over_examples(reasons(setting.verdict)):
+    for setting in verdict.settings:
+        for told in over_examples(reasons(setting)):
             places.setdefault(told, []).append(setting.name)
     return [SharedReason(tuple(names), *told) for told, names in places.items()]
 
@@ -193,7 +192,7 @@ def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> li
 @in_words.register
 def paragraph(verdict: Verdict) -> str:
     """The verdict in one paragraph: outcome, strongest reconstruction, and the first reasons with their remedies."""
-    names = {setting.scenario: f"{setting.name} ({setting.short})" for setting in name_settings(verdict)}
+    names = {setting.scenario: f"{setting.name} ({setting.short})" for setting in verdict.settings}
     sentences = [verdict.outcome.upper()]
     if (worst := verdict.worst) is not None:
         best = f"example {worst.index} at {worst.psnr:.1f} dB by {worst.attack_name}"

@@ -40,6 +40,10 @@ class SettingVerdict(InScenario):
     protocol: str
     defense: str
     outcome: Outcome
+    #: Short names beside the other settings of the verdict, which sets them.
+    name: str = field(default="", compare=False)
+    protocol_short: str = field(default="", compare=False)
+    defense_short: str = field(default="", compare=False)
     reasons: list[Reason] = field(default_factory=list)
     #: What the policy does not limit and people ought to know.
     remarks: list[Reason] = field(default_factory=list)
@@ -60,6 +64,20 @@ class SettingVerdict(InScenario):
     failed: int = 0
     refused: int = 0
     missing: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.protocol}, defence {self.defense}"
+
+    @property
+    def short(self) -> str:
+        return f"{self.protocol_short} · {self.defense_short}"
+
+    @property
+    def defense_parts(self) -> tuple[str, str]:
+        """Split the defence into its name and its options."""
+        name, _, options = self.defense_short.partition("(")
+        return name, options.removesuffix(")")
 
     @property
     def doubts(self) -> list[Reason]:
@@ -123,7 +141,9 @@ class Judge:
         self.flags = sorted({flag for row in self.done for flag in row.flags})
         keys = [limit.measure.key for limit in self._other_limits()]
         self.coverage = Coverage(rows, strength, self.defended, keys, expected.required)
-        self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
+        self.fates: dict[str, Any] = {
+            status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")
+        }
 
     def verdict(self) -> SettingVerdict:
         leaks = {example.index: self._leaks_of(example) for example in self.strongest}

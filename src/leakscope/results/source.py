@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from leakscope.contracts.checks import is_whole
-from leakscope.results.records import mapping
+from pydantic import TypeAdapter, ValidationError
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -22,14 +22,6 @@ class Place:
     file: str
     line: int = 1
     installed: bool = False
-
-    @classmethod
-    def read(cls, raw: Any) -> Place | None:
-        facts = mapping(raw)
-        file, line = facts.get("file"), facts.get("line")
-        if not isinstance(file, str) or not file:
-            return None
-        return cls(file=file, line=line if is_whole(line) else 1, installed=facts.get("installed") is True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +43,10 @@ class Source:
 
     @classmethod
     def read(cls, raw: Any) -> Source | None:
-        facts = mapping(raw)
-        whole = Place.read(facts.get("whole"))
-        if whole is None:
-            return None
-        tables = {
-            name: {str(key): place for key, value in mapping(facts.get(name)).items() if (place := Place.read(value))}
-            for name in ("protocols", "defenses")
-        }
-        return cls(whole=whole, model=Place.read(facts.get("model")), **tables)
+        """Read what a store says; None where it says nothing that can be used."""
+        with suppress(ValidationError):
+            return TypeAdapter(cls).validate_python(raw)
+        return None
 
 
 def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = None) -> Place:
