@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
-from leakscope.contracts.tables import shipped_table
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
 from leakscope.report.sentences import CERTIFIED, flag_remedy, shared_words
@@ -20,15 +19,9 @@ from leakscope.results.records import counted, highest
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
-_TEXTS = shipped_table("leakscope.report", "sentences.toml")
 #: Inputs that know nothing of the client, by the name of their control.
-BASELINES: dict[str, str] = _TEXTS["baselines"]
-_STANDINGS: dict[str, str] = _TEXTS["standings"]
-_ONE_GRADIENT = (
-    "That is judged by one gradient at the weights the client received; if it took several local steps, even the true "
-    "inputs would leave something."
-)
-_HIDDEN = "Originals are left out of this page; --pictures shows them."
+BASELINES: dict[str, str] = words.TEXTS["baselines"]
+_STANDINGS: dict[str, str] = words.TEXTS["standings"]
 
 
 def confidence_words(result: Any) -> str:
@@ -37,7 +30,8 @@ def confidence_words(result: Any) -> str:
         return CERTIFIED
     least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
     told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
-    return f"{told} {_ONE_GRADIENT}" if result.one_gradient and result.standing != "stands out" else told
+    doubtful = result.one_gradient and result.standing != "stands out"
+    return f"{told} {words.TEXTS['captured']['one-gradient']}" if doubtful else told
 
 
 def assessment_line(result: Any) -> str:
@@ -72,7 +66,7 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "examples": _examples(result, pictures),
         "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
         "picture_note": channel_note(shape),
-        "hidden": _HIDDEN if result.truth is not None and not pictures else "",
+        "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
         "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],

@@ -13,7 +13,7 @@ from markupsafe import Markup, escape
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
 from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
-from leakscope.report.words import DASH, figure, fixed, span
+from leakscope.report.words import DASH, TEXTS, figure, fixed, span
 from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Choice, Study, StudyRow, Worth
 from leakscope.results.reasons import Scenario
 from leakscope.results.setting_verdict import SettingVerdict
@@ -216,19 +216,13 @@ def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]) -
     notes = []
     bare = next((row for row in rows if row.defense == "none"), None)
     if bare is None:
-        notes.append("Without the setting “no defence” among them, what a defence costs is not known; add none.")
+        notes.append(TEXTS["study"]["no-bare"])
     elif bare.training is not None and not bare.training.learns:
-        notes.append(
-            "Even without a defence the model learns hardly more than a constant guess, so that nothing is compared: "
-            "give the training more rounds or other learning rates."
-        )
+        notes.append(TEXTS["study"]["not-learning"])
     weak = dict.fromkeys(named[row.scenario].weakness for row in rows)
     notes += [f"Nothing is compared where the attacks tell nothing: {weakness}." for weakness in weak if weakness]
     if any(not row.known and row.examples for row in rows):
-        notes.append(
-            "Some defences were attacked by nobody who knew them. Let the adversary know the defence "
-            "(knowledge: adaptive_server); one without a channel cannot be compared yet."
-        )
+        notes.append(TEXTS["study"]["unknown"])
     return notes
 
 

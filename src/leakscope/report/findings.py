@@ -82,29 +82,20 @@ def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, sub
     >>> meaning(0.62)[:65]
     'No point on the segment has a gradient close to this update: the '
     """
+    told: dict[str, str] = words.TEXTS["updates"]
     if math.isnan(best):
-        return f"The gradient vanishes along the whole segment, so there is nothing to compare {subject} with."
+        return told["vanishes"].format(subject=subject)
     first, hiders, rest = "", "the local steps", "; one that simulates them may still succeed."
     if sent < NEARLY_ONE_GRADIENT:
-        first = f"The defence turned what was sent: its cosine with the training's own update is {fixed(sent, 2)}. "
+        first = told["turned"].format(sent=fixed(sent, 2))
         hiders, rest = "the local steps and the defence", "."
+    about = {"subject": subject, "hiders": hiders}
     if best >= NEARLY_ONE_GRADIENT:
-        text = (
-            f"One point on the segment explains {_explained(best)} of the direction of {subject}, so an attack that "
-            f"searches that point (SME) sees nearly a plain gradient; {hiders} hide little."
-        )
-        if start >= NEARLY_ONE_GRADIENT:
-            text += " The gradient at the weights before training is nearly as close: no search is needed."
-        return first + text
+        near = told["near-start"] if start >= NEARLY_ONE_GRADIENT else ""
+        return first + told["near"].format(explained=_explained(best), **about) + near
     if best >= FAR_FROM_ONE_GRADIENT:
-        return first + (
-            f"The best point on the segment has cosine {fixed(best, 3)} with {subject}: an attack that searches it "
-            f"(SME) works with a gradient that is somewhat off and may recover a part; {hiders} hide some."
-        )
-    return first + (
-        f"No point on the segment has a gradient close to {subject}: the highest cosine is {_below(best)}, below "
-        f"{FAR_FROM_ONE_GRADIENT:g}. An attack that takes it for one gradient is misled by {hiders}{rest}"
-    )
+        return first + told["somewhat"].format(best=fixed(best, 3), **about)
+    return first + told["far"].format(below=_below(best), limit=FAR_FROM_ONE_GRADIENT, rest=rest, **about)
 
 
 def _explained(cosine: float) -> str:

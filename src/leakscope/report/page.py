@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from leakscope.contracts.disk import atomic_write
-from leakscope.contracts.tables import shipped_table
 from leakscope.metrics import MEASURES
 from leakscope.report import jobs, settings, words
 from leakscope.report.defense_study import study_section
@@ -33,7 +32,7 @@ from leakscope.results.verdict import Verdict, judge_store
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
 STUDY_TABLE = "defense-study.csv"
-HEADLINES: dict[str, list[str]] = shipped_table("leakscope.report", "sentences.toml")["headlines"]
+HEADLINES: dict[str, list[str]] = words.TEXTS["headlines"]
 
 
 def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:

@@ -126,12 +126,7 @@ def show(reconstruction: Reconstruction, observation: Observation, most: int = M
 MAX_EXAMPLES = 40
 SHOWN_AT_ONCE = 6
 
-_PRIVATE = (
-    "The data is private, so its pictures and what attacks made of them are left out of this page. To keep and "
-    "show them, run the audit again with --pictures, then leakscope report DIR --pictures."
-)
-_HIDDEN = "Pictures were left out on request; leakscope report DIR --pictures shows what the store holds."
-_ABSENT = "The store holds no pictures. To keep them, run the audit with --pictures."
+_TEXTS = words.TEXTS["pictures"]
 
 
 class Gallery:
@@ -145,7 +140,7 @@ class Gallery:
         self._inputs = space_from_facts(told) if told.get("kind") in SPACES else None
         private = bool(data.get("private", True))
         self.allowed = wanted if wanted is not None else (not private or stored)
-        self.refusal = _HIDDEN if wanted is False and not private else _PRIVATE
+        self.refusal = _TEXTS["hidden" if wanted is False and not private else "private"]
         self.unreadable: set[str] = set()
 
         @lru_cache(maxsize=8)
@@ -199,7 +194,7 @@ class Gallery:
         if self.unreadable:
             notes.append(f"The pictures of {counted(len(self.unreadable), 'job')} could not be read.")
         if not any(line["original"] for line in lines):
-            message = _ABSENT if ordered else "No example has been measured yet."
+            message = _TEXTS["absent"] if ordered else "No example has been measured yet."
             return {"message": message, "lines": [], "notes": notes}
         return {"message": "", "lines": lines, "at_once": SHOWN_AT_ONCE, "notes": notes}
 

@@ -14,8 +14,8 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from leakscope import __version__
-from leakscope.contracts.tables import shipped_table
 from leakscope.report.sentences import over_examples, strongest_words
+from leakscope.report.words import TEXTS
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
 from leakscope.results.setting_verdict import SettingVerdict
@@ -55,8 +55,7 @@ class Rule:
 
 
 #: Every kind of finding, by the kind of its reasons.
-_RULES = shipped_table("leakscope.report", "sentences.toml")["rules"]
-RULES: Mapping[str, Rule] = {kind: Rule(**facts) for kind, facts in _RULES.items()}
+RULES: Mapping[str, Rule] = {kind: Rule(**facts) for kind, facts in TEXTS["rules"].items()}
 
 
 def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any
 
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.reconstruction import FLAG_REMEDIES, RECOVERED
-from leakscope.contracts.tables import in_words, shipped_table
+from leakscope.contracts.tables import in_words
 from leakscope.metrics import MEASURES
-from leakscope.report.words import fixed, short
+from leakscope.report.words import TEXTS, fixed, short
 from leakscope.results.reasons import Reason, Remedy, because
 from leakscope.results.records import NAN, FindingRow, Row, Status, counted, finding_words
 from leakscope.results.setting_verdict import StrongestExample
@@ -22,10 +22,9 @@ from leakscope.results.verdict import Verdict
 #: Reasons in a paragraph; the others are counted.
 IN_A_PARAGRAPH = 3
 
-_TEXTS = shipped_table("leakscope.report", "sentences.toml")
 #: The sentence of each reason and, with its arguments, of each remedy.
-REASONS: Mapping[str, str] = _TEXTS["reasons"]
-REMEDIES: Mapping[str, str] = _TEXTS["remedies"]
+REASONS: Mapping[str, str] = TEXTS["reasons"]
+REMEDIES: Mapping[str, str] = TEXTS["remedies"]
 
 
 class _Numbers:

@@ -6,7 +6,10 @@ import math
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.contracts.tables import shipped_table
 
+#: Sentences by section and name.
+TEXTS = shipped_table("leakscope.report", "sentences.toml")
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
 MAX_LABEL = 80

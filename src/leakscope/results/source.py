@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -19,8 +19,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 class Place:
     """Point to a line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
 
-    file: str
-    line: int = 1
+    file: Annotated[str, Field(min_length=1)]
+    line: Annotated[int, Field(ge=1)] = 1
     installed: bool = False
 
 
