@@ -4,8 +4,6 @@ Without the truth, a result is judged by how much of the update it leaves unexpl
 know nothing of the client. With the truth, all of them are measured against it. No attack is given the truth.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence

@@ -4,8 +4,6 @@ A protocol names the findings that make sense for it. They are computed at the p
 for an attack. That of weight updates has a file of its own (``audit/trajectory.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The folder of an audit: what it tells of what was audited, where that was asked for, and how it grows."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys

@@ -1,7 +1,5 @@
 """Keys of jobs: hashes of everything that a result depends on; seeds that follow from a job; and what computed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform

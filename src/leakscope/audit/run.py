@@ -1,7 +1,5 @@
 """Run an audit in one call: check everything, then run what is not done yet, then judge; the result of an audit."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile

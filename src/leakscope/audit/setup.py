@@ -1,7 +1,5 @@
 """Build what an audit needs from a checked spec, in the parent and again in worker processes: model, data, batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ the training loss, so that the test examples are looked at once. A training that
 infinite, its accuracy that of a constant guess.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable

@@ -8,8 +8,6 @@ or its variance divided by n - 1 instead of n. From r, r' and m the statistics o
 Several steps leave a blend of as many batches; then nothing is claimed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

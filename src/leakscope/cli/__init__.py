@@ -1,7 +1,5 @@
 """The command line: arguments in, calls out. Nothing heavy is imported before a command runs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys

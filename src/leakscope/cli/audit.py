@@ -1,7 +1,5 @@
 """The command ``audit``; what its options mean stands in the spec, which they are keys of."""
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What the command line prints for people: tables that fit the width, and the verdict with its reasons."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path

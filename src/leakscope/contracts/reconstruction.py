@@ -1,7 +1,5 @@
 """What an attack returns, and why it is what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Small tables for notebooks, papers and data frames: everything is escaped, nothing is drawn."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math

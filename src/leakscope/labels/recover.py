@@ -7,8 +7,6 @@ clients of 10 and 50 examples, untrained) counting makes no mistake on FEMNIST a
 not.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math

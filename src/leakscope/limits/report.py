@@ -1,7 +1,5 @@
 """What theory says of a model, an input shape and a batch size, before any attack is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -1,7 +1,5 @@
 """Which samples of a vertical model announced batches give away (:mod:`leakscope.limits.index_bounds`)."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

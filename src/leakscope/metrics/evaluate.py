@@ -1,7 +1,5 @@
 """Truth meets reconstruction: match them, measure every pair, and say why a measure is missing."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from typing import Any

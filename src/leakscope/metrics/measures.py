@@ -1,7 +1,5 @@
 """The one table of measures, from which policy, verdict, console and pages are made; and intervals of means."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial

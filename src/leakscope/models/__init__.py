@@ -4,8 +4,6 @@
 113738
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

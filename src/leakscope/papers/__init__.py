@@ -4,8 +4,6 @@
 (4.002, 4.002, 'matches')
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 

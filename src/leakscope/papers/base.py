@@ -1,7 +1,5 @@
 """Make rows of a reproduced table, and say when a measured number counts as the published one."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import defaultdict

@@ -15,8 +15,6 @@ model stands still under attack, where the paper lets it learn at a rate of 1e-6
 the published network starts; from PyTorch's smaller weights plain gradient descent hardly leaves the start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap

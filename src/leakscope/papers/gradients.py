@@ -10,8 +10,6 @@ Both are run with the paper's attack and with Gauss-Newton. Pictures are brought
 compared. Labels are not known: the paper's attack searches them, Gauss-Newton reads them off the update.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

@@ -10,8 +10,6 @@ recipe is not known, so ours is in ``TRAINING``: airplanes and cars, one client,
 published numbers of pre-trained ones belong to is not certain either, nor which of two networks is CNN4 V2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ smaller scales for fewer iterations. iDLG's label does not depend on the search,
 drawn without repetition from the test split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 

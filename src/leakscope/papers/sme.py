@@ -7,8 +7,6 @@ defaults" and DLFA with this package's. PSNR is the mean over a client's images 
 intervals are over clients. Cells whose published number is not at hand are measured alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping

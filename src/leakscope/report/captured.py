@@ -4,8 +4,6 @@ Audits may not be imported here, so an assessment is read by its fields alone. W
 originals are drawn only where somebody asked for them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The section of a defence study: the front, the table behind it, what to choose, pictures, what knowing is worth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

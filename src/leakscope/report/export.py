@@ -3,8 +3,6 @@
 Labels of private examples stay out (whether a guess is right does not), and so do tracebacks, which name folders.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io

@@ -1,7 +1,5 @@
 """The sections that come from findings: weight updates, leaked embeddings, and what a defence costs in training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The sections that come from single jobs: the table of all, findings, objective curves, flags."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The section on theory: what each setting allows in principle, beside what the best attack reached."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The limits of a model as small tables of text."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """The page of an audit: one self-contained HTML file. The same store gives the same bytes, whenever and wherever."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence

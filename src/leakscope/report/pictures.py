@@ -1,7 +1,5 @@
 """Tensors in unit space as pictures inside the page, and which of a store may be shown beside their originals."""
 
-from __future__ import annotations
-
 import base64
 import io
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The page of a reproduced table. Papers may not be imported here, so a reproduction is read by its fields alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Each setting gives one result for each kind of leak, one for its doubts and one 
 none. Fingerprints are made of what a finding is about, not of its numbers: the same leak is the same alert tomorrow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping

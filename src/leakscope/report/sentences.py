@@ -1,7 +1,5 @@
 """Reasons of a verdict, fates of jobs and certificates in sentences: what several of them share is told once."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter

@@ -1,7 +1,5 @@
 """The settings of an audit on the page: tables and charts of the strongest attacks, all measures, every attack."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence

@@ -3,8 +3,6 @@
 Every string is untrusted and escaped; the page's own policy forbids any fetch and any script but the one it names.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math

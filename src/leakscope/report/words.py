@@ -1,7 +1,5 @@
 """Words and numbers of the page: formatting and the glossary. Nothing here knows the store."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -3,8 +3,6 @@
 Names are loaded on first use, so that a policy can be looked at without loading the libraries that measure.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

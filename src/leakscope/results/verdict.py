@@ -10,8 +10,6 @@ order. Evidence that looks like a leak is identification far above chance, a hig
 that alone hide a leak, and a certificate that contradicts the measured PSNR. More attacks remove all other doubts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math

@@ -4,8 +4,6 @@ The set-up (model, data) goes into the object store once. Each worker is an acto
 one job at a time. Ray is loaded when an audit asks for it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Connect to a Ray cluster, or start one for the audit, and count the workers that fit on its nodes."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import signal

@@ -16,8 +16,6 @@ other entries as they are. Not stated in the paper: rate and batch of local step
 of table 5's training but the batch size (here the best learning rate of a few, BatchNorm in train mode).
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import math

@@ -15,8 +15,6 @@ v the number of random units, whose signal noise of 0.001 would bury; under nois
 error. Local steps have a rate of 1e-4. Pruning is of each tensor, clipping of the whole update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
