@@ -46,18 +46,7 @@ from leakscope.federation import CentralTraining, FedAvg, FedSGD, cached_trainin
 from leakscope.metrics import find_lpips, load_lpips
 from leakscope.metrics.perceptual import NO_WEIGHTS
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    Group,
-    Line,
-    Progress,
-    Row,
-    attacked,
-    examples_or_reason,
-    measured_row,
-    measured_rows,
-    not_run,
-    paper_tables,
-)
+from leakscope.papers import base
 
 KNOWLEDGE = dataclasses.replace(Knowledge.malicious_server, labels="yes", batchnorm_statistics=True)
 PSNR, RMSE, LPIPS = "PSNR (dB)", "RMSE over largest error", "LPIPS"
@@ -176,13 +165,13 @@ def trials(
         sent = attack.prepare(model, some.shape)
         seen = protocol.observe(sent, some.x, some.y, defense, KNOWLEDGE, draws)
         ruler = Ruler(seen.inputs, seen.task, lpips=lpips)
-        found = attacked(seen, attack, some.x, some.y, seed + number, ruler=ruler).evaluation
+        found = base.attacked(seen, attack, some.x, some.y, seed + number, ruler=ruler).evaluation
         assert found is not None
         for row in found.rows:
             yield {title: row[key] for key, title in MEASURES.items()}
 
 
-def run_attacks(table: int, scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_attacks(table: int, scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     """Measure each published cell of a table; under defences with a row for the true RMSE of each attack."""
     defended = table not in (3, 6)
     rows = [row for row in published(table) if scale != "smoke" or not defended or row["defence"] in _SMOKE]
@@ -194,12 +183,12 @@ def run_attacks(table: int, scale: str, seed: int, progress: Progress | None = N
             cell[MEASURES[row["measure"]]] = float(row["mean"]), float(row["spread"]) if row["spread"] else None
             if defended:
                 cell[TRUE_RMSE] = None, None
-    examples = examples_or_reason("cifar10", split="test")
+    examples = base.examples_or_reason("cifar10", split="test")
     model = None if isinstance(examples, str) else victim(scale, seed)
     hidden = set() if find_lpips() is not None else {LPIPS}
     known = attacks(scale)
 
-    def values(batch: int, defence: str, name: str, lines: Mapping[str, Line]) -> Iterable[dict[str, float]] | str:
+    def values(batch: int, defence: str, name: str, lines: Mapping[str, base.Line]) -> Iterable[dict[str, float]] | str:
         if isinstance(examples, str) or model is None:
             return str(examples)
         images = trials(known[name], model, examples, (batch, batches[batch]), seed, defence)
@@ -209,22 +198,22 @@ def run_attacks(table: int, scale: str, seed: int, progress: Progress | None = N
             return f"the attack does not apply: {refusal}"
         return ({key: image[key] for key in lines} for image in chain([first], images))
 
-    def groups() -> Iterator[Group]:
+    def groups() -> Iterator[base.Group]:
         for (batch, defence, name), numbers in cells.items():
             setting = ", ".join(filter(None, (f"B={batch}", defence, name)))
             cut = scale == "smoke" and isinstance(known.get(name), SystematicEvaluation | InvertingGradients)
-            lines = {key: Line(setting, key, mean, _note(spread, cut)) for key, (mean, spread) in numbers.items()}
+            lines = {key: base.Line(setting, key, mean, _note(spread, cut)) for key, (mean, spread) in numbers.items()}
             if name not in known:
-                yield Group(lines, NO_JEON)
+                yield base.Group(lines, NO_JEON)
                 continue
             unseen = {key: line for key, line in lines.items() if key in hidden}
             lines = {key: line for key, line in lines.items() if key not in hidden}
-            yield Group(unseen, NO_WEIGHTS)
+            yield base.Group(unseen, NO_WEIGHTS)
             if lines:
-                yield Group(lines, values(batch, defence, name, lines))
+                yield base.Group(lines, values(batch, defence, name, lines))
 
     run = (batch for (batch, _, name), cell in cells.items() if name in known and set(cell) - hidden)
-    return measured_rows(groups(), sum(batch * batches[batch] for batch in run), progress)
+    return base.measured_rows(groups(), sum(batch * batches[batch] for batch in run), progress)
 
 
 def _sizes(rows: Iterable[Mapping[str, str]], scale: str) -> dict[int, int]:
@@ -238,13 +227,13 @@ def _note(spread: float | None, cut_short: bool) -> str:
     return "; ".join([*spoken, *(["search cut short"] if cut_short else [])])
 
 
-def run_table_5(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_table_5(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     size = COURSES[scale]
     rows = [row for row in published(5) if int(row["batch"]) in SCALES[scale].defended]
     rows = [row for row in rows if scale != "smoke" or row["defence"] in _SMOKE]
-    examples = examples_or_reason("cifar10", split="train", limit=size.images)
+    examples = base.examples_or_reason("cifar10", split="train", limit=size.images)
     if isinstance(examples, str):
-        return [not_run(_place(row), LOSS, float(row["final_training_loss"]), examples) for row in rows]
+        return [base.not_run(_place(row), LOSS, float(row["final_training_loss"]), examples) for row in rows]
     measured = []
     for number, row in enumerate(rows):
         measured.append(_loss_row(row, examples, size, seed))
@@ -253,7 +242,7 @@ def run_table_5(scale: str, seed: int, progress: Progress | None = None) -> list
     return measured
 
 
-def _loss_row(row: Mapping[str, str], examples: Examples, size: Course, seed: int) -> Row:
+def _loss_row(row: Mapping[str, str], examples: Examples, size: Course, seed: int) -> base.Row:
     batch, number = int(row["batch"]), float(row["final_training_loss"])
     spec = UtilitySpec(rounds=size.rounds, batch_size=batch, learning_rates=list(size.rates))
     net = build_model("resnet18", seed=seed, width=size.width)
@@ -266,8 +255,8 @@ def _loss_row(row: Mapping[str, str], examples: Examples, size: Course, seed: in
     rates = ", ".join(sorted({f"{one['learning_rate']:g}" for one in told}))
     note = f"{size.rounds} rounds on {len(course.train)} images, learning rate {rates} of {len(size.rates)}"
     if any(one["diverged"] for one in told):
-        return Row(_place(row), LOSS, number, None, None, len(told), "above", f"the training broke down; {note}")
-    return measured_row(_place(row), LOSS, number, [one["loss"] for one in told], note)
+        return base.Row(_place(row), LOSS, number, None, None, len(told), "above", f"the training broke down; {note}")
+    return base.measured_row(_place(row), LOSS, number, [one["loss"] for one in told], note)
 
 
 def _place(row: Mapping[str, str]) -> str:
@@ -275,4 +264,4 @@ def _place(row: Mapping[str, str]) -> str:
 
 
 _RUNS = {f"table{number}": partial(run_attacks, number) for number in (3, 6, 4, 7, 8)}
-TABLES = paper_tables("systematic", {**_RUNS, "table5": run_table_5})
+TABLES = base.paper_tables("systematic", {**_RUNS, "table5": run_table_5})
