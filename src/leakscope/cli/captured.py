@@ -6,10 +6,7 @@ Both have the options of :class:`Captured`: files, and what is known of the clie
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -17,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from leakscope.cli.output import takes
 from leakscope.cli.parsing import parse_numbers, parse_part, parse_shape
 from leakscope.contracts.errors import UserError
 
@@ -35,7 +33,7 @@ _FILES = ".safetensors, .pt, .pth or .npz"
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What was typed of a captured update: each field is an option of the commands that :func:`takes_captured`."""
+    """What was typed of a captured update: each field is an option of the commands that take it."""
 
     before: Annotated[
         Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's.")
@@ -169,28 +167,7 @@ class Captured:
         return torch.tensor([int(number) for number in numbers])
 
 
-def takes_captured(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of :class:`Captured` in place of its parameter ``captured``.
-
-    An option that the command has itself, with a help of its own, is not repeated.
-    """
-    own, options = (inspect.signature(one, eval_str=True).parameters for one in (command, Captured))
-    taken: dict[str, inspect.Parameter] = {}
-    for name, parameter in own.items():
-        more = {key: option for key, option in options.items() if key not in own}
-        taken |= more if name == "captured" else {name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)}
-
-    @functools.wraps(command)
-    def typed(**values: Any) -> None:
-        captured = Captured(**{name: values[name] for name in options})
-        command(captured=captured, **{name: value for name, value in values.items() if name in own})
-
-    typed.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
-    typed.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
-    return typed
-
-
-@takes_captured
+@takes(Captured)
 def import_update(
     captured: Captured,
     out: Annotated[Path, typer.Option(help="Where the observation goes.")] = Path("update.safetensors"),
@@ -238,7 +215,7 @@ def understood(observation: Observation) -> list[str]:
     return lines + [line.replace("It ", "The adversary ", 1) for line in known]
 
 
-@takes_captured
+@takes(Captured)
 def attack(
     observation: Annotated[
         Path | None,
