@@ -1,11 +1,9 @@
 """How an observation came about: what a file of it says of itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
@@ -38,7 +36,7 @@ class Made:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any] | None) -> Made | None:
+    def from_facts(cls, facts: Mapping[str, Any] | None) -> Self | None:
         """What a file without :func:`problems_of_made` says; None where it says nothing, as up to format 2.
 
         >>> Made.from_facts(Made(by="a test", sources=("home/update.pt",)).facts()).sources

@@ -3,14 +3,12 @@
 Doubts cannot be accepted, as what is not known has no size, nor leaks of another audit, which may only look harmless.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
@@ -45,7 +43,7 @@ class SettingLeaks(InScenario):
     shares: Mapping[str, Number] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, setting: SettingVerdict) -> SettingLeaks:
+    def of(cls, setting: SettingVerdict) -> Self:
         kinds = {reason.kind for reason in setting.reasons}
         known = {"identification": setting.identification, "labels": setting.label_accuracy}
         return cls(
@@ -64,7 +62,7 @@ class AcceptedLeaks:
     settings: tuple[SettingLeaks, ...] = ()
 
     @classmethod
-    def of(cls, store: Store, verdict: Verdict) -> AcceptedLeaks:
+    def of(cls, store: Store, verdict: Verdict) -> Self:
         leaking = tuple(SettingLeaks.of(setting) for setting in verdict.settings if setting.outcome == "leaks")
         return cls(audited=audited(store), settings=leaking)
 

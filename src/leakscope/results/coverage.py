@@ -9,12 +9,11 @@ easiest case of the same model, and in what theory says is in the update. What a
 its own, and an obstacle to recovering the inputs.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 from leakscope.contracts.reconstruction import FLAG_REMEDIES
 from leakscope.metrics import MEASURES
@@ -67,7 +66,7 @@ class AttackStrength:
         policy: Policy,
         floors: Mapping[Scenario, float],
         has_floor: bool,
-    ) -> AttackStrength:
+    ) -> Self:
         every = [row for row in rows if row.job.protocol == protocol]
         own = [row for row in every if row.status == "done"]
         positive = [row for row in own if row.job.control_kind == POSITIVE]

@@ -1,14 +1,12 @@
 """Name where in somebody's files an audit was asked for; no folder of a machine is told."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -42,7 +40,7 @@ class Source:
         return dataclasses.asdict(self)
 
     @classmethod
-    def read(cls, raw: Any) -> Source | None:
+    def read(cls, raw: Any) -> Self | None:
         """Read what a store says; None where it says nothing that can be used."""
         with suppress(ValidationError):
             return TypeAdapter(cls).validate_python(raw)
