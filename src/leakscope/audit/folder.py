@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -123,7 +123,7 @@ def _without_folders(value: Any) -> Any:
 
 def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
     asked = {**spec, "examples": plan.axes["examples"]}
-    return describe_audited(setup, asked)
+    return [statement._asdict() for statement in describe_audited(setup, asked)]
 
 
 def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,12 +177,11 @@ def _defined(target: Any) -> Place | None:
     return None if file is None else place_of(file, line)
 
 
-#: One sentence on what was audited, and whether it is a warning: it limits what the verdict says.
-Statement = dict[str, Any]
+class Statement(NamedTuple):
+    """One sentence on what was audited; a ``warning`` where it limits what the verdict says."""
 
-
-def _told(text: str, warning: bool = False) -> Statement:
-    return {"text": text, "warning": warning}
+    text: str
+    warning: bool = False
 
 
 def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
@@ -195,20 +194,22 @@ def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
         *_waived(setup),
         *_knowing(setup),
         *_privacy(setup),
-        _told("Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."),
+        Statement(
+            "Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."
+        ),
     ]
 
 
 def _weights(setup: Setup) -> Statement:
     spec, mark = setup.spec, f"fingerprint {setup.model_fingerprint[:12]}"
     if spec.training is not None:
-        return _told(f"Weights: trained here, {spec.training.describe()} ({mark}).")
+        return Statement(f"Weights: trained here, {spec.training.describe()} ({mark}).")
     if spec.model.weights is not None:
-        return _told(f"Weights: loaded from {spec.model.weights.name} ({mark}).")
+        return Statement(f"Weights: loaded from {spec.model.weights.name} ({mark}).")
     if spec.model.instance is not None:
-        return _told(f"Weights: those of the model given ({mark}).")
+        return Statement(f"Weights: those of the model given ({mark}).")
     text = f"Weights: random, seed {spec.model.seed} ({mark}): a trained model may leak less or more"
-    return _told(f"{text}. Load yours with --weights, or train first (training).", warning=True)
+    return Statement(f"{text}. Load yours with --weights, or train first (training).", warning=True)
 
 
 def _modes(setup: Setup) -> Iterator[Statement]:
@@ -218,9 +219,9 @@ def _modes(setup: Setup) -> Iterator[Statement]:
         own = "train" if any(module.training for module in norms) else "eval"
         more = f", but the model given is in {own} mode. Set batchnorm: {own} in the protocol if clients train so."
         more = ", as in the model given." if own in modes else more
-        yield _told(f"BatchNorm: {' and '.join(sorted(modes))} mode in the client{more}", warning=own not in modes)
+        yield Statement(f"BatchNorm: {' and '.join(sorted(modes))} mode in the client{more}", warning=own not in modes)
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in setup.model.modules()):
-        yield _told("Dropout: off in the client, which leaks more than training with it.", warning=True)
+        yield Statement("Dropout: off in the client, which leaks more than training with it.", warning=True)
 
 
 def _outputs(setup: Setup) -> Iterator[Statement]:
@@ -234,7 +235,7 @@ def _outputs(setup: Setup) -> Iterator[Statement]:
     if outputs > max(data.num_classes, 2):
         unused = f"{outputs - data.num_classes} outputs belong to no class"
         text = f"Outputs: {outputs} for {data.num_classes} classes; {unused}, which makes labels easier to read"
-        yield _told(f"{text}. Check the number of classes.", warning=True)
+        yield Statement(f"{text}. Check the number of classes.", warning=True)
 
 
 def _effort(asked: Mapping[str, Any]) -> Statement:
@@ -244,19 +245,19 @@ def _effort(asked: Mapping[str, Any]) -> Statement:
         attacks.append(f"{part['name']} ({', '.join(told)})" if told else part["name"])
     clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
     count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
-    return _told(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
+    return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
 
 
 def _waived(setup: Setup) -> Iterator[Statement]:
     if names := setup.spec.policy.waive:
         text = f"{WAIVED}: the policy allows a pass without the standard attacks {', '.join(names)}"
-        yield _told(f"{text}. They may recover more.", warning=True)
+        yield Statement(f"{text}. They may recover more.", warning=True)
 
 
 def _knowing(setup: Setup) -> Iterator[Statement]:
     if ignoring := [part.name for part in setup.spec.attacks if part.instance.ignore_defense]:
         text = f"Knowledge of the defence: {', '.join(dict.fromkeys(ignoring))} is also run without it"
-        yield _told(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
+        yield Statement(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
 
 
 def _privacy(setup: Setup) -> Iterator[Statement]:
@@ -271,6 +272,6 @@ def _privacy(setup: Setup) -> Iterator[Statement]:
         text = f"Privacy: {defense.name} under {part.name} spends epsilon {spent:.3g} in one round"
         if spent > 1.001 * promised:
             why = f"for {passes} passes over its data, not the {promised:.3g} promised"
-            yield _told(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
+            yield Statement(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
         else:
-            yield _told(f"{text} of a client; more rounds spend more.")
+            yield Statement(f"{text} of a client; more rounds spend more.")

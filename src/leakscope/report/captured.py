@@ -10,7 +10,7 @@ from typing import Any
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
-from leakscope.report.sentences import CERTIFIED, flag_remedy, shared_words
+from leakscope.report.sentences import flag_remedy, shared_words
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.records import counted, highest
 
@@ -25,7 +25,7 @@ _STANDINGS: dict[str, str] = words.TEXTS["standings"]
 def confidence_words(result: Any) -> str:
     """Say what a result may be taken for: by its certificates, else by what it leaves unexplained."""
     if result.standing == "certified":
-        return CERTIFIED
+        return str(words.TEXTS["captured"]["certified"])
     least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
     told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
     doubtful = result.one_gradient and result.standing != "stands out"

@@ -23,6 +23,8 @@ IN_A_PARAGRAPH = 3
 #: The sentence of each reason and, with its arguments, of each remedy.
 REASONS: Mapping[str, str] = TEXTS["reasons"]
 REMEDIES: Mapping[str, str] = TEXTS["remedies"]
+#: From here on an input is recovered (dB).
+RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 
 
 class _Numbers:
@@ -200,14 +202,6 @@ def paragraph(verdict: Verdict) -> str:
     if (more := len(reasons) - IN_A_PARAGRAPH) > 0:
         sentences.append(f"There {'is' if more == 1 else 'are'} {counted(more, 'more reason')}")
     return " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
-
-
-#: Of a captured update whose examples are all certified, beside which no baseline is needed.
-CERTIFIED = (
-    "Recovered, certified: every input explains the update as well as rounding or known noise allows, and no other "
-    "input near it does."
-)
-RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 
 
 def certificate_words(certificate: Certificate | None, psnr: float = NAN) -> str:

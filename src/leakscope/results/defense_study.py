@@ -8,8 +8,6 @@ What has not been tested is shown, but beats nothing and is never recommended: a
 that fail undefended, and a training in which nothing is learnt even without a defence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -32,6 +30,23 @@ SAME_LEAKAGE = 1.0
 LEARNT = 0.1
 #: Limits for which the study names the cheapest defence (dB).
 LIMITS = (30.0, 25.0, 20.0, 15.0, 12.0)
+Interval = tuple[float, float]
+#: Beyond this PSNR pictures look the same (dB): an exact copy leaks no more than one that no eye tells apart.
+LEGIBLE = 60.0
+#: The option of an attack that leaves out what it knows of the defence.
+IGNORES = "ignore_defense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth(InScenario):
+    """Hold what knowing a defence was worth to one attack, in dB."""
+
+    protocol: str
+    defense: str
+    attack_name: str
+    gain: float
+    interval: Interval
+    examples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,25 +364,6 @@ def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:
         return None
     most = max(row.utility for row in rows)
     return min((row for row in rows if most - row.utility <= tolerance), key=lambda row: row.leakage)
-
-
-Interval = tuple[float, float]
-#: Beyond this PSNR pictures look the same (dB): an exact copy leaks no more than one that no eye tells apart.
-LEGIBLE = 60.0
-#: The option of an attack that leaves out what it knows of the defence.
-IGNORES = "ignore_defense"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Worth(InScenario):
-    """Hold what knowing a defence was worth to one attack, in dB."""
-
-    protocol: str
-    defense: str
-    attack_name: str
-    gain: float
-    interval: Interval
-    examples: int
 
 
 def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:

@@ -1,7 +1,5 @@
 """Judge one scenario, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict
@@ -33,6 +31,74 @@ from leakscope.results.records import NAN, ExampleRecord, Row, best, highest, me
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
 #: Where the policy does not limit it, identification this much above chance is a doubt.
 _IDENTIFIED_ABOVE_CHANCE = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class StrongestExample(ExampleRecord, InScenario):
+    """Hold the best reconstruction of one example, over attacks and seeds, by PSNR."""
+
+    values: Mapping[str, float] = field(repr=False)
+    attack: str
+    attack_name: str
+    seed: int
+    key: str
+    protocol: str
+    defense: str
+    baseline_psnr: float = NAN
+    leaks: bool = False
+
+    @property
+    def psnr(self) -> float:
+        return self.value("psnr")
+
+    @property
+    def ssim(self) -> float:
+        return self.value("ssim")
+
+    @property
+    def exposure(self) -> float:
+        """Return PSNR for ordering; what was not measured comes last."""
+        return -math.inf if math.isnan(self.psnr) else self.psnr
+
+    @property
+    def lift(self) -> float:
+        """Return PSNR above the control of the same attack."""
+        return self.psnr - self.baseline_psnr
+
+    @property
+    def identified(self) -> bool | None:
+        value = self.value("identified")
+        return None if math.isnan(value) else value > 0
+
+    def __str__(self) -> str:
+        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
+
+
+def above_policy(example: StrongestExample, policy: Policy) -> bool:
+    """Check that PSNR reaches the limit, and that there is the lift, or a certificate, which needs no baseline."""
+    lifted = policy.min_lift <= 0 or example.lift >= policy.min_lift
+    return example.psnr >= policy.max_psnr and (example.certified or lifted)
+
+
+def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
+    """Check for a certified example whose PSNR is low or unknown: one of the two is wrong."""
+    return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
+
+
+def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
+    baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    same = {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **vars(example), **same)
+
+
+def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
+    """Return the highest PSNR; first what is above the policy and certified, lest a strong prior hide a leak."""
+
+    def order(example: StrongestExample) -> tuple[bool, bool, float]:
+        above = above_policy(example, policy)
+        return above, above and example.certified, example.exposure
+
+    return max(tries, key=order)  # keeps the first of equals, so the order of the plan decides ties
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -328,71 +394,3 @@ def _doubts_of_searches(rows: list[Row]) -> list[Reason]:
             searches[row.job.seed, row.job.batch].add(row.result.diagnosis.outcome)
     missed = sum(MISSED in told and "recovered" not in told for told in searches.values())
     return [because("search-missed", "more-steps", count=missed, total=len(searches))] if missed else []
-
-
-@dataclass(frozen=True, kw_only=True)
-class StrongestExample(ExampleRecord, InScenario):
-    """Hold the best reconstruction of one example, over attacks and seeds, by PSNR."""
-
-    values: Mapping[str, float] = field(repr=False)
-    attack: str
-    attack_name: str
-    seed: int
-    key: str
-    protocol: str
-    defense: str
-    baseline_psnr: float = NAN
-    leaks: bool = False
-
-    @property
-    def psnr(self) -> float:
-        return self.value("psnr")
-
-    @property
-    def ssim(self) -> float:
-        return self.value("ssim")
-
-    @property
-    def exposure(self) -> float:
-        """Return PSNR for ordering; what was not measured comes last."""
-        return -math.inf if math.isnan(self.psnr) else self.psnr
-
-    @property
-    def lift(self) -> float:
-        """Return PSNR above the control of the same attack."""
-        return self.psnr - self.baseline_psnr
-
-    @property
-    def identified(self) -> bool | None:
-        value = self.value("identified")
-        return None if math.isnan(value) else value > 0
-
-    def __str__(self) -> str:
-        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
-
-
-def above_policy(example: StrongestExample, policy: Policy) -> bool:
-    """Check that PSNR reaches the limit, and that there is the lift, or a certificate, which needs no baseline."""
-    lifted = policy.min_lift <= 0 or example.lift >= policy.min_lift
-    return example.psnr >= policy.max_psnr and (example.certified or lifted)
-
-
-def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
-    """Check for a certified example whose PSNR is low or unknown: one of the two is wrong."""
-    return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
-
-
-def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
-    baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
-    same = {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
-    return StrongestExample(key=row.key, baseline_psnr=baseline, **vars(example), **same)
-
-
-def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
-    """Return the highest PSNR; first what is above the policy and certified, lest a strong prior hide a leak."""
-
-    def order(example: StrongestExample) -> tuple[bool, bool, float]:
-        above = above_policy(example, policy)
-        return above, above and example.certified, example.exposure
-
-    return max(tries, key=order)  # keeps the first of equals, so the order of the plan decides ties
