@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections import Counter
 from pathlib import Path
@@ -146,8 +147,8 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     def broken(subject: Subject) -> Any:
         raise RuntimeError("singular")
 
-    whole = findings.describe_floor
-    monkeypatch.setattr(findings, "describe_floor", broken)
+    broken_floor = dataclasses.replace(FINDINGS["floor"], tell=broken)
+    monkeypatch.setattr(attempts, "FINDINGS", {**FINDINGS, "floor": broken_floor})
     failed = run(tmp_path, defenses=None, findings=["floor"])
     assert {row.status for row in failed.rows} == {"done"}
     (row,) = failed.findings
@@ -155,7 +156,7 @@ def test_a_finding_that_raises_is_a_failed_row_and_costs_no_attempt(
     assert "test_findings.py" in str(row.error), "where it happened"
     assert failed.verdict.outcome == "leaks"
     assert not any(reason.code == "job-failed" for reason in failed.verdict.reasons)
-    monkeypatch.setattr(findings, "describe_floor", whole)
+    monkeypatch.undo()
     events: list[dict[str, Any]] = []
     again = run(tmp_path, defenses=None, findings=["floor"], progress=events.append)
     assert [e["job"]["finding"] for e in events if e["event"] == "finished"] == ["floor"], "only what failed"

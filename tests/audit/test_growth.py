@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import audit_doubles as doubles
 import pytest
 from audit_doubles import run, timeless
 
-from leakscope.audit import Audit
+from leakscope.audit import FINDINGS, Audit, attempts
 from leakscope.audit.plan import Plan, make_plan
 from leakscope.audit.setup import build_setup
 from leakscope.audit.spec import AuditSpec
@@ -126,13 +127,11 @@ def test_one_finding_a_setting_whichever_client_stands_for_it(tmp_path: Path, mo
     assert len(finished(events)) == 4
     assert events[-1]["completed"] == events[-1]["total"] == 4, "what is not run is not waited for"
 
-    from leakscope.audit import findings
-
     def broken(_: Any) -> Any:
         raise RuntimeError("singular")
 
     with monkeypatch.context() as patch:
-        patch.setattr(findings, "describe_floor", broken)
+        patch.setattr(attempts, "FINDINGS", {**FINDINGS, "floor": dataclasses.replace(FINDINGS["floor"], tell=broken)})
         failed = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"]})
     assert [row.status for row in failed.findings] == ["failed"]
     done = run(tmp_path / "failed", **{**SMALL, "findings": ["floor"], "seeds": [7]})

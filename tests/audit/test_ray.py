@@ -17,8 +17,7 @@ from test_executors import SLOW, start, wait_for_rows
 
 from leakscope.audit import EXECUTORS, AuditSpec, ExecutorError, SpecError
 from leakscope.audit.executors import ray as module
-from leakscope.audit.executors.ray import Board, RayWorker
-from leakscope.audit.executors.ray_cluster import OURS, resource_problem
+from leakscope.audit.executors.ray import OURS, Board, RayWorker, resource_problem
 from leakscope.results import Store
 from process_groups import group_is_gone
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from leakscope.contracts.inputs import ValueRange
 from leakscope.equations import decomposition as decomposition_module
 from leakscope.limits import Limits, cramer_rao, gradient_map_at, jacobian_rank, layer_systems, limits, security_metric
 from leakscope.limits import jacobian as jacobian_module
+from leakscope.limits import report as report_module
+from leakscope.limits.cramer_rao import Floor
 from leakscope.models import build_model
 from leakscope.report.limits_tables import limits_tables
 
@@ -192,6 +196,17 @@ def test_the_floor_is_that_of_the_channel_at_the_same_batch() -> None:
     assert facts["floor"]["psnr"] == pytest.approx(found.floor.psnr)  # type: ignore[union-attr]
     assert facts["floor"]["infinite"] is False
     assert facts["channel"]["prune"] == 0.2
+
+
+def test_a_surviving_share_that_rounding_lifts_above_one_still_has_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounded(*args: Any, **options: Any) -> Floor:
+        return dataclasses.replace(cramer_rao(*args, **options), surviving=1 + 2**-52)
+
+    monkeypatch.setattr(report_module, "cramer_rao", rounded)
+    found = limits(net(), (8,), 2, channel=Channel(noise=0.01, prune=0.2))
+    (pruning,) = (order for order in found.orders if order.defense == "pruning")
+    assert pruning.lower is not None
+    assert math.isfinite(pruning.lower)
 
 
 def test_an_infinite_floor_is_told_apart_in_json() -> None:

@@ -15,7 +15,7 @@ from leakscope.defenses import DPSGD, FakeGradients, accounting
 from leakscope.equations.index_matrix import identify
 from leakscope.federation.vertical import draw_batches
 from leakscope.models import build_model
-from leakscope.papers import cafe, reproduce
+from leakscope.papers import base, cafe, reproduce
 from leakscope.papers.cafe import RECONSTRUCTIONS, TABLE_11, TRAININGS, Reconstruction, Scene, Training
 
 pytestmark = pytest.mark.slow
@@ -27,8 +27,7 @@ TINY = Scene(6, 2, (2, 4), 8)
 def tiles(monkeypatch: pytest.MonkeyPatch) -> Examples:
     """Embedded pictures in place of every data set, and scales of a second."""
     found = load_data("tiles")
-    for module in (cafe,):
-        monkeypatch.setattr(module, "examples_or_reason", lambda name, **options: found)
+    monkeypatch.setattr(base, "examples_or_reason", lambda name, **options: found)
     # The accountant takes seconds and has tests of its own; here any noise will do.
     monkeypatch.setattr(accounting, "_noise_multiplier", lambda epsilon, *_: 4 / epsilon)
     small = Reconstruction(TINY, {40: 2, 100: 3}, (100,), (1, 2), 3, (4, 2, 1))

@@ -8,8 +8,8 @@ import pytest
 
 from leakscope.defenses import GradientClipping, GradientDropout, GradientNoise, GradientPruning
 from leakscope.papers import reproduce
-from leakscope.papers.systematic import defenses as systematic_defenses
-from leakscope.papers.systematic.defenses import SIZES, protection, published
+from leakscope.papers.systematic import batches
+from leakscope.papers.systematic.batches import COURSES, SCALES, protection, published
 
 pytestmark = pytest.mark.slow
 
@@ -22,9 +22,7 @@ def _number(table: int, column: str, **place: str) -> float:
 def test_published_numbers_are_those_of_the_paper() -> None:
     assert [len(published(table)) for table in (4, 5, 7, 8)] == [180, 45, 90, 90]
     last = {"batch": "4", "defence": "prune_0.99"}
-    rmse = [
-        _number(4, "rmse_maxnorm", attack=name, **last) for name in ("Ours", "GradientInversion", "Robbing The Fed")
-    ]
+    rmse = [_number(4, "mean", attack=name, **last) for name in ("Ours", "GradientInversion", "Robbing The Fed")]
     assert rmse == [0.27, 0.28, 0.42]
     losses = [
         _number(5, "final_training_loss", batch="4", defence=name) for name in ("noise_0.1", "prune_0.99", "clip_4")
@@ -46,15 +44,15 @@ def test_every_cell_names_a_defence_with_its_strength() -> None:
 
 
 def test_the_paper_scale_has_at_least_fifty_images() -> None:
-    assert all(batch * count >= 50 for batch, count in SIZES["paper"].batches.items())
-    assert SIZES["paper"].width == 64
+    assert all(batch * count >= 50 for batch, count in SCALES["paper"].defended.items())
+    assert COURSES["paper"].width == 64
 
 
 def test_what_a_defence_costs_is_measured_at_the_smallest_scale(
     real_data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LEAKSCOPE_DATA", str(real_data))
-    monkeypatch.setattr(systematic_defenses, "_SMOKE", ("clip_4", "noise_0.1"))
+    monkeypatch.setattr(batches, "_SMOKE", ("clip_4", "noise_0.1"))
     result = reproduce("systematic/table5", "smoke")
     assert [row.setting for row in result.rows] == ["B=2, clip_4", "B=2, noise_0.1"]
     assert [row.published for row in result.rows] == [
@@ -68,7 +66,7 @@ def test_the_attack_is_measured_at_the_smallest_scale(
 ) -> None:
     monkeypatch.setenv("LEAKSCOPE_CACHE", str(tmp_path))
     monkeypatch.setenv("LEAKSCOPE_DATA", str(real_data))
-    monkeypatch.setattr(systematic_defenses, "_SMOKE", ("prune_0.9",))
+    monkeypatch.setattr(batches, "_SMOKE", ("prune_0.9",))
     result = reproduce("systematic/table8", "smoke")
     by_measure = {row.measure: row for row in result.rows}
     assert set(by_measure) == {"PSNR (dB)", "RMSE over largest error", "RMSE"}

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from leakscope.results import FindingRow, SettingVerdict
-from leakscope.results.names import Setting
 from leakscope.results.store import SCHEMA, seal
 
 SGD = "FedSGD(reduction='mean', batchnorm='eval')"
@@ -89,9 +88,10 @@ def finding(kind: str, content: Any, setting: tuple[str, str], **changes: Any) -
     return dataclasses.replace(FindingRow.read("f", 0, kind, status, subject, content), **changes)
 
 
-def setting(name: str, protocol: str, defense: str) -> Setting:
+def setting(name: str, protocol: str, defense: str) -> SettingVerdict:
     """A setting as the page names it, without results."""
-    return Setting(name, SettingVerdict(protocol=protocol, defense=defense, outcome="inconclusive"), protocol, defense)
+    place = {"protocol": protocol, "defense": defense, "protocol_short": protocol, "defense_short": defense}
+    return SettingVerdict(name=name, outcome="inconclusive", **place)
 
 
 def smooth(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:

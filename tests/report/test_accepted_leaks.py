@@ -20,8 +20,7 @@ from leakscope.report.accepted_leaks import (
 )
 from leakscope.report.export import schema
 from leakscope.results.reasons import Reason, Scenario, because
-from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.strongest import StrongestExample
+from leakscope.results.setting_verdict import SettingVerdict, StrongestExample
 from leakscope.results.verdict import Verdict
 
 SGD, NOISE = "FedSGD()", "GradientNoise(sigma=1.0)"

@@ -11,8 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leakscope.results.defense_study import Study, StudyRow, cheapest, dominates, make_study
-from leakscope.results.knowledge_worth import worth_of_knowing
+from leakscope.results.defense_study import Study, StudyRow, cheapest, dominates, make_study, worth_of_knowing
 from leakscope.results.records import FindingRow, Row
 from leakscope.results.verdict import judge
 

@@ -4,8 +4,6 @@ Without the truth, a result is judged by how much of the update it leaves unexpl
 know nothing of the client. With the truth, all of them are measured against it. No attack is given the truth.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Sequence
@@ -32,7 +30,7 @@ from leakscope.matching.orders import Order
 from leakscope.matching.unexplained import is_unexplained, noise_share, unexplained
 from leakscope.metrics import Evaluation, Lpips, evaluate
 from leakscope.report.captured import assessment_line
-from leakscope.report.certificate import RECOVERED_PSNR
+from leakscope.report.sentences import RECOVERED_PSNR
 from leakscope.results.records import first_line
 
 FLAG = "update not explained"

@@ -1,7 +1,5 @@
 """Do one job: make the client's update, attack it, and only then compare with the truth."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import time

@@ -3,8 +3,6 @@
 Not worth it are attempts on examples that another attack has recovered exactly, as measured against the truth.
 """
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -4,8 +4,6 @@ Blind controls have nothing to learn from: what they still recover came from the
 lift over the best of them. Positive controls must succeed, or the attack is too weak to judge a defence by.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

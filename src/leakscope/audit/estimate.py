@@ -4,8 +4,6 @@ A few steps of one job of each kind are timed, of the first client only; a kind 
 relative that was. docs/scaling.md measures the model of :func:`wall_seconds`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import signal

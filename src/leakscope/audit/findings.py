@@ -4,13 +4,10 @@ A protocol names the findings that make sense for it. They are computed at the p
 for an attack. That of weight updates has a file of its own (``audit/trajectory.py``).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -306,26 +303,19 @@ def _loss(subject: Subject, model: nn.Module) -> float:
     return total / len(x)
 
 
-def _late(place: str) -> Callable[[Subject], Mapping[str, Any]]:
-    """Find a function by module and name when it is called: some modules themselves need :class:`Subject`."""
-    module, _, name = place.partition(".")
-    return lambda subject: getattr(import_module(f"leakscope.audit.{module}"), name)(subject)
+def _trajectory(subject: Subject) -> Mapping[str, Any]:
+    from leakscope.audit.trajectory import describe_update  # which itself needs the subject of a finding
+
+    return describe_update(subject)
 
 
-_ALL: tuple[tuple[str, str, Per, str | None], ...] = (
-    ("floor", "the least error that theory allows behind an update", "setting", "findings.describe_floor"),
-    ("trajectory", "how nearly the update of many local steps is one gradient", "client", "trajectory.describe_update"),
-    ("rounds", "which samples announced batches determine", "setting", "findings.describe_rounds"),
-    ("cost", "how the training goes under the defence", "setting", "findings.describe_cost"),
-    ("utility", "how well the model learns under the defence", "training", None),
-    (
-        "embedding",
-        "the features that the last layers give away by themselves",
-        "setting",
-        "findings.describe_embedding",
-    ),
+_ALL = (
+    Finding("floor", "the least error that theory allows behind an update", "setting", describe_floor),
+    Finding("trajectory", "how nearly the update of many local steps is one gradient", "client", _trajectory),
+    Finding("rounds", "which samples announced batches determine", "setting", describe_rounds),
+    Finding("cost", "how the training goes under the defence", "setting", describe_cost),
+    Finding("utility", "how well the model learns under the defence", "training"),
+    Finding("embedding", "the features that the last layers give away by themselves", "setting", describe_embedding),
 )
 #: Kinds of findings; a further one is a function and a line here, and a protocol that names it.
-FINDINGS: Mapping[str, Finding] = MappingProxyType(
-    {name: Finding(name, summary, per, _late(place) if place else None) for name, summary, per, place in _ALL}
-)
+FINDINGS: Mapping[str, Finding] = MappingProxyType({finding.name: finding for finding in _ALL})

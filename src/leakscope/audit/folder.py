@@ -1,16 +1,13 @@
 """The folder of an audit: what it tells of what was audited, where that was asked for, and how it grows."""
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -126,7 +123,7 @@ def _without_folders(value: Any) -> Any:
 
 def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
     asked = {**spec, "examples": plan.axes["examples"]}
-    return [dataclasses.asdict(statement) for statement in describe_audited(setup, asked)]
+    return [statement._asdict() for statement in describe_audited(setup, asked)]
 
 
 def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
@@ -180,8 +177,7 @@ def _defined(target: Any) -> Place | None:
     return None if file is None else place_of(file, line)
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """One sentence on what was audited; a ``warning`` where it limits what the verdict says."""
 
     text: str

@@ -1,7 +1,5 @@
 """Keys of jobs: hashes of everything that a result depends on; seeds that follow from a job; and what computed."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import platform
@@ -12,10 +10,9 @@ import torch
 
 from leakscope import __version__
 from leakscope.audit.findings import FINDINGS
-from leakscope.audit.loading import tensors_hash
 from leakscope.audit.parts import part_at
 from leakscope.audit.setup import Setup
-from leakscope.audit.utility import Course
+from leakscope.audit.utility import Course, tensors_hash
 
 
 def canonical(value: Any) -> str:

@@ -1,7 +1,5 @@
 """Measure the memory of a process, and keep updates of clients in it for further jobs."""
 
-from __future__ import annotations
-
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """Write to streams that may be closed: what nobody reads is lost, and nothing else is."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Turn the words of a spec into protocols, defences, attacks, tasks and knowledge; rooms are loaded when needed."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

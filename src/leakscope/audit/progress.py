@@ -1,14 +1,12 @@
 """Show the progress of an audit: bars on a terminal, elsewhere a line now and then."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, Task, TaskID, TextColumn, TimeElapsedColumn
@@ -224,7 +222,7 @@ class _Bars:
         )
         self._jobs: dict[str, TaskID] = {}
 
-    def __enter__(self) -> _Bars:
+    def __enter__(self) -> Self:
         self._view.start()
         self._audit = self._view.add_task("preparing", total=None, note="")
         return self
@@ -259,7 +257,7 @@ class _Lines:
         self._over = threading.Event()
         self._training: str | None = None
 
-    def __enter__(self) -> _Lines:
+    def __enter__(self) -> Self:
         threading.Thread(target=self._speak, daemon=True).start()
         return self
 

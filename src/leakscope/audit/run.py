@@ -1,7 +1,5 @@
 """Run an audit in one call: check everything, then run what is not done yet, then judge; the result of an audit."""
 
-from __future__ import annotations
-
 import os
 import secrets
 import tempfile
@@ -25,8 +23,8 @@ from leakscope.contracts.tables import data_frame
 from leakscope.report.export import audit_document, audit_table, json_text
 from leakscope.results.defense_study import Study, study_store
 from leakscope.results.records import FindingRow, Row, counted, job_facts, mapping
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.store import Store, stored_salt
-from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict, judge, verdict_html
 
 

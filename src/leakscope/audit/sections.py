@@ -1,7 +1,5 @@
 """Sections of a spec: model, data, training and utility, each with its keys."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import re

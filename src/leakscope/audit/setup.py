@@ -1,7 +1,5 @@
 """Build what an audit needs from a checked spec, in the parent and again in worker processes: model, data, batches."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator
@@ -13,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.audit.controls import SAME_RECORD
-from leakscope.audit.loading import load_examples, precision, tensor_bytes, tensors_hash
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.utility import Course, make_course
+from leakscope.audit.utility import Course, load_examples, make_course, precision, tensor_bytes, tensors_hash
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.checks import JOBS, brief
 from leakscope.contracts.disk import read_whole

@@ -3,8 +3,6 @@
 All gradients are of the mean loss on the client's whole data, in the protocol's mode of the model.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from itertools import pairwise

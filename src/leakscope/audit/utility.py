@@ -5,8 +5,6 @@ the training loss, so that the test examples are looked at once. A training that
 infinite, its accuracy that of a constant guess.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Callable
@@ -16,13 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from leakscope.audit.loading import load_examples, precision, tensor_bytes, tensors_hash
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.protocol import Protocol, client_copy
 from leakscope.contracts.task import Task, outputs_of
-from leakscope.data import Examples, split_iid
+from leakscope.data import DATA, Examples, load_data, split_iid
 from leakscope.federation import DefendedTraining, Diverged
 from leakscope.federation.training import LOSS_CHUNK, mean_loss
 
@@ -177,3 +174,39 @@ def _part_of(progress: Advance | None, place: int, parts: int) -> Advance | None
     if progress is None:
         return None
     return lambda done, total, loss: progress(place * total + done, parts * total, loss)
+
+
+def load_examples(asked: DataSpec) -> Examples:
+    """Load the examples that ``asked`` names, cut and normalised as it says."""
+    last = None if asked.limit is None else asked.skip + asked.limit
+    if asked.instance is not None:
+        data: Examples = asked.instance
+    else:
+        options = dict(asked.options)
+        # A reader that knows how to stop early need not read the rest.
+        early = last if asked.name in DATA and "limit" in DATA[asked.name].options() else None
+        options |= {k: v for k, v in (("split", asked.split), ("limit", early)) if v is not None}
+        data = load_data(asked.name, asked.path, **options)
+    if len(data) <= asked.skip:
+        raise UserError(f"expected more than skip = {asked.skip} examples, got {len(data)}")
+    if asked.skip or last is not None:
+        data = data.subset(torch.arange(asked.skip, len(data) if last is None else min(last, len(data))))
+    if asked.mean is not None and asked.std is not None:
+        data = data.normalised(asked.mean, asked.std)
+    return data
+
+
+def tensor_bytes(value: Tensor) -> bytes:
+    """Return the content of a tensor, the same on every device and for every memory layout."""
+    return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def tensors_hash(prefix: str, *tensors: Tensor) -> str:
+    digest = hashlib.sha256(prefix.encode())
+    for value in tensors:
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()
+
+
+def precision(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)

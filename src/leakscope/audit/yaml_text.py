@@ -1,7 +1,5 @@
 """Read a spec's YAML and its line numbers; the error for what cannot be audited."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Read what real systems send: state dicts, arrays, files, Flower's messages, Opacus' steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 Some systems also send the number of the client's examples, FedML as a pair of number and state dict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

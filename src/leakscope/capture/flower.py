@@ -1,7 +1,5 @@
 """Turn Flower's records into an observation; nothing of Flower is imported here."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

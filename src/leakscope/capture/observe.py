@@ -3,8 +3,6 @@
 What is not said is not known: the knowledge grants just the facts that were given.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ that ``leakscope attack NAME.safetensors`` reads it too), ``NAME.origin.json`` t
 only to measure. Files and folders are their owner's only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -12,8 +12,6 @@ it gives the deviation of a single entry, and a surplus counts only where it is 
 sum of gradients with positive weights: several local steps, momentum, a mean of clients.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

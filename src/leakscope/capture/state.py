@@ -8,11 +8,8 @@ or its variance divided by n - 1 instead of n. From r, r' and m the statistics o
 Several steps leave a blend of as many batches; then nothing is claimed.
 """
 
-from __future__ import annotations
-
-import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +21,7 @@ from leakscope.capture.sign import COUNTER
 from leakscope.contracts.checks import brief
 from leakscope.contracts.protocol import BATCHNORM
 from leakscope.models.weights import WRAPPERS
+from leakscope.network.recorder import record_layers
 
 _PLACE = re.compile(r"(?:arr_)?(\d+)")
 BatchNormLayer = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
@@ -269,21 +267,10 @@ def _of_one_step(
 
 def _values_per_channel(model: nn.Module, input_shape: tuple[int, ...], batch: int) -> dict[str, int]:
     """Count values a channel of each BatchNorm layer for so many examples; none where the model does not run."""
-    twin, sizes = copy.deepcopy(model).eval(), {}
-
-    def measuring(name: str, forward: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        def measured(x: Tensor) -> Tensor:
-            sizes[name] = batch * x[0, 0].numel()
-            return forward(x)
-
-        return measured
-
-    for name, module in twin.named_modules():
-        if isinstance(module, BATCHNORM):
-            module.forward = measuring(name, module.forward)  # type: ignore[assignment,method-assign]
+    blank = torch.zeros((2, *input_shape)).to(next(model.parameters()))
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            twin(torch.zeros((2, *input_shape)).to(next(model.parameters())))
+            record = record_layers(model, blank, lambda _, module: isinstance(module, BATCHNORM), evaluate=True)
     except (RuntimeError, ValueError, TypeError, IndexError):
         return {}
-    return sizes
+    return {call.name: batch * call.inputs[0, 0].numel() for call in record.calls}

@@ -1,7 +1,5 @@
 """The command line: arguments in, calls out. Nothing heavy is imported before a command runs."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import sys
@@ -13,9 +11,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from leakscope.audit.output import unfailing_output
-from leakscope.cli.attack import attack
 from leakscope.cli.audit import audit
-from leakscope.cli.importing import import_update
+from leakscope.cli.captured import attack, import_update
 from leakscope.cli.limits import inspect, limits
 from leakscope.cli.pages import compare, list_names, report, reproduce
 from leakscope.cli.planning import plan

@@ -1,7 +1,5 @@
 """The command ``audit``; what its options mean stands in the spec, which they are keys of."""
 
-from __future__ import annotations
-
 import re
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +10,7 @@ import typer
 from leakscope.audit.sections import DataSpec, ModelSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
-from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, SarifFile, Verbose, relative, write_sarif
+from leakscope.cli.output import Output, SarifFile, relative, takes, write_sarif
 from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
 from leakscope.contracts.checks import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
@@ -37,6 +35,7 @@ POLICY_FILE = Path("leakscope.yaml")
 Labels = StrEnum("Labels", "no counts yes")
 
 
+@takes(Output)
 def audit(
     spec: Annotated[
         Path | None, typer.Argument(help="YAML spec; without it the options, or the default audit.")
@@ -80,18 +79,14 @@ def audit(
     show_names: Annotated[bool | None, typer.Option("--show-names", help="Tell names of private data.")] = None,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
     sarif: SarifFile = None,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-    no_progress: NoProgress = False,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """Audit what the updates of a model leak.
 
     Updates are attacked, the results compared with the truth and judged, and a report is written. With the section
     utility in the spec it is a defence study: every defence is trained with too, and the report says what it costs.
     """
-    output = Output.of(quiet=quiet, verbose=verbose, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
     if serial and executor is not None:
         raise UserError("--serial and --executor: expected one of them, got both")
     if weights and not model:
@@ -125,12 +120,12 @@ def audit(
     from leakscope.cli.progress import audit_progress
     from leakscope.report.export import audit_document, audit_table
 
-    if not (spec or options or quiet) and POLICY_FILE.is_file():
+    if not (spec or options or output.quiet) and POLICY_FILE.is_file():
         say(make_console(stderr=True), f"Hint: the embedded audit; yours is run by: leakscope audit {POLICY_FILE}")
-    with audit_progress(show=output.progress, verbose=verbose, quiet=quiet) as progress:
+    with audit_progress(show=output.progress, verbose=output.verbose, quiet=output.quiet) as progress:
         result = run_spec(checked, out, progress)
     page, verdict = result.report(), result.verdict
-    print_verdict(result, page, make_console(stderr=output.for_machines), quiet=quiet, verbose=verbose)
+    print_verdict(result, page, make_console(stderr=output.for_machines), quiet=output.quiet, verbose=output.verbose)
     write_sarif(result.store, verdict, sarif)
     files = {"folder": relative(out), "report": relative(page)}
     output.write(lambda: audit_document(result.store, verdict, files), lambda: audit_table(result.store, verdict))

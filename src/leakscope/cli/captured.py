@@ -1,10 +1,12 @@
-"""Options that ``import`` and ``attack`` share: captured weights or an update, and what is known of the client."""
+"""The commands ``import`` and ``attack``: captured weights or an update in, an observation or what was recovered out.
+
+Both have the options of :class:`Captured`: files, and what is known of the client.
+"""
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable
+import dataclasses
+import json
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.parsing import parse_numbers, parse_shape
+from leakscope.cli.output import takes
+from leakscope.cli.parsing import parse_numbers, parse_part, parse_shape
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,12 +27,13 @@ Kind = StrEnum("Kind", "gradient weight_delta")
 Sign = StrEnum("Sign", "check flip trust")
 Optimizer = StrEnum("Optimizer", "sgd adam")
 Mode = StrEnum("Mode", "eval train")
+PAGE = "report.html"
 _FILES = ".safetensors, .pt, .pth or .npz"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Captured:
-    """What was typed of a captured update: each field is an option of the commands that :func:`takes_captured`."""
+    """What was typed of a captured update: each field is an option of the commands that take it."""
 
     before: Annotated[
         Path | None, typer.Option(help=f"Weights the client received ({_FILES}); default the factory's.")
@@ -163,22 +167,186 @@ class Captured:
         return torch.tensor([int(number) for number in numbers])
 
 
-def takes_captured(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options of :class:`Captured` in place of its parameter ``captured``.
+@takes(Captured)
+def import_update(
+    captured: Captured,
+    out: Annotated[Path, typer.Option(help="Where the observation goes.")] = Path("update.safetensors"),
+) -> None:
+    """Make an observation of a captured update.
 
-    An option that the command has itself, with a help of its own, is not repeated.
+    Give --before and --after, or --update with its --kind. All that does not fit the model is told at once, the sign
+    is checked, and buffers of BatchNorm layers are read. Nothing is written unless everything fits.
     """
-    own, options = (inspect.signature(one, eval_str=True).parameters for one in (command, Captured))
-    taken: dict[str, inspect.Parameter] = {}
-    for name, parameter in own.items():
-        more = {key: option for key, option in options.items() if key not in own}
-        taken |= more if name == "captured" else {name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)}
+    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.contracts.files import tensor_file
 
-    @functools.wraps(command)
-    def typed(**values: Any) -> None:
-        captured = Captured(**{name: values[name] for name in options})
-        command(captured=captured, **{name: value for name, value in values.items() if name in own})
+    target = tensor_file(out)
+    if any(path.resolve() == target.resolve() for path in captured.sources):
+        raise UserError(f"--out: {out} is one of the captured files; choose another name")
+    observation = captured.observe("import")
+    observation.save(target)
+    console = make_console()
+    for line in understood(observation):
+        say(console, line)
+    say_path(console, "Observation:", target)
 
-    typed.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
-    typed.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
-    return typed
+
+def understood(observation: Observation) -> list[str]:
+    """What was understood of a captured update, a line each."""
+    import torch
+
+    from leakscope.contracts.protocol import BATCHNORM
+    from leakscope.results.records import counted
+
+    message, made, knowledge = observation.message, observation.made, observation.knowledge
+    entries = sum(value.numel() for value in message.update.values())
+    norm = float(torch.stack([value.double().norm() for value in message.update.values()]).norm())
+    words = {"gradient": "a gradient", "weight_delta": "weights before minus weights after"}
+    tensors = counted(len(message.update), "tensor")
+    count = observation.num_examples
+    examples = "an unknown number of examples" if count is None else counted(count, "example")
+    lines = [f"Update of {examples}: {words[message.kind]}; {tensors}, {entries:,} numbers, norm {norm:.3g}."]
+    if made is not None and made.sign is not None:
+        lines.append(f"Sign: {made.sign}: {made.sign_reason}.")
+    lines += [] if made is None else [f"Note: {note}." for note in made.notes]
+    if any(isinstance(module, BATCHNORM) for module in observation.model.modules()):
+        lines.append(f"BatchNorm is taken in {observation.batchnorm} mode.")
+    known = [line for line in knowledge.describe()[1:] if line.startswith(("It knows", "It does not know the labels"))]
+    return lines + [line.replace("It ", "The adversary ", 1) for line in known]
+
+
+@takes(Captured)
+def attack(
+    observation: Annotated[
+        Path | None,
+        typer.Argument(help="A saved observation (.safetensors with a .json beside it); or the files below."),
+    ] = None,
+    attack: Annotated[str, typer.Option(help="Name with options, such as dlg:iterations=500.")] = "head-first",
+    model: Annotated[str | None, typer.Option(help="Name or package.module:factory; default the one stored.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the attack.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda.")] = None,
+    diagnose: Annotated[
+        bool, typer.Option("--diagnose", help="Say why it is what it is even where that takes minutes.")
+    ] = False,
+    control: Annotated[
+        bool, typer.Option("--control/--no-control", help="Run it on noise in place of the update too, as a baseline.")
+    ] = True,
+    truth: Annotated[
+        Path | None,
+        typer.Option(help="Measure against this: .npz, .safetensors or .pt with x and y, a picture, or a folder."),
+    ] = None,
+    pictures: Annotated[bool, typer.Option("--pictures", help="Show originals of --truth in the page.")] = False,
+    out: Annotated[Path, typer.Option(help="Folder for what was recovered.")] = Path("leakscope-attack"),
+    *,
+    captured: Captured,
+) -> None:
+    """Attack a captured update.
+
+    What was recovered is written: pictures, tensors, the attack's own opinion, and a page that shows them beside what
+    knows nothing of the client. Give a saved observation, or what the command import takes.
+    """
+    if pictures and truth is None:
+        raise UserError("--pictures: expected with --truth only; what was recovered is always shown")
+    observed = captured.observe("attack") if observation is None else _stored(observation, model, captured.typed())
+    controls = ("grey", "random", *(("noise",) if control else ()))
+    settings = {"seed": seed, "device": device, "controls": controls, "thorough": diagnose}
+    result = _attacked(observed, attack, truth, observation is None, settings)
+    title = ", ".join(path.name for path in ([observation] if observation else captured.sources))
+    _write(result, {"attack": repr(result.attack), "seed": seed}, out, title, pictures)
+    _tell(result, out)
+
+
+def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, settings: dict[str, Any]) -> Any:
+    """The assessment of the attack so named; of a ``new`` observation it is told first how it was understood."""
+    from leakscope.audit.assess import assess
+    from leakscope.audit.parts import attack_part
+    from leakscope.capture.files import read_truth
+    from leakscope.cli.console import make_console, say
+    from leakscope.cli.progress import step_progress
+
+    recover = attack_part(parse_part(attack)).instance
+    known = None if truth is None else read_truth(truth, observed)
+    console = make_console()
+    for line in understood(observed) if new else ():
+        say(console, line)
+    with step_progress() as progress:
+        found = assess(observed, recover, known, progress=progress, **settings)
+    if found.refusal is not None:
+        raise found.refusal
+    return found
+
+
+def _tell(result: Any, out: Path) -> None:
+    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.report.captured import confidence_words
+    from leakscope.report.sentences import shared_words
+    from leakscope.results.records import counted
+
+    console, recovered = make_console(), result.reconstruction
+    for line in (*recovered.flags, *result.notes):
+        say(console, f"Note: {line}")
+    say(console, f"{recovered.diagnosis.outcome}: {recovered.diagnosis.reason}")
+    for line in shared_words(recovered.certificates, result.psnr_of_inputs):
+        say(console, f"{line}.")
+    say(console, confidence_words(result))
+    if result.evaluation is not None:
+        values = ", ".join(f"{row['psnr']:.1f}" for row in result.evaluation.rows)
+        say(console, f"PSNR against the truth, dB: {values}")
+    time = f"{recovered.info['seconds']:.1f} s"
+    say_path(console, f"Returned {counted(len(recovered.inputs), 'input')} in {time}:", out)
+    say_path(console, "Page:", out / PAGE)
+
+
+def _stored(observation: Path, model: str | None, options: list[str]) -> Any:
+    from leakscope.contracts.files import read_observation_files
+    from leakscope.contracts.observation import Observation
+    from leakscope.models import MODELS, build_model
+
+    typed = [name for name in options if name != "--model"]
+    if typed:
+        raise UserError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
+    tensors, facts = read_observation_files(observation)
+    name = model or facts["model_name"]
+    # A file may name a reference model, but never a factory: that would be code chosen by a data file.
+    if not isinstance(name, str) or (model is None and name not in MODELS):
+        raise UserError(f"{observation}: does not name a reference model; pass --model")
+    # A model with more weights than the file holds is not the one observed, and need not be made to see that.
+    held = sum(value.numel() for value in tensors.values())
+    shape, classes = tuple(facts["inputs"]["shape"]), facts["num_classes"]
+    return Observation.load(observation, build_model(name, input_shape=shape, num_classes=classes, most=held))
+
+
+def _write(result: Any, facts: dict[str, Any], out: Path, title: str, pictures: bool) -> None:
+    """What an attack recovered: tensors, pictures, the attack's own opinion beside ``facts``, and the page."""
+    from safetensors.torch import save
+
+    from leakscope.contracts.disk import atomic_write, private_folder
+    from leakscope.report.captured import BASELINES, confidence_words, write_captured
+    from leakscope.report.pictures import png
+    from leakscope.results.records import plain
+
+    private_folder(out)
+    recovered, made = result.reconstruction, result.observation.made
+    tensors = {"inputs": recovered.inputs.cpu().contiguous(), "scores": recovered.scores.cpu().contiguous()}
+    atomic_write(out / "reconstruction.safetensors", save(tensors))
+    if recovered.inputs.dim() == 4:
+        for number, picture in enumerate(result.observation.inputs.to_unit(recovered.inputs.cpu()).clamp(0, 1)):
+            atomic_write(out / f"reconstruction-{number}.png", png(picture))
+    summary = {
+        **facts,
+        "labels": None if recovered.labels is None else recovered.labels.tolist(),
+        "scores": recovered.scores.tolist(),
+        "flags": list(recovered.flags),
+        "notes": list(result.notes),
+        "diagnosis": dataclasses.asdict(recovered.diagnosis),
+        "certified": recovered.certified,
+        "certificates": [None if proof is None else dataclasses.asdict(proof) for proof in recovered.certificates],
+        "info": dict(recovered.info),
+        "left_unexplained": result.unexplained,
+        "baselines": [{"name": BASELINES[one.name], "left_unexplained": one.unexplained} for one in result.baselines],
+        "confidence": confidence_words(result),
+        "made": None if made is None else made.facts(),
+        "measures": None if result.evaluation is None else list(result.evaluation.rows),
+    }
+    atomic_write(out / "reconstruction.json", json.dumps(plain(summary), indent=1, allow_nan=False).encode())
+    write_captured(result, out / PAGE, title, pictures)

@@ -1,7 +1,5 @@
 """What the command line prints for people: tables that fit the width, and the verdict with its reasons."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -254,23 +252,22 @@ def _print_audited(audited: Any, console: Console) -> None:
 
 
 def _print_settings(verdict: Any, console: Console) -> None:
-    from leakscope.report.certificate import strongest_words
-    from leakscope.results.names import name_settings
+    from leakscope.report.sentences import strongest_words
 
-    settings = name_settings(verdict)
+    settings = verdict.settings
     print_table(
         "Strongest attack on each example, by setting",
         ("setting", "mean PSNR (95 %)", "no info", "identified", "labels", "outcome"),
         (
             (
-                setting.name,
+                row.name,
                 f"{decibels(row.mean_psnr)} ({decibels_between(row.interval)})",
                 decibels(row.baseline_psnr),
                 percent(row.identification),
                 percent(row.label_accuracy),
                 row.outcome,
             )
-            for setting, row in ((setting, setting.verdict) for setting in settings)
+            for row in settings
         ),
         console,
     )
@@ -278,16 +275,15 @@ def _print_settings(verdict: Any, console: Console) -> None:
     print_listing([(setting.name, setting.short) for setting in settings], console)
     say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
     for setting in settings:
-        for line in strongest_words(setting.verdict.examples):
+        for line in strongest_words(setting.examples):
             say(console, f"{setting.name}, {line}.")
 
 
 def print_study(study: Any, verdict: Any, console: Console) -> None:
     """What each defence leaks and costs, what to choose, and what knowing it is worth."""
     from leakscope.report.defense_study import choice_words, cost_words, goal, place_words, utility_words
-    from leakscope.results.names import name_settings
 
-    named = {setting.scenario: setting for setting in name_settings(verdict)}
+    named = {setting.scenario: setting for setting in verdict.settings}
     print_table(
         "Defence study: what protection costs",
         ("setting", "leakage (95 %)", "identified", utility_words(study), "cost", "place"),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,12 +19,6 @@ if TYPE_CHECKING:
     from leakscope.results.store import Store
     from leakscope.results.verdict import Verdict
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say only the outcome and where the files are.")]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="A line for every job, and every reason.")]
-NoProgress = Annotated[bool, typer.Option("--no-progress", help="No bar, and no lines while it runs.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document; text for people goes to stderr.")]
-AsCsv = Annotated[bool, typer.Option("--csv", help="Print a table as CSV; text for people goes to stderr.")]
-
 SarifFile = Annotated[
     Path | None, typer.Option("--sarif", help="Also write the findings here as SARIF 2.1.0, for code scanning.")
 ]
@@ -30,33 +26,29 @@ SarifFile = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class Output:
-    """What the options of a command say about its output."""
+    """What was typed of a command's output: each field is an option of the commands that :func:`takes` it."""
 
-    quiet: bool = False
-    verbose: bool = False
-    progress: bool = True
-    form: Literal["text", "json", "csv"] = "text"
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Say only the outcome and where the files are.")] = False
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="A line for every job, and every reason.")] = False
+    no_progress: Annotated[bool, typer.Option("--no-progress", help="No bar, and no lines while it runs.")] = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document; text for people goes to stderr.")] = (
+        False
+    )
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print a table as CSV; text for people goes to stderr.")] = False
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        quiet: bool = False,
-        verbose: bool = False,
-        no_progress: bool = False,
-        as_json: bool = False,
-        as_csv: bool = False,
-    ) -> Output:
-        if quiet and verbose:
+    def __post_init__(self) -> None:
+        if self.quiet and self.verbose:
             raise UserError("--quiet and --verbose: expected one of them, got both")
-        if as_json and as_csv:
+        if self.as_json and self.as_csv:
             raise UserError("--json and --csv: expected one of them, got both")
-        form: Literal["text", "json", "csv"] = "json" if as_json else "csv" if as_csv else "text"
-        return cls(quiet=quiet, verbose=verbose, progress=not (no_progress or quiet), form=form)
+
+    @property
+    def progress(self) -> bool:
+        return not (self.no_progress or self.quiet)
 
     @property
     def for_machines(self) -> bool:
-        return self.form != "text"
+        return self.as_json or self.as_csv
 
     def write(
         self, document: Callable[[], Mapping[str, Any]], table: Callable[[], Sequence[Mapping[str, Any]]]
@@ -65,8 +57,34 @@ class Output:
         from leakscope.report.export import csv_text, json_text
 
         if self.for_machines:
-            sys.stdout.write(json_text(document()) if self.form == "json" else csv_text(table()))
+            sys.stdout.write(json_text(document()) if self.as_json else csv_text(table()))
             sys.stdout.flush()
+
+
+def takes(kind: type, *names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the options of a dataclass, or those of these names, in place of its parameter of that type.
+
+    An option that the command has itself, with a help of its own, is not repeated.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        own, options = (inspect.signature(one, eval_str=True).parameters for one in (command, kind))
+        place = next(name for name, parameter in own.items() if parameter.annotation is kind)
+        taken: dict[str, inspect.Parameter] = {}
+        for name, parameter in own.items():
+            more = {key: option for key, option in options.items() if key not in own and (not names or key in names)}
+            taken |= more if name == place else {name: parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)}
+
+        @functools.wraps(command)
+        def typed(**values: Any) -> None:
+            told = kind(**{name: values[name] for name in options if name in values})
+            command(**{place: told}, **{name: value for name, value in values.items() if name in own})
+
+        typed.__signature__ = inspect.Signature(list(taken.values()))  # type: ignore[attr-defined]
+        typed.__annotations__ = {name: parameter.annotation for name, parameter in taken.items()}
+        return typed
+
+    return decorate
 
 
 def write_sarif(store: Store, verdict: Verdict, path: Path | None) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.output import AsCsv, AsJson, NoProgress, Output, Quiet, SarifFile, relative, write_sarif
+from leakscope.cli.output import Output, SarifFile, relative, takes, write_sarif
 
 if TYPE_CHECKING:
     from leakscope.contracts.registry import Registry
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Scale = StrEnum("Scale", "smoke small paper")
 
 
+@takes(Output, "quiet", "no_progress", "as_json", "as_csv")
 def reproduce(
     table: Annotated[str, typer.Argument(help="PAPER/TABLE (leakscope list papers).")],
     scale: Annotated[Scale, typer.Option(help="How much to run.")] = Scale.smoke,
@@ -30,16 +31,13 @@ def reproduce(
     pictures: Annotated[
         bool | None, typer.Option("--pictures/--no-pictures", help="Show private pictures in the page.")
     ] = None,
-    quiet: Quiet = False,
-    no_progress: NoProgress = False,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """Run a published table again.
 
     Published and measured numbers are put side by side.
     """
-    output = Output.of(quiet=quiet, no_progress=no_progress, as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, print_reproduction
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
@@ -53,7 +51,7 @@ def reproduce(
         folder = out or Path("leakscope-reproduce") / table.replace("/", "-")
         page = write_reproduction(result, folder / "report.html", pictures)
     console = make_console(stderr=output.for_machines)
-    print_reproduction(f"{table} ({scale.value})", result, page, pictures, console, quiet)
+    print_reproduction(f"{table} ({scale.value})", result, page, pictures, console, output.quiet)
     facts = {**result.as_dict(), "files": {} if page is None else {"report": relative(page)}}
     content = document("reproduce", facts)
     output.write(lambda: content, lambda: [_flat(row) for row in content["rows"]])
@@ -64,6 +62,7 @@ def _flat(row: dict[str, Any]) -> dict[str, Any]:
     return {**{key: value for key, value in row.items() if key != "interval"}, "low": low, "high": high}
 
 
+@takes(Output, "as_json", "as_csv")
 def report(
     directory: Annotated[Path, typer.Argument(help="Folder of an audit.")],
     to: Annotated[Path | None, typer.Option(help="Where to write; default DIR/report.html.")] = None,
@@ -71,11 +70,10 @@ def report(
         bool | None, typer.Option("--pictures/--no-pictures", help="Show the pictures the audit kept.")
     ] = None,
     sarif: SarifFile = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """Write the report of an audit again, finished or not."""
-    output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, say_path
     from leakscope.report.export import audit_document, audit_table
     from leakscope.report.page import write_report
@@ -92,15 +90,15 @@ def report(
             output.write(lambda: audit_document(store, verdict, files), lambda: audit_table(store, verdict))
 
 
+@takes(Output, "as_json", "as_csv")
 def compare(
     first: Annotated[Path, typer.Argument(help="Folder of an audit.")],
     second: Annotated[Path, typer.Argument(help="Folder of another audit.")],
     to: Annotated[Path | None, typer.Option(help="Also write an HTML page here.")] = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """Compare two audits setting by setting."""
-    output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.cli.console import make_console, print_comparison, say_path, setting_names
     from leakscope.report.compare import compare_differences, compare_tables, write_comparison
     from leakscope.report.export import document
@@ -154,17 +152,17 @@ _TABLES = {
 }
 
 
+@takes(Output, "as_json", "as_csv")
 def list_names(
     what: Annotated[Listable, typer.Argument(help="What to list.")],
     name: Annotated[str | None, typer.Argument(help="One of them, or package.module:Class: its settings.")] = None,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """List attacks, models and so on.
 
     Names that can be typed elsewhere, with one line each; of one of them every setting.
     """
-    output = Output.of(as_json=as_json, as_csv=as_csv)
     table: Registry[Any] = getattr(importlib.import_module(_TABLES[what]), what.upper())
     entries = [_entry(table, name)] if name is not None else [_facts(entry) for entry in table.values()]
     if output.for_machines:

@@ -1,7 +1,5 @@
 """What people type in one word, as a spec says it."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.output import AsCsv, AsJson, Output
+from leakscope.cli.output import Output, takes
 from leakscope.cli.parsing import ALLOW_CODE
 
 if TYPE_CHECKING:
     from leakscope.audit.estimate import Sizing
 
 
+@takes(Output, "as_json", "as_csv")
 def plan(
     spec: Annotated[Path | None, typer.Argument(help="YAML spec of an audit; without it the default audit.")] = None,
     workers: Annotated[
@@ -26,14 +27,13 @@ def plan(
     ] = None,
     seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for trials, about.")] = 60.0,
     allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
-    as_json: AsJson = False,
-    as_csv: AsCsv = False,
+    *,
+    output: Output,
 ) -> None:
     """Tell what an audit will take: jobs, core-hours, memory, disk.
 
     Some steps of each attack are timed on the first client; nothing is written.
     """
-    output = Output.of(as_json=as_json, as_csv=as_csv)
     from leakscope.audit.estimate import size_audit
     from leakscope.audit.spec import DEFAULT_SPEC, load_spec
 

@@ -1,7 +1,5 @@
 """What commands show while something runs: bars on a terminal, elsewhere a line now and then."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The contract of an attack. The author of an attack writes ``run``; everything around it is done here, once."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 from abc import ABC, abstractmethod

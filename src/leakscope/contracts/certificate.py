@@ -1,7 +1,5 @@
 """A certificate: the proof, without the truth, that a reconstructed example is the client's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -5,13 +5,11 @@ after the noise. The definitions are those of Liu et al., "Data Reconstruction A
 Evaluation". Clipping is of the whole batch's gradient, g / max(1, |g| / C), or of each example's, which a guarantee of
 differential privacy needs. Of what is random in the client's network an adversary has a stand-in only (``inexact``)."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -210,7 +208,7 @@ class Channel(Described):
         drawn = torch.rand(len(kept), generator=generator, dtype=torch.float64)
         return kept & (drawn >= self.dropout).to(kept.device)
 
-    def with_least_noise(self, levels: Mapping[str, float]) -> Channel:
+    def with_least_noise(self, levels: Mapping[str, float]) -> Self:
         """The same channel with at least this noise on each tensor, that of rounding say."""
         return dataclasses.replace(self, noise={name: max(level, self.level(name)) for name, level in levels.items()})
 

@@ -3,8 +3,6 @@
 Caps are far above honest use and far below what takes a machine down. Check a size before anything of it is made.
 """
 
-from __future__ import annotations
-
 import os
 import reprlib
 from collections.abc import Callable, Sequence

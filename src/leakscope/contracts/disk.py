@@ -1,7 +1,5 @@
 """Files and folders: what is read is bounded, what is written is whole and for its owner only."""
 
-from __future__ import annotations
-
 import json
 import os
 from functools import partial

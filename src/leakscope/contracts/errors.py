@@ -1,7 +1,5 @@
 """What can go wrong: mistakes of the caller, and refusals. Anything else that is raised is a defect."""
 
-from __future__ import annotations
-
 
 class LeakscopeError(Exception):
     """Everything that leakscope raises on purpose."""

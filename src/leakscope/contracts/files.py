@@ -4,8 +4,6 @@ The defence, which is code, and auxiliary examples, which were not captured, are
 gives both again: ``dataclasses.replace(observation, defense=..., auxiliary=(x, y))``.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json

@@ -1,28 +1,32 @@
 """How an observation came about: what a file of it says of itself."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Any
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from leakscope import __version__
 
 #: Characters of a fact that a file may say of itself.
 MAX_FACT = 2000
+Text = Annotated[str, Field(max_length=MAX_FACT)]
+Texts = Annotated[tuple[Text, ...], Field(max_length=MAX_FACT)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Made:
     """By which function or command, of which files (names without folders), and what the check of the sign answered."""
 
-    by: str
-    version: str = __version__
-    sources: tuple[str, ...] = ()
-    sign: str | None = None
-    sign_reason: str | None = None
-    notes: tuple[str, ...] = ()
+    by: Text
+    version: Text = __version__
+    sources: Texts = ()
+    sign: Text | None = None
+    sign_reason: Text | None = None
+    notes: Texts = ()
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
         names = (PurePath(str(source).replace("\\", "/")).name for source in self.sources)
@@ -32,33 +36,18 @@ class Made:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_facts(cls, facts: Mapping[str, Any] | None) -> Made | None:
+    def from_facts(cls, facts: Mapping[str, Any] | None) -> Self | None:
         """What a file without :func:`problems_of_made` says; None where it says nothing, as up to format 2.
 
         >>> Made.from_facts(Made(by="a test", sources=("home/update.pt",)).facts()).sources
         ('update.pt',)
         """
-        if facts is None:
-            return None
-        values: dict[str, Any] = {n: tuple(value) if isinstance(value, list) else value for n, value in facts.items()}
-        return cls(**values)
+        return None if facts is None else TypeAdapter(cls).validate_python(facts)
 
 
 def problems_of_made(facts: Any) -> list[str]:
-    if facts is None:
-        return []
-    known = [field.name for field in fields(Made)]
-    if not isinstance(facts, dict) or "by" not in facts or set(facts) - set(known):
-        return [f"expected null or a mapping of {', '.join(known)} with 'by' in it"]
-    lists = {"sources", "notes"}
-    wrong = [name for name, value in facts.items() if not (_texts(value) if name in lists else _text(value, name))]
-    return [f"{name}: expected {'a list of texts' if name in lists else 'a text'}" for name in wrong]
-
-
-def _text(value: Any, name: str) -> bool:
-    optional = value is None and name in ("sign", "sign_reason")
-    return optional or (isinstance(value, str) and len(value) <= MAX_FACT)
-
-
-def _texts(value: Any) -> bool:
-    return isinstance(value, list) and len(value) <= MAX_FACT and all(_text(entry, "") for entry in value)
+    try:
+        Made.from_facts(facts)
+    except ValidationError as error:
+        return [": ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors(include_url=False)]
+    return []

@@ -1,7 +1,5 @@
 """The contract of a protocol, a client at work, and the one place where facts are withheld from the adversary."""
 
-from __future__ import annotations
-
 import copy
 import math
 import os
@@ -53,7 +51,7 @@ class ClientSide:
     def weights(self) -> dict[str, Tensor]:
         return {name: p.detach().clone() for name, p in self.trained.items()}
 
-    def at(self, places: Tensor) -> ClientSide:
+    def at(self, places: Tensor) -> Self:
         rows = places.to(self.x.device)
         return replace(self, x=self.x[rows], y=self.y[rows])
 

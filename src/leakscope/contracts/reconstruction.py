@@ -1,7 +1,5 @@
 """What an attack returns, and why it is what it is."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -11,7 +9,7 @@ from torch import Tensor
 
 from leakscope.contracts.certificate import Certificate
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.tables import html_facts
+from leakscope.contracts.tables import html_facts, shipped_table
 
 DiagnosisOutcome = Literal["recovered", "optimiser failed", "not identifiable", "undecided"]
 DIAGNOSES: tuple[DiagnosisOutcome, ...] = ("recovered", "optimiser failed", "not identifiable", "undecided")
@@ -19,32 +17,10 @@ DIAGNOSES: tuple[DiagnosisOutcome, ...] = ("recovered", "optimiser failed", "not
 #: Up to this root-mean-square error, in units of the value range, an input counts as recovered: 30 dB.
 RECOVERED = 10 ** (-30 / 20)
 
-#: What each flag means. A flagged result supports no pass; one without a flag may, from another attack.
-FLAGS: Mapping[str, str] = MappingProxyType(
-    {
-        "did not converge": "The objective was still falling as the steps ran out; more steps may recover more.",
-        "restarts disagree": "Restarts with equally good objectives found different inputs: this is one of several.",
-        "non-finite restart": "A restart met NaN or infinity and was dropped; the others went on.",
-        "non-finite objective": "Every restart met NaN or infinity; what is returned is a start value.",
-        "labels uncertain": "The recovered labels are a guess; a wrong label misleads the search for the input.",
-        "steps not simulated": "The local steps cannot be replayed (recipe unknown, or an optimiser other than SGD "
-        "and Adam); the update was taken for one gradient.",
-        "ill-conditioned": "The attack ended without explaining the update: the gradient is not smooth, its equations "
-        "are badly conditioned, or the update was altered. That is a limit of this attack, not a sign of safety.",
-        "not identifiable": "The announced batches do not determine every sample; those that they leave open are a "
-        "guess.",
-        "rounds disagree": "What the rounds tell does not fit together: the model moved too far between them, or the "
-        "gradients were altered.",
-        "defence approximated": "The defence makes the client's network a random one and the attack simulated its "
-        "mean, or it mixes examples and the attack could not take them apart for certain; one that searches the random "
-        "numbers too may recover more.",
-        "mixture": "A batch of several examples went in; what came out may be mixtures of them.",
-        "update not explained": "What came out leaves more of the update unexplained than noise or rounding does: the "
-        "search ended in a wrong place, or what the attack assumes of the client is wrong.",
-        "unlike the simulations": "The update is unlike those that the attack learned from: the protocol or defence is "
-        "not what it was told, or the examples are of another kind.",
-    }
-)
+_FLAGS = shipped_table(__package__, "flags.toml")
+#: What each flag means, and what can be done about it. A flagged result supports no pass.
+FLAGS: Mapping[str, str] = MappingProxyType({name: facts["meaning"] for name, facts in _FLAGS.items()})
+FLAG_REMEDIES: Mapping[str, tuple[str, ...]] = {name: tuple(facts["remedies"]) for name, facts in _FLAGS.items()}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,8 +5,6 @@ command line, it is run. In a spec it is data: it runs only if it is defined in 
 spec's, or if the user allows it. Importing a module runs it, so where it lies is looked up before.
 """
 
-from __future__ import annotations
-
 import difflib
 import importlib
 import importlib.util

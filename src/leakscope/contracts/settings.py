@@ -6,8 +6,6 @@ The constructor of a :class:`Described` checks every value against this descript
 ValueError; the help of the command line, the tables of the docs and the reading of specs come from :func:`settings_of`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import inspect
 import math

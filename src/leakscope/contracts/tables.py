@@ -1,13 +1,13 @@
 """Small tables for notebooks, papers and data frames: everything is escaped, nothing is drawn."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import math
+import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from functools import singledispatch
 from html import escape
+from importlib import resources
 from typing import Any
 
 from leakscope.contracts.errors import UserError
@@ -24,6 +24,19 @@ _LATEX = {
     "–": "--",
     "∞": r"$\infty$",
 }
+
+
+def shipped_text(package: str, file: str) -> str:
+    return resources.files(package).joinpath(file).read_text(encoding="utf-8")
+
+
+def shipped_table(package: str, file: str) -> dict[str, Any]:
+    """Read a table of texts or numbers that the package ships as TOML.
+
+    >>> list(shipped_table("leakscope.contracts", "flags.toml"))[0]
+    'did not converge'
+    """
+    return tomllib.loads(shipped_text(package, file))
 
 
 @singledispatch

@@ -1,13 +1,11 @@
 """What a client minimises, how its targets look, and what of them can be searched and compared."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -245,7 +243,7 @@ class CustomLoss(Task):
         return self.targets == "values"
 
     @classmethod
-    def load(cls, name: str, **options: Any) -> CustomLoss:
+    def load(cls, name: str, **options: Any) -> Self:
         return cls(name=name, function=import_object("task", name), **options)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,8 +5,6 @@
 ((3, 32, 32), 9, False)
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass

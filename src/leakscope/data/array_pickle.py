@@ -5,8 +5,6 @@ is carried out. Nothing is imported: the names with which NumPy writes an array 
 which no instruction can change. A tuple is used once: tuples within tuples, each twice, are endless to hash.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import pickle

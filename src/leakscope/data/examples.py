@@ -1,14 +1,12 @@
 """Private inputs with their labels, in the space that the model reads; how they are made, and split among clients."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -65,7 +63,7 @@ class Examples:
         """``inputs`` without bounds that were read off the examples themselves, which no adversary may know."""
         return self.inputs if self.range_known else self.inputs.unknown()
 
-    def subset(self, indices: Sequence[int] | Tensor) -> Examples:
+    def subset(self, indices: Sequence[int] | Tensor) -> Self:
         """The examples with these numbers, in this order."""
         index = torch.as_tensor(indices)
         if index.dim() != 1 or index.is_floating_point() or index.is_complex() or index.dtype == torch.bool:
@@ -77,7 +75,7 @@ class Examples:
         group = None if self.group is None else self.group[index]
         return dataclasses.replace(self, x=self.x[index], y=self.y[index], group=group)
 
-    def batch(self, number: int, size: int) -> Examples:
+    def batch(self, number: int, size: int) -> Self:
         """Examples number*size up to (number+1)*size: disjoint batches, always full."""
         if size < 1 or number < 0 or (number + 1) * size > len(self):
             needs = f"batch {number} of size {size} needs examples {number * size} to {(number + 1) * size - 1}"
@@ -85,7 +83,7 @@ class Examples:
             raise UserError(f"{have}, {needs}. Use a smaller batch or more data.")
         return self.subset(range(number * size, (number + 1) * size))
 
-    def normalised(self, mean: float | Sequence[float], std: float | Sequence[float]) -> Examples:
+    def normalised(self, mean: float | Sequence[float], std: float | Sequence[float]) -> Self:
         """The same examples as (unit - mean) / std, one number a channel or one for all.
 
         >>> demo = Examples(torch.ones(1, 1, 2, 2), torch.zeros(1).long(), 1, ValueRange(), "demo")

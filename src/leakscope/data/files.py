@@ -1,13 +1,11 @@
 """What the readers share: where files are, how large they may be, and checked options."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Self, cast
 
 import numpy as np
 
@@ -53,7 +51,7 @@ class Source:
     def __init__(self, file: Path) -> None:
         self.file, self.zipped = file, file.suffix == ".gz"
 
-    def __enter__(self) -> Source:
+    def __enter__(self) -> Self:
         try:
             self.stream = cast(BinaryIO, gzip.open(self.file, "rb") if self.zipped else open(self.file, "rb"))
         except OSError as error:

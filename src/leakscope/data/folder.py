@@ -1,7 +1,5 @@
 """A folder of pictures: each subfolder is a class, its files are the examples."""
 
-from __future__ import annotations
-
 import math
 import struct
 import warnings

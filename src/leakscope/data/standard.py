@@ -5,8 +5,6 @@ size an axis, the data. CIFAR's binary rows are one label byte (CIFAR-100: coars
 channel by channel; its Python version is a pickle.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import struct

@@ -7,8 +7,6 @@ Two data sets are neighbours if one has an example that the other lacks. The cla
 epsilon is not used: it is proved for epsilon up to 1 only, and false at 10.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

@@ -6,8 +6,6 @@ For the same reason half precision and 8 bits hide next to nothing. Signs stop a
 ``inverting-gradients`` takes the sign of what it simulates, and the bounds within which a rounded value was.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

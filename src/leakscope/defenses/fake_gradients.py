@@ -18,8 +18,6 @@ update's norm; "absolute" is as printed. Equal entries are put in a random order
 about equally far, so a few do, and ``retries`` has an end.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -16,10 +16,9 @@ gives away (equations/mixtures.py). ``head-first`` and the matching attacks that
 apart; a result where that could not be done carries the flag "defence approximated".
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +49,7 @@ class MixUp(Defense):
             return [f"least, most: expected them {wanted}, got {self.least:g} and {self.most:g}"]
         return []
 
-    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> MixUp:
+    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Self:
         return dataclasses.replace(self, classes=output_shape[0]) if len(output_shape) == 1 else self
 
     def protect_batch(self, x: Tensor, y: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,5 @@
 """Clipping of gradients and noise on them, of the batch or of each example: DP-SGD does both for a promise."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

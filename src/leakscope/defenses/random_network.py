@@ -4,13 +4,12 @@ The model that everybody shares draws nothing; the client's copy draws at every 
 the draws simulate the network of the mean, and their results carry the flag "defence approximated".
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -44,9 +43,7 @@ class NetworkDropout(Defense):
     probability: float = setting(0.5, "Probability with which a unit is dropped.", ge=0, lt=1)
     layers: tuple[str, ...] = setting((), "Layers whose inputs are dropped; all behind the first unless told.")
 
-    def for_model(
-        self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]
-    ) -> NetworkDropout:
+    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Self:
         modules = dict(model.named_modules())
         if wrong := [name for name in self.layers if not isinstance(modules.get(name), _LAYERS)]:
             raise UserError(f"layers: expected linear or convolution layers of the model, got {', '.join(wrong)}")
@@ -94,7 +91,7 @@ class Precode(Defense):
     seed: int = setting(0, "Draws the bottleneck's weights, the same for everybody.", ge=0)
     layer: str | None = setting(None, "The head; found by running the model unless told.")
 
-    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Precode:
+    def for_model(self, model: nn.Module, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Self:
         name = find_head(model, input_shape, math.prod(output_shape)).module_name
         parent = name.rpartition(".")[0]
         if name and isinstance(model.get_submodule(parent), VariationalBottleneck):

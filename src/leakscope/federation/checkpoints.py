@@ -6,8 +6,6 @@ KEY is a hash of all that the training depends on. No private data is in a check
 and files are for their owner only.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import hashlib
@@ -18,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -139,7 +138,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
     return parameters | {f"buffer/{name}": value for name, value in model.named_buffers()}
 
 
-def _add(digest: hashlib._Hash, value: Tensor) -> None:
+def _add(digest: Any, value: Tensor) -> None:
     digest.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
     digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
 

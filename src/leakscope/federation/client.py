@@ -1,7 +1,5 @@
 """The client's side of a round: what is sent of its update, and the statistics of its batch."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass

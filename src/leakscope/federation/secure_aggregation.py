@@ -6,8 +6,6 @@ their protected updates. For one gradient a client this is the gradient of one b
 Nobody learns whose example it was, but every attack on a batch applies. Defences act at each client by itself.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping
@@ -71,7 +69,7 @@ class SecureAggregation(Protocol):
     def passes(self, examples: int) -> int:
         return self.protocol.passes(examples)
 
-    def easiest(self) -> SecureAggregation:
+    def easiest(self) -> Self:
         """Take one client, whose update is then its own."""
         return replace(self, batchnorm="eval", clients=1, protocol=self.protocol.easiest())
 

@@ -4,8 +4,6 @@ Federated: McMahan et al., "Communication-Efficient Learning of Deep Networks fr
 Algorithm 1. Training in one place, unlike federated training, also moves the running statistics of BatchNorm.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import math

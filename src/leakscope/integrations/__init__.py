@@ -1,7 +1,5 @@
 """Integrate other libraries: one file each, behind its extra, loaded on first use."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from types import ModuleType
 

@@ -4,8 +4,6 @@ Mod and wrapper record observations while training runs, ``audit_recordings`` at
 ``inline=Inline(...)`` attacks some at once, and the findings travel as metrics.
 """
 
-from __future__ import annotations
-
 from leakscope.capture.flower import Capture, channel_of_local_dp
 from leakscope.capture.recordings import Recording, altered_on_the_way, recordings
 from leakscope.integrations.flower_mod import AuditMod, Inline, audited_mods, hold_truth

@@ -4,8 +4,6 @@ Weights are lists of arrays in the model's order there. Put the wrapper around a
 so it cannot see whether it is the outermost.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from leakscope.capture.flower import Capture

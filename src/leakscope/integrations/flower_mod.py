@@ -5,8 +5,6 @@ through c, b, a. So the *raw* update is seen by the last of the list, and the up
 ``audited_mods`` puts them there; the wrong order is refused, for it would show the protected update as the raw one.
 """
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import defaultdict

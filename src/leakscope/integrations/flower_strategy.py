@@ -4,8 +4,6 @@ The wrapped strategy gets the same messages in the same order, and its own ``sta
 the wrapper finds is how much of a client's update an attack explains, and no PSNR.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ Without the truth nothing is claimed about pictures. With it, PSNR stands beside
 attack on noise of the update's norm, the grey picture, and the mean of other examples where there are some.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -12,8 +12,6 @@ examples, which Poisson sampling would hide. The hook that was there, the accoun
 from any generator and no gradient is touched, so weights and accountant are the same to the last bit with and without.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import warnings

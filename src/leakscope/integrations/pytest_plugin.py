@@ -191,8 +191,7 @@ class AuditRunner:
 
     def _judge(self, audit: Audit, name: str, accept_inconclusive: bool, page: Path | None) -> None:
         from leakscope.report.accepted_leaks import AcceptedLeaks, judge_against, read_accepted
-        from leakscope.report.certificate import strongest_words
-        from leakscope.results.names import name_settings
+        from leakscope.report.sentences import strongest_words
 
         file = baseline_file(self._config)
         now = AcceptedLeaks.of(audit.store, audit.verdict)
@@ -203,8 +202,8 @@ class AuditRunner:
             self._say(remark)
         if judgement.problems:
             lines = [str(audit.verdict), *(f"  - {problem}" for problem in judgement.problems)]
-            for setting in name_settings(audit.verdict):
-                lines += [f"{setting.name}, {line}" for line in strongest_words(setting.verdict.examples)]
+            for setting in audit.verdict.settings:
+                lines += [f"{setting.name}, {line}" for line in strongest_words(setting.examples)]
             lines.append("Page: run with --leakscope-report DIR" if page is None else f"Page: {page}")
             if now.settings:
                 lines.append("Known leaks are accepted by --leakscope-update-baseline")

@@ -9,8 +9,6 @@ on dummy inputs. Without a bias the row sums serve: sum_j dW_kj = mean_n (p_nk -
 h_nj, so, with the mean feature sum Obar of dummy inputs, n_k = K (pbar_k - sum_j dW_kj / Obar).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -7,8 +7,6 @@ clients of 10 and 50 examples, untrained) counting makes no mistake on FEMNIST a
 not.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import math
@@ -21,6 +19,7 @@ from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import Observation
+from leakscope.labels import rules
 from leakscope.labels.counts import (
     DummyStatistics,
     counts_to_labels,
@@ -29,14 +28,6 @@ from leakscope.labels.counts import (
     label_counts_from_bias,
     label_counts_from_weight,
     scale_from_absent_classes,
-)
-from leakscope.labels.rules import (
-    bias_label,
-    bias_present,
-    gradinversion_labels,
-    idlg_label,
-    llg_bias_labels,
-    llg_labels,
 )
 from leakscope.network.layers import Head, find_head
 
@@ -139,12 +130,12 @@ class Rule:
 
 def _by_bias_sign(evidence: Evidence) -> Reading:
     bias = evidence.bias_or_zero
-    negative = len(bias_present(bias))
+    negative = len(rules.bias_present(bias))
     note = (
         f"{negative} bias entries are negative where one example makes exactly one: the update was "
         "altered, or is no gradient of one example"
     )
-    return torch.tensor([bias_label(bias)], device=bias.device), negative == 1, (note,) * (negative != 1)
+    return torch.tensor([rules.bias_label(bias)], device=bias.device), negative == 1, (note,) * (negative != 1)
 
 
 def _by_bias_counts(evidence: Evidence) -> Reading:
@@ -161,13 +152,15 @@ def _by_weight_counts(evidence: Evidence) -> Reading:
 
 
 RULES: Mapping[str, Rule] = {
-    "idlg": Rule(lambda e: (torch.tensor([idlg_label(e.weight)], device=e.weight.device), False, ()), single=True),
+    "idlg": Rule(
+        lambda e: (torch.tensor([rules.idlg_label(e.weight)], device=e.weight.device), False, ()), single=True
+    ),
     "bias": Rule(_by_bias_sign, bias=True, single=True),
     "bias_counts": Rule(_by_bias_counts, bias=True, scale=True),
     "weight_counts": Rule(_by_weight_counts, scale=True),
-    "gradinversion": Rule(lambda e: (gradinversion_labels(e.weight, e.total), False, ())),
-    "llg": Rule(lambda e: (llg_labels(e.weight, e.total), False, ())),
-    "llg_bias": Rule(lambda e: (llg_bias_labels(e.bias_or_zero, e.total), False, ()), bias=True),
+    "gradinversion": Rule(lambda e: (rules.gradinversion_labels(e.weight, e.total), False, ())),
+    "llg": Rule(lambda e: (rules.llg_labels(e.weight, e.total), False, ())),
+    "llg_bias": Rule(lambda e: (rules.llg_bias_labels(e.bias_or_zero, e.total), False, ()), bias=True),
 }
 METHODS = ("auto", *RULES)
 

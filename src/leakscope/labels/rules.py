@@ -24,8 +24,6 @@ it emit one class for ever.) Both stages are free of the update's scale, so a we
 gradient the impact needs no correction for features: m = sum_{db_c < 0} db_c / K.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -17,8 +17,6 @@ et al. (2022) take every way to fill the bins with examples that cannot be told 
 and leave one bin out. That is n k (k-1) / ((n+k-1) (n+k-2)) - n/k, which is less.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ ones lost a term and a division. Proposition 3 counts one set of features for th
 its own; with those the batch size cancels, so its factor B is a rule of thumb.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

@@ -16,14 +16,12 @@ not can only do worse. A prior on natural images is a bias, and with one an atta
 update J is that of the client's local steps in their true order. Where F is singular the floor is infinite.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -101,7 +99,7 @@ class _View:
     mask: Tensor | None
 
     @classmethod
-    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, sigma: float, seed: int) -> _View:
+    def at(cls, mapping: GradientMap, flat: Tensor, channel: Channel, sigma: float, seed: int) -> Self:
         local = mapping.linearise(flat)
         raw = dataclasses.replace(mapping, scales=None).update(flat)
         joined = torch.cat([value.flatten() for value in raw.values()])

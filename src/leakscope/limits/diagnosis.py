@@ -8,8 +8,6 @@ update is explained. All of it is linear and local, and none of it knows the tru
 its entries with random signs take the place of entries: sizes are then right to a factor of two or so.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

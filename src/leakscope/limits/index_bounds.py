@@ -31,8 +31,6 @@ and II at the estimate. Errors are measured in the Frobenius norm.
   proof is not; the printed factor of phi1 is too small.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

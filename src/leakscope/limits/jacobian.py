@@ -7,8 +7,6 @@ of (step length) x (squared residual), which is Gauss quadrature (Golub and Meur
 1994) and so grows with every step and never beyond z' A^-1 z.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

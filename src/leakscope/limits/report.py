@@ -1,7 +1,5 @@
 """What theory says of a model, an input shape and a batch size, before any attack is run."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -256,7 +254,7 @@ def _orders(
         if not isinstance(floor, str):
             facts["gradient_norm"] = floor.gradient_norm
             if channel.prune and not channel.dropout and floor.surviving > 0:
-                facts["pruned"] = 1 - floor.surviving
+                facts["pruned"] = max(0.0, 1 - floor.surviving)  # by rounding a little below
     return order_bounds(batch=batch, features=features, width=first.out_features, **facts)
 
 

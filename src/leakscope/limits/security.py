@@ -14,8 +14,6 @@ padded pixels are no unknowns, summands are not rounded, and the rank is taken r
 equations that were brought to one scale first.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

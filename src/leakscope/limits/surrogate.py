@@ -7,8 +7,6 @@ steps keep to two directions (:func:`leading_shares`), and how parallel the best
 ``beta`` is 0 at w_0 and 1 at w_T, as in the paper's tables and code; its equation 5 uses the reversed letter.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Which samples of a vertical model announced batches give away (:mod:`leakscope.limits.index_bounds`)."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import json
@@ -20,18 +18,7 @@ from leakscope.contracts.task import Classification, label_count
 from leakscope.equations.decomposition import rank_of
 from leakscope.equations.index_matrix import Identifiability, Indices, identify, seen_rows
 from leakscope.federation.vertical import Sampling, default_rounds, draw_batches
-from leakscope.limits.index_bounds import (
-    RecoveryBound,
-    RoundsNeeded,
-    Theorem,
-    determined_inputs,
-    distinct_columns,
-    recovery_bounds,
-    rounds_needed,
-    separable,
-    theorem1,
-    theorem2,
-)
+from leakscope.limits import index_bounds
 from leakscope.limits.report import example_problems, plain_values
 from leakscope.models.split import VerticalModel
 from leakscope.network.layers import FirstDense, first_dense
@@ -61,8 +48,8 @@ class WorkerLimits:
     input_condition: float
     determined: int
     separable: int | None
-    theorem: Theorem
-    bounds: tuple[RecoveryBound, ...]
+    theorem: index_bounds.Theorem
+    bounds: tuple[index_bounds.RecoveryBound, ...]
 
     @property
     def enough_inputs(self) -> bool:
@@ -86,8 +73,8 @@ class VerticalLimits:
     point: str
     index: Identifiability
     together: int
-    needed: RoundsNeeded
-    theorem: Theorem
+    needed: index_bounds.RoundsNeeded
+    theorem: index_bounds.Theorem
     workers: tuple[WorkerLimits, ...]
 
     @property
@@ -197,9 +184,9 @@ def vertical_limits(
         seed=seed,
         point=point,
         index=index,
-        together=samples - int(distinct_columns(indices, samples).sum()),
-        needed=rounds_needed(samples, batch, sampling),
-        theorem=theorem1(samples, batch),
+        together=samples - int(index_bounds.distinct_columns(indices, samples).sum()),
+        needed=index_bounds.rounds_needed(samples, batch, sampling),
+        theorem=index_bounds.theorem1(samples, batch),
         workers=tuple(workers),
     )
 
@@ -211,7 +198,7 @@ def _worker(
     if not index.identifiable:
         # The gradient of a bias is that of a weight whose input is always 1.
         with_bias = torch.cat([reads, torch.ones_like(reads[:, :1])], dim=1) if dense.bias else reads
-        apart = int(separable(indices, signals, with_bias).sum())
+        apart = int(index_bounds.separable(indices, signals, with_bias).sum())
     rank = rank_of(reads)
     return WorkerLimits(
         worker=dense.worker,
@@ -225,10 +212,10 @@ def _worker(
         signal_rank=rank_of(signals).rank or 0,
         input_rank=rank.rank or 0,
         input_condition=math.inf if rank.condition is None else rank.condition,
-        determined=int(determined_inputs(index, signals).sum()),
+        determined=int(index_bounds.determined_inputs(index, signals).sum()),
         separable=apart,
-        theorem=theorem2(index.samples, batch, dense.units, signals),
-        bounds=recovery_bounds(batch, signals, reads),
+        theorem=index_bounds.theorem2(index.samples, batch, dense.units, signals),
+        bounds=index_bounds.recovery_bounds(batch, signals, reads),
     )
 
 

@@ -5,8 +5,6 @@ Lempitsky, Deep Image Prior, CVPR 2018). The net is a U-Net of residual blocks w
 (Wide-ResNet U-Net as in PixelCNN++ and Ho, Jain, Abbeel, 2020); known features of the examples enter every block.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Mapping

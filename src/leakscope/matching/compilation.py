@@ -5,8 +5,6 @@ is an input of the graph, so another image, label, seed or other weights find th
 prior's weight is in it. What the compiler made lies on disk for other processes.
 """
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Count the directions in which the inputs can move without a trace in the update, by its Jacobian at a solution."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -5,8 +5,6 @@ Each distance is a frozen dataclass called as ``distance(observed, candidate)`` 
 for a zero update too.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass

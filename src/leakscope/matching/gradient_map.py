@@ -6,12 +6,11 @@ update has entries: the gradient of a linear layer on B examples has rank B at m
 space of the matrices of that rank.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -70,7 +69,7 @@ class GradientMap:
         output_gradient: Tensor | None = None,
         *,
         steps: UnrolledSteps | None = None,
-    ) -> GradientMap:
+    ) -> Self:
         victim = Victim.of(observation)
         # Least squares average what rounding did; moved to what was seen, everything within its bounds would be alike.
         victim = dataclasses.replace(victim, tensors=victim.tensors._replace(rounded={}))
@@ -96,7 +95,7 @@ class GradientMap:
     def visits(self) -> float:
         return 1.0 if self.steps is None else sum(map(len, self.steps.order)) / len(self.targets)
 
-    def narrow(self) -> GradientMap:
+    def narrow(self) -> Self:
         """The same map in float32, several times faster where digits do not matter."""
         victim = self.victim
         tensors = VictimTensors(

@@ -6,12 +6,11 @@ sum_i <adjoint_i, h(x_i)>: the same weight gradients, without that path. Bias gr
 and are left out, and the first layer misleads where it is a convolution. See docs/strength.md.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +107,7 @@ class HeldMatching:
     def start_near(self, inputs: Tensor) -> Tensor:
         return self.inputs.to_unit(inputs).flatten()[None]
 
-    def near(self) -> HeldMatching:
+    def near(self) -> Self:
         """Return the search for a start that is nearly right, which steps and prior of one from afar would lose."""
         return replace(self, optimiser=replace(self.optimiser, lr=NEAR * self.optimiser.lr), tv=NEAR * self.tv)
 

@@ -1,7 +1,5 @@
 """Gradient matching: settings of a search for inputs whose simulated update is the observed one, and its result."""
 
-from __future__ import annotations
-
 import math
 import shutil
 from collections.abc import Callable, Mapping

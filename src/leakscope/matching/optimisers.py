@@ -4,8 +4,6 @@ An optimiser is a frozen dataclass of settings; ``begin`` makes its state. The l
 evaluate and tells their values and gradients.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ equal labels, which a search is free to exchange. Each epoch is written as a num
 batch; examples of a class that met the same batches so far are alike, so each epoch splits the classes further.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections import Counter

@@ -4,8 +4,6 @@ Each prior is a frozen dataclass called as ``prior(picture, scene)``; ``picture`
 canvas's space.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Read an observation for replaying the client: what of the update counts, and whether its local steps are known."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from torch import Tensor

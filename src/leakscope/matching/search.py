@@ -1,7 +1,5 @@
 """The one loop of every search: ask the optimiser for points, evaluate them, tell it, remember the best."""
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import math

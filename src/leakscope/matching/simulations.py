@@ -5,8 +5,6 @@ keeps the state before each step; the backward sweep takes each step again and p
 is exact, and memory does not grow with the activations of every step.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

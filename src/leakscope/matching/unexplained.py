@@ -5,8 +5,6 @@ good as an update of zeros. A weight update whose recipe is known is compared wi
 another one with a gradient between the weights before and after, whatever its length.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -3,12 +3,10 @@
 Plain autograd costs less a step than ``torch.func``, but works outside its transforms only; both are offered.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -103,7 +101,7 @@ class Victim:
     _tape: dict[str, Tensor] = field(repr=False)
 
     @classmethod
-    def of(cls, observation: Observation, record: Iterable[str] = ()) -> Victim:
+    def of(cls, observation: Observation, record: Iterable[str] = ()) -> Self:
         """The victim of the first message; the inputs of the layers named in ``record`` are recorded too."""
         model = copy.deepcopy(observation.model).eval()
         message = observation.messages[0]

@@ -4,8 +4,6 @@
 ``reconstructions[order]`` lines up with ``originals``; it is the permutation to apply, not its inverse.
 """
 
-from __future__ import annotations
-
 from typing import Literal, get_args
 
 import numpy as np

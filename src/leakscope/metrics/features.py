@@ -4,8 +4,6 @@ The feature error of Liu et al., "Data Reconstruction Attacks and Defenses: A Sy
 of each true feature, relative to it. Zero: the features lie in the span; sqrt(1 - n/d): a random span does as well.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

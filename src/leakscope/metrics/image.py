@@ -4,8 +4,6 @@ Every function takes two tensors of the same shape (B, ...) with values in [0, 1
 precision.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,17 +1,16 @@
 """The one table of measures, from which policy, verdict, console and pages are made; and intervals of means."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import InputSpace
+from leakscope.contracts.tables import shipped_table
 from leakscope.contracts.task import Task
 from leakscope.metrics import image
 
@@ -60,70 +59,24 @@ class Measure:
         return task.discrete if self.of == "labels" else not task.discrete
 
 
-_NO_GUESS = "the attack guesses no labels"
-_CLOSE, _SHARE = "0 and up, lower = closer", "share from 0 to 100 %"
-_ALL = (
-    Measure(
-        *("mse", "MSE", "lower", "0 to 1, lower = closer", "Mean squared error in unit space [0, 1]."),
-        compute=image.mse,
-        digits=4,
-    ),
-    Measure(
-        *("rmse", "RMSE", "lower", "0 to 1, lower = closer", "Root of the mean squared error."),
-        compute=image.rmse,
-        digits=4,
-    ),
-    Measure(
-        *("rmse_maxnorm", "RMSE, max-norm", "lower", "0 to 1"),
-        "RMSE after the error is divided by its largest entry, for comparison with published tables: it tells the "
-        "error's shape, not its size.",
-        compute=image.rmse_maxnorm,
-        digits=4,
-    ),
-    Measure(
-        *("psnr", "PSNR", "higher", "0 dB and up, higher = closer"),
-        "Peak signal-to-noise ratio, −10·log₁₀ of the mean squared error, for each example in unit space [0, 1]. About "
-        "20 dB is recognisable, above 30 dB nearly identical; 200 dB stands for an exact copy.",
-        compute=partial(image.psnr, cap=PSNR_CAP),
-        unit="dB",
-        digits=1,
-        limit="max_psnr",
-    ),
-    Measure(
-        *("ssim", "SSIM", "higher", "−1 to 1, higher = closer"),
-        "Structural similarity: luminance, contrast and structure in local windows. Images only.",
-        compute=image.ssim,
-        limit="max_ssim",
-    ),
-    Measure("lpips", "LPIPS", "lower", _CLOSE, "Perceptual distance between deep features; needs a network for it."),
-    Measure(
-        *("label_accuracy", "Labels", "higher", _SHARE),
-        "How many labels the attack named correctly, where it names labels.",
-        key="label_correct",
-        digits=None,
-        of="labels",
-        limit="max_label_accuracy",
-        per="setting",
-        otherwise=_NO_GUESS,
-    ),
-    Measure(
-        *("target_error", "Target error", "lower", _CLOSE),
-        "Root-mean-square distance of the recovered targets from the true ones, in their own units.",
-        of="targets",
-        otherwise=_NO_GUESS,
-    ),
-    Measure(
-        *("identification", "Identified", "higher", _SHARE),
-        "Whether the reconstruction is nearer to its own original than to every other candidate of the data; the "
-        "chance of a blind guess is stated beside it.",
-        key="identified",
-        digits=None,
-        limit="max_identification",
-        per="setting",
-    ),
-)
+#: How the values of measures of inputs are computed; that of LPIPS needs a network.
+_COMPUTED: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    **{"mse": image.mse, "rmse": image.rmse, "rmse_maxnorm": image.rmse_maxnorm, "ssim": image.ssim},
+    "psnr": partial(image.psnr, cap=PSNR_CAP),
+}
+
+
+def _measure(name: str, facts: dict[str, Any]) -> Measure:
+    digits = facts.get("digits", 3)
+    return Measure(
+        **{**facts, "name": name, "compute": _COMPUTED.get(name), "digits": None if digits == "share" else digits}
+    )
+
+
 #: Measures by name; add your own here, and name it in the ``measures`` of the input spaces it is for.
-MEASURES: dict[str, Measure] = {measure.name: measure for measure in _ALL}
+MEASURES: dict[str, Measure] = {
+    name: _measure(name, facts) for name, facts in shipped_table(__package__, "measures.toml").items()
+}
 
 
 def interval(

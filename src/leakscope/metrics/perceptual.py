@@ -5,8 +5,6 @@ difference of two pictures is weighted by the calibrated head, averaged over spa
 are read from an ``.npz`` file with the arrays conv0_w, conv0_b, ..., lin0, ..., lin4.
 """
 
-from __future__ import annotations
-
 import os
 import zipfile
 from collections.abc import Mapping

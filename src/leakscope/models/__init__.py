@@ -4,8 +4,6 @@
 113738
 """
 
-from __future__ import annotations
-
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,20 +18,7 @@ from leakscope.contracts.checks import BYTES, FLOAT, MAX_AXES, PARAMETERS, brief
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.contracts.task import Shape
-from leakscope.models.classic import (
-    LeNetTanh,
-    chain_cnns,
-    cifar_cnn,
-    convnet,
-    dlg_lenet,
-    fcn3,
-    femnist_cnn,
-    logistic,
-    mlp,
-    one_layer_cnn,
-    s3_mlp,
-    signal_cnn,
-)
+from leakscope.models import classic
 from leakscope.models.common import ACTIVATIONS, positive_int
 from leakscope.models.resnet import resnet8, resnet18
 from leakscope.models.split import cafe_cnn, vertical_mlp
@@ -66,24 +51,24 @@ def _entry(
 _CIFAR = (3, 32, 32)
 _MNIST = (1, 28, 28)
 _ENTRIES = (
-    _entry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", convnet, _CIFAR, 10),
-    _entry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", dlg_lenet, _CIFAR, 100),
-    _entry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", LeNetTanh, _MNIST, 62),
-    _entry("one-layer-cnn", "one convolution and one linear layer, sigmoid", one_layer_cnn, _CIFAR, 100),
-    _entry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", femnist_cnn, _MNIST, 62),
-    _entry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", cifar_cnn, _CIFAR, 100),
+    _entry("convnet", "three ReLU convolutions, pooling, one linear layer (default)", classic.convnet, _CIFAR, 10),
+    _entry("dlg-lenet", "sigmoid LeNet of Deep Leakage from Gradients", classic.dlg_lenet, _CIFAR, 100),
+    _entry("lenet-tanh", "tanh LeNet of Surrogate Model Extension, softmax output", classic.LeNetTanh, _MNIST, 62),
+    _entry("one-layer-cnn", "one convolution and one linear layer, sigmoid", classic.one_layer_cnn, _CIFAR, 100),
+    _entry("femnist-cnn", "two convolutions, two linear layers, for FEMNIST", classic.femnist_cnn, _MNIST, 62),
+    _entry("cifar-cnn", "two convolutions, two linear layers, for CIFAR-100", classic.cifar_cnn, _CIFAR, 100),
     _entry("resnet8", "three residual blocks with BatchNorm", resnet8, _MNIST, 62),
     _entry("resnet18", "ResNet18 with a stem for small images, BatchNorm", resnet18, _CIFAR, 10),
     _entry("vit", "standard pre-norm vision transformer, 4x4 patches", StandardVisionTransformer, _CIFAR, 10),
     _entry("s3-vit", "small vision transformer that sees one patch", VisionTransformer, _MNIST, 62),
-    _entry("mlp", "fully connected layers of chosen sizes", mlp, _CIFAR, 10),
-    _entry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", s3_mlp, _MNIST, 62),
-    _entry("logistic", "multinomial logistic regression", logistic, _CIFAR, 10),
-    _entry("signal-cnn", "three one-dimensional convolutions, for signals", signal_cnn, (1, 256), 5),
-    *(_entry(name, summary, net, _CIFAR, 10) for name, summary, net in chain_cnns()),
+    _entry("mlp", "fully connected layers of chosen sizes", classic.mlp, _CIFAR, 10),
+    _entry("s3-mlp", "784-1000-1000-62 with ReLU on the logits too", classic.s3_mlp, _MNIST, 62),
+    _entry("logistic", "multinomial logistic regression", classic.logistic, _CIFAR, 10),
+    _entry("signal-cnn", "three one-dimensional convolutions, for signals", classic.signal_cnn, (1, 256), 5),
+    *(_entry(name, summary, net, _CIFAR, 10) for name, summary, net in classic.chain_cnns()),
     _entry("cafe-cnn", "vertical: workers of two convolutions and dense layers, of CAFE", cafe_cnn, _CIFAR, 10),
     _entry("vertical-mlp", "vertical: workers of dense layers, for tables", vertical_mlp, (16,), 2),
-    _entry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", fcn3, _MNIST, 10),
+    _entry("fcn3", "LeakyReLU net of R-GAP: linear layers of 1000 and 100, no bias", classic.fcn3, _MNIST, 10),
 )
 MODELS: Registry[ModelEntry] = Registry("model", _ENTRIES)
 

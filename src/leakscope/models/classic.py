@@ -7,8 +7,6 @@ Blaschko, "R-GAP: Recursive Gradient Attack on Privacy", ICLR 2021: LeakyReLU of
 have one output and a logistic loss (``num_classes=1`` and ``head_bias=False``); the default is a head with a bias.
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What every family of models shares: checked shapes, activations by name, sizes of feature maps."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial

@@ -1,7 +1,5 @@
 """Residual nets: ResNet8 of Surrogate Model Extension, and ResNet18 with the stem usual for small images."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 from torch import Tensor, nn

@@ -1,10 +1,9 @@
 """A vertical model as one module: each worker reads its own features of every sample, a server joins the outputs."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,7 @@ class Share:
     places: tuple[int, ...] = field(repr=False)
     shape: tuple[int, ...]
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Share:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it never changes, and copying thousands of places with each model would be felt
 
     def take(self, x: Tensor) -> Tensor:

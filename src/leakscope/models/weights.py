@@ -1,7 +1,5 @@
 """Weights from a file: safetensors, or what ``torch.save(model.state_dict())`` wrote, of which no code is run."""
 
-from __future__ import annotations
-
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path

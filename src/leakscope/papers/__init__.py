@@ -4,8 +4,6 @@
 (4.002, 4.002, 'matches')
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 
@@ -14,10 +12,8 @@ from leakscope.contracts.registry import Registry
 from leakscope.papers import cafe, gradients, hybrid, idlg, sme, systematic
 from leakscope.papers.base import Curves, Findings, PaperTable, PictureGrid, Progress, Reproduction, Row, verdict
 
-PAPERS: Registry[PaperTable] = Registry(
-    "table",
-    (idlg.TABLE, *gradients.TABLES, hybrid.TABLE, *cafe.TABLES, *sme.TABLES, *systematic.TABLES),
-)
+_PAPERS = (idlg, gradients, hybrid, cafe, sme, systematic)
+PAPERS: Registry[PaperTable] = Registry("table", (table for paper in _PAPERS for table in paper.TABLES))
 
 
 def reproduce(name: str, scale: str = "smoke", progress: Progress | None = None, *, seed: int = 0) -> Reproduction:

@@ -1,7 +1,5 @@
 """Make rows of a reproduced table, and say when a measured number counts as the published one."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections import defaultdict
@@ -22,6 +20,7 @@ from leakscope.contracts.attack import Attack
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.registry import Entry
+from leakscope.contracts.tables import shipped_table
 from leakscope.data import Examples, load_data
 
 Progress = Callable[[int, int, float], None]
@@ -167,6 +166,25 @@ class PaperTable(Entry):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))
+
+
+def paper_tables(
+    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[PaperTable, ...]:
+    """Make tables of what ``published/tables.toml`` says of them and the functions that run them, by table.
+
+    ``sizes`` are the settings of each scale, whose fields its words may name.
+    """
+    facts = shipped_table("leakscope.papers", "published/tables.toml")[paper]
+    made = []
+    for name, table in facts["tables"].items():
+        if name in targets:
+            scales = {
+                scale: text.format(**vars(sizes[scale])) if sizes else text for scale, text in table["scales"].items()
+            }
+            title, place = table["title"], f"{paper}/{name}"
+            made.append(PaperTable(place, targets[name], table["summary"], facts["source"], title=title, scales=scales))
+    return tuple(made)
 
 
 def examples_or_reason(name: str, **options: Any) -> Examples | str:

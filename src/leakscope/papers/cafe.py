@@ -15,8 +15,6 @@ model stands still under attack, where the paper lets it learn at a rate of 1e-6
 the published network starts; from PyTorch's smaller weights plain gradient descent hardly leaves the start.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import textwrap
@@ -38,21 +36,8 @@ from leakscope.federation import Vertical
 from leakscope.federation.vertical import default_rounds
 from leakscope.metrics import psnr
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    Curves,
-    Findings,
-    PaperTable,
-    PictureGrid,
-    Progress,
-    Row,
-    attacked,
-    examples_or_reason,
-    measured_row,
-    not_run,
-    recovered,
-)
+from leakscope.papers import base
 
-PAPER = "Jin, Chen, Hsu, Yu, Chen, CAFE: Catastrophic Data Leakage in Vertical Federated Learning, NeurIPS 2021"
 PSNR = "PSNR (dB)"
 SAMPLES = 800
 #: Batch size of 800 samples, and the published PSNR by epoch of the attack.
@@ -193,11 +178,11 @@ def trials_10(size: Reconstruction) -> Iterator[Trial]:
         yield Trial(f"{named}, {rival}", None, remark, scene, CAFE.preset(rival, iterations=steps))
 
 
-def run_table_10(scale: str, seed: int, progress: Progress | None = None) -> Findings:
-    examples = examples_or_reason("cifar10", split="test")
+def run_table_10(scale: str, seed: int, progress: base.Progress | None = None) -> base.Findings:
+    examples = base.examples_or_reason("cifar10", split="test")
     findings = _attacked(tuple(trials_10(RECONSTRUCTIONS[scale])), examples, seed, progress)
     reason = "context only: another algorithm under the same name"
-    context = [not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
+    context = [base.not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
@@ -209,7 +194,7 @@ FACES: Mapping[str, tuple[Scene, int]] = {
 }
 
 
-def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findings:
+def run_faces(scale: str, seed: int, progress: base.Progress | None = None) -> base.Findings:
     scene, loop = FACES[scale]
     named = f"K={scene.batch} of {scene.samples} faces"
     trials = [Trial(f"{named}, direct", None, "", scene, CAFE(), shown=True)]
@@ -218,16 +203,16 @@ def run_faces(scale: str, seed: int, progress: Progress | None = None) -> Findin
         note = f"published settings, {'' if loop == FACES['paper'][1] else 'search cut to '}{loop} steps"
         trials.append(Trial(f"{named}, single loop", None, note, whole, attack, shown=True))
     # People can be recognised: shown only on request, whatever the reader says of the files.
-    return _attacked(tuple(trials), examples_or_reason("yale"), seed, progress, private=True)
+    return _attacked(tuple(trials), base.examples_or_reason("yale"), seed, progress, private=True)
 
 
 def _attacked(
-    trials: Sequence[Trial], examples: Examples | str, seed: int, progress: Progress | None, private: bool = False
-) -> Findings:
+    trials: Sequence[Trial], examples: Examples | str, seed: int, progress: base.Progress | None, private: bool = False
+) -> base.Findings:
     control = "no information, mean of the other pictures"
     if isinstance(examples, str):
-        rows = [not_run(trial.setting, PSNR, trial.published, examples) for trial in trials]
-        return Findings([*rows, not_run(control, PSNR, None, examples)])
+        rows = [base.not_run(trial.setting, PSNR, trial.published, examples) for trial in trials]
+        return base.Findings([*rows, base.not_run(control, PSNR, None, examples)])
     order = torch.randperm(len(examples), generator=draws(seed, "samples"))
     rows, grids = [], []
     observation: Observation | None = None
@@ -237,23 +222,25 @@ def _attacked(
             observation = None  # two at a time may be too much for the memory
             observation = trial.scene.observe(some, seed)
         assert observation is not None
-        found = attacked(observation, trial.attack, some.x, some.y, seed)
+        found = base.attacked(observation, trial.attack, some.x, some.y, seed)
         # In the order that the announced batches give.
-        truth, pictures = (some.value_range.to_unit(x) for x in (some.x, recovered(found)))
+        truth, pictures = (some.value_range.to_unit(x) for x in (some.x, base.recovered(found)))
         values = psnr(truth, pictures.clamp(0, 1)).tolist()
-        rows.append(measured_row(trial.setting, PSNR, trial.published, values, trial.note))
+        rows.append(base.measured_row(trial.setting, PSNR, trial.published, values, trial.note))
         if trial.shown:
             captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
             run = f"K={trial.scene.batch} of {trial.scene.samples}"
             title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
             hidden, first, ours = private or examples.private, truth[:SHOWN], pictures.clamp(0, 1)[:SHOWN]
-            grids.append(PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden))
+            grids.append(
+                base.PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden)
+            )
         if progress is not None:
             progress(number, len(trials), sum(values) / len(values))
     some = examples.subset(order[: trials[0].scene.samples])
     values = without_information(some.value_range.to_unit(some.x))
-    rows.append(measured_row(control, PSNR, None, values, "what any attack must beat"))
-    return Findings(rows, pictures=tuple(grids))
+    rows.append(base.measured_row(control, PSNR, None, values, "what any attack must beat"))
+    return base.Findings(rows, pictures=tuple(grids))
 
 
 def without_information(x: torch.Tensor) -> list[float]:
@@ -302,11 +289,11 @@ def defenses(size: Training) -> dict[str, Defense]:
     return {"no defence": Defense(), "fake gradients": FakeGradients(), **private}
 
 
-def run_table_11(scale: str, seed: int, progress: Progress | None = None) -> Findings:
+def run_table_11(scale: str, seed: int, progress: base.Progress | None = None) -> base.Findings:
     size = TRAININGS[scale]
-    examples = examples_or_reason("cifar10", split="train", limit=size.scene.samples)
+    examples = base.examples_or_reason("cifar10", split="train", limit=size.scene.samples)
     if isinstance(examples, str):
-        return Findings([not_run(name, LOSS, value, examples) for name, value in TABLE_11.items()])
+        return base.Findings([base.not_run(name, LOSS, value, examples) for name, value in TABLE_11.items()])
     lines: dict[str, tuple[float, ...]] = {}
     rows, table = [], defenses(size)
     for number, (name, defense) in enumerate(table.items()):
@@ -331,13 +318,13 @@ def run_table_11(scale: str, seed: int, progress: Progress | None = None) -> Fin
     trainable = {name: losses for name, losses in lines.items() if not isinstance(table[name], DPSGD)}
     scene = f"K={size.scene.batch} of {size.scene.samples} samples"
     curves = [
-        Curves(title=f"{what}, {scene}", x_label="round", y_label="loss of the round's batch", lines=some)
+        base.Curves(title=f"{what}, {scene}", x_label="round", y_label="loss of the round's batch", lines=some)
         for what, some in (("Every defence", lines), ("Without DP-SGD", trainable))
     ]
-    return Findings(rows, curves=tuple(curves))
+    return base.Findings(rows, curves=tuple(curves))
 
 
-def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, problem: str) -> Row:
+def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, problem: str) -> base.Row:
     full = TRAININGS["paper"]
     words = [f"mean of the last {size.last} rounds of {size.rounds}", f"learning rate {size.lr:g}"]
     if size != full:
@@ -347,45 +334,8 @@ def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, 
         words.append(f"noise multiplier {defense.noise:.3g} for all rounds together")
     if problem or not all(math.isfinite(loss) for loss in losses):
         note = "; ".join((problem or "the loss is not finite", *words))
-        return Row(name, LOSS, TABLE_11[name], None, None, len(losses), "above", note)
-    return measured_row(name, LOSS, TABLE_11[name], losses, "; ".join(words))
+        return base.Row(name, LOSS, TABLE_11[name], None, None, len(losses), "above", note)
+    return base.measured_row(name, LOSS, TABLE_11[name], losses, "; ".join(words))
 
 
-TABLES = (
-    PaperTable(
-        "cafe/table10",
-        run_table_10,
-        "CAFE's single loop, the direct method and plain gradient matching on rounds of vertical learning",
-        PAPER,
-        title="PSNR by batch size and epoch, CIFAR-10 in place of Linnaeus 5",
-        scales={
-            "smoke": "16 samples, half as many filters, searches of a few steps",
-            "small": "40 samples, half as many filters, the single loop for one batch size",
-            "paper": "800 samples, every batch size; many hours and 12 GB of temporary files",
-        },
-    ),
-    PaperTable(
-        "cafe/faces",
-        run_faces,
-        "mean PSNR and pictures of faces, by the direct method and the published single loop",
-        PAPER,
-        title="Faces of Yale from rounds of vertical learning (figure 8)",
-        scales={
-            "smoke": "12 faces in batches of 3, half as many filters",
-            "small": "40 faces in batches of 10, direct method",
-            "paper": "160 faces in batches of 40, both methods, hours",
-        },
-    ),
-    PaperTable(
-        "cafe/table11",
-        run_table_11,
-        "what the defences cost: the loss of vertical training on CIFAR-10 after many rounds",
-        PAPER,
-        title="Training loss with fake gradients and with DP-SGD",
-        scales={
-            "smoke": "25 rounds, 8 samples, a small net",
-            "small": "600 rounds, 40 samples, a small net",
-            "paper": "8000 rounds, 800 samples, about a day",
-        },
-    ),
-)
+TABLES = base.paper_tables("cafe", {"table10": run_table_10, "faces": run_faces, "table11": run_table_11})

@@ -10,8 +10,6 @@ Both are run with the paper's attack and with Gauss-Newton. Pictures are brought
 compared. Labels are not known: the paper's attack searches them, Gauss-Newton reads them off the update.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math
@@ -30,20 +28,8 @@ from leakscope.data import Examples
 from leakscope.federation import FedSGD
 from leakscope.limits import hidden_units_bound
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    Group,
-    Line,
-    PaperTable,
-    Progress,
-    Row,
-    attacked,
-    examples_or_reason,
-    measured_row,
-    measured_rows,
-    recovered,
-)
+from leakscope.papers import base
 
-PAPER = "Qian, Hansen, What Can We Learn from Gradients?, 2021"
 FEATURES, CLASSES = 1024, 10
 #: Batch size and the bound to three decimals.
 BOUNDS: Mapping[int, float] = {1: 0.99, 2: 1.992, 4: 4.002, 8: 8.045, 16: 16.226}
@@ -61,10 +47,6 @@ class Scale:
     filters: tuple[int, ...] = tuple(DISTANCES)
     units: tuple[int, ...] = (3, 4, 5, 8)
 
-    def words(self, what: str) -> str:
-        many = what if self.trials == 1 else {"image": "images", "batch": "batches"}[what]
-        return f"{self.trials} {many} of {self.side}x{self.side}, up to {self.iterations} iterations"
-
 
 SCALES: Mapping[str, Scale] = {
     "smoke": Scale(1, 16, 40, filters=(1, 12), units=(3, 5)),
@@ -73,44 +55,44 @@ SCALES: Mapping[str, Scale] = {
 }
 
 
-def run_counting(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_counting(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     rows = []
     for batch, published in BOUNDS.items():
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
         setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
         note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
         facts = (setting, "least hidden units", published, [bound], note)
-        rows.append(measured_row(*facts, tolerance=0.0005, kind="exact"))
+        rows.append(base.measured_row(*facts, tolerance=0.0005, kind="exact"))
         if progress is not None:
             progress(len(rows), len(BOUNDS), bound)
     return rows
 
 
-def run_filters(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_filters(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     size, measure = SCALES[scale], "L1 distance of an image"
-    settings: list[tuple[Line, dict[str, Any]]] = []
+    settings: list[tuple[base.Line, dict[str, Any]]] = []
     for filters in size.filters:
         # A smaller image has a smaller sum, so that the published one is none of its.
         published = DISTANCES[filters] if size.side == 32 else None
         name = f"{filters} {'filter' if filters == 1 else 'filters'}"
-        line = Line(name, measure, published, "lower is better for the attacker")
+        line = base.Line(name, measure, published, "lower is better for the attacker")
         settings.append((line, {"num_classes": 100, "filters": filters}))
 
     def distance(found: Assessment) -> float:
         assert found.truth is not None
-        return float((recovered(found).clamp(0, 1) - found.truth.x).abs().sum())
+        return float((base.recovered(found).clamp(0, 1) - found.truth.x).abs().sum())
 
     return _measured(_Table("cifar100", "one-layer-cnn", 1, distance, settings), size, seed, progress)
 
 
-def run_units(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_units(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     size = SCALES[scale]
     bound = hidden_units_bound(BATCH, size.side**2, CLASSES)
-    settings: list[tuple[Line, dict[str, Any]]] = []
+    settings: list[tuple[base.Line, dict[str, Any]]] = []
     for units in size.units:
         note = f"{'enough' if units >= bound else 'too few'} by proposition 2, which asks for {bound:.3f}"
         options = {"num_classes": CLASSES, "hidden": (units,), "activation": "sigmoid"}
-        settings.append((Line(f"{units} hidden units", "PSNR of a batch of 4 (dB)", None, note), options))
+        settings.append((base.Line(f"{units} hidden units", "PSNR of a batch of 4 (dB)", None, note), options))
 
     def quality(found: Assessment) -> float:
         # A cap, lest one exact image stand for a whole batch.
@@ -127,11 +109,11 @@ class _Table:
     model: str
     batch: int
     judge: Callable[[Assessment], float]
-    settings: list[tuple[Line, dict[str, Any]]]
+    settings: list[tuple[base.Line, dict[str, Any]]]
 
 
-def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) -> list[Row]:
-    examples = examples_or_reason(table.data, split="test")
+def _measured(table: _Table, size: Scale, seed: int, progress: base.Progress | None) -> list[base.Row]:
+    examples = base.examples_or_reason(table.data, split="test")
 
     def trials(options: dict[str, Any], method: str, examples: Examples) -> Iterator[dict[str, float]]:
         for index in _batches(examples, size.trials, table.batch, seed):
@@ -140,15 +122,15 @@ def _measured(table: _Table, size: Scale, seed: int, progress: Progress | None) 
             attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
             # In double precision, for distances here go below single.
             y = examples.y[index]
-            yield {method: table.judge(attacked(FedSGD().observe(net.double(), x, y), attack, x, y, seed))}
+            yield {method: table.judge(base.attacked(FedSGD().observe(net.double(), x, y), attack, x, y, seed))}
 
-    def groups() -> Iterator[Group]:
+    def groups() -> Iterator[base.Group]:
         for (line, options), method in itertools.product(table.settings, METHODS):
             whole = dataclasses.replace(line, setting=f"{line.setting}, {method}")
             values = examples if isinstance(examples, str) else trials(options, method, examples)
-            yield Group({method: whole}, values, main=method)
+            yield base.Group({method: whole}, values, main=method)
 
-    return measured_rows(groups(), len(table.settings) * len(METHODS) * size.trials, progress)
+    return base.measured_rows(groups(), len(table.settings) * len(METHODS) * size.trials, progress)
 
 
 def _resized(part: Examples, side: int) -> Tensor:
@@ -171,29 +153,4 @@ def _batches(examples: Examples, trials: int, batch: int, seed: int) -> list[lis
     return batches
 
 
-TABLES = (
-    PaperTable(
-        "gradients/counting",
-        run_counting,
-        "proposition 2: how many hidden units give a batch away, by counting equations",
-        PAPER,
-        title="Least hidden units by batch size",
-        scales=dict.fromkeys(SCALES, "all five bounds, exact, at once"),
-    ),
-    PaperTable(
-        "gradients/filters",
-        run_filters,
-        "proposition 3: a one-layer CNN gives an image away from twelve filters on",
-        PAPER,
-        title="L1 distance of one image by the number of filters",
-        scales={name: size.words("image") for name, size in SCALES.items()},
-    ),
-    PaperTable(
-        "gradients/units",
-        run_units,
-        "proposition 2 in practice: about one hidden unit an example",
-        PAPER,
-        title="A batch of four by the number of hidden units",
-        scales={name: size.words("batch") for name, size in SCALES.items()},
-    ),
-)
+TABLES = base.paper_tables("gradients", {"counting": run_counting, "filters": run_filters, "units": run_units}, SCALES)

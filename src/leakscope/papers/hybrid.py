@@ -10,8 +10,6 @@ recipe is not known, so ours is in ``TRAINING``: airplanes and cars, one client,
 published numbers of pre-trained ones belong to is not certain either, nor which of two networks is CNN4 V2.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -28,18 +26,7 @@ from leakscope.contracts.knowledge import Knowledge
 from leakscope.data import Examples, load_data
 from leakscope.federation import FedAvg, FederatedTraining, FedSGD, cached_training
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    TOLERANCE,
-    Group,
-    Line,
-    PaperTable,
-    Progress,
-    Row,
-    attacked,
-    examples_or_reason,
-    measured_rows,
-    recovered,
-)
+from leakscope.papers import base
 
 MEASURE = "MSE, lower is better for the attacker"
 BOX = ValueRange(low=(-0.5,), high=(0.5,))
@@ -74,10 +61,6 @@ class Scale:
     images: int
     published: bool
 
-    def words(self) -> str:
-        settings = "published settings and defaults" if self.published else "defaults"
-        return f"{self.images} image{'s' if self.images > 1 else ''} a network, {settings}"
-
 
 SCALES: Mapping[str, Scale] = {"smoke": Scale(1, True), "small": Scale(2, False), "paper": Scale(10, True)}
 _EITHER = "which of two networks is CNN4 V2 is not certain"
@@ -107,9 +90,9 @@ def attacks(scale: str) -> dict[str, Attack]:
     return {name: table[name] for name in METHODS if SCALES[scale].published or name != "Hybrid"}
 
 
-def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     table, count = attacks(scale), SCALES[scale].images
-    examples = examples_or_reason("cifar10", split="test")
+    examples = base.examples_or_reason("cifar10", split="test")
 
     def trials(cell: Cell, examples: Examples) -> Iterator[dict[str, float]]:
         trained = pretrained(cell.model, scale, seed) if cell.pretrained else None
@@ -119,19 +102,21 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
             model, example = trained or _network(cell.model, trial), examples.subset([index])
             yield {name: error(attack, model, example, trial) for name, attack in table.items()}
 
-    def groups() -> Iterator[Group]:
+    def groups() -> Iterator[base.Group]:
         for cell in CELLS:
             # The defaults stand beside the published settings' number.
             published = {name: cell.published[name.removesuffix(", defaults")] for name in table}
             lines = {
-                name: Line(
-                    f"{cell}, {name}", MEASURE, value, _note(cell, scale), max(ROUNDING, TOLERANCE * (value or 0))
+                name: base.Line(
+                    f"{cell}, {name}", MEASURE, value, _note(cell, scale), max(ROUNDING, base.TOLERANCE * (value or 0))
                 )
                 for name, value in published.items()
             }
-            yield Group(lines, examples if isinstance(examples, str) else trials(cell, examples), "Hybrid, defaults")
+            yield base.Group(
+                lines, examples if isinstance(examples, str) else trials(cell, examples), "Hybrid, defaults"
+            )
 
-    return measured_rows(groups(), count * len(CELLS), progress)
+    return base.measured_rows(groups(), count * len(CELLS), progress)
 
 
 def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> float:
@@ -140,7 +125,7 @@ def error(attack: Attack, model: nn.Module, example: Examples, seed: int) -> flo
     observation = FedSGD().observe(
         model, x, example.y, None, KNOWLEDGE, value_range=BOX, num_classes=example.num_classes
     )
-    guess = BOX.to_unit(recovered(attacked(observation, attack, x, example.y, seed)))
+    guess = BOX.to_unit(base.recovered(base.attacked(observation, attack, x, example.y, seed)))
     return float((guess - example.x).square().mean())
 
 
@@ -166,12 +151,4 @@ def _note(cell: Cell, scale: str) -> str:
     return "; ".join(filter(None, (f"{SCALES[scale].images} images, the paper has 2", training, cell.note, cut)))
 
 
-TABLE = PaperTable(
-    "hybrid/table3",
-    run,
-    "mean squared error by network, with initial and pre-trained weights",
-    "Chen, Campbell, Analysing Training-Data Leakage from Gradients through Linear Systems and Gradient Matching, "
-    "BMVC 2022",
-    title="One image from small tanh networks: R-GAP and Hybrid",
-    scales={name: size.words() for name, size in SCALES.items()},
-)
+TABLES = base.paper_tables("hybrid", {"table3": run}, SCALES)

@@ -9,8 +9,6 @@ smaller scales for fewer iterations. iDLG's label does not depend on the search,
 drawn without repetition from the test split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ from leakscope.federation import FedSGD
 from leakscope.labels import idlg_label
 from leakscope.models import build_model
 from leakscope.network.layers import find_head
-from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, attacked, examples_or_reason, measured_rows
+from leakscope.papers.base import Group, Line, Progress, Row, attacked, examples_or_reason, measured_rows, paper_tables
 
 MEASURE = "label accuracy (%)"
 #: Data set, its name in ``load_data`` (None: there is no reader), and the published accuracies in percent.
@@ -37,9 +35,6 @@ PUBLISHED = (
 class Scale:
     images: int
     iterations: int
-
-    def words(self) -> str:
-        return f"{self.images} images a data set, {self.iterations} iterations of DLG"
 
 
 SCALES: Mapping[str, Scale] = {"smoke": Scale(3, 30), "small": Scale(20, 300), "paper": Scale(1000, 6000)}
@@ -92,11 +87,4 @@ def _note(method: str, size: Scale) -> str:
     return words
 
 
-TABLE = PaperTable(
-    "idlg/labels",
-    run,
-    "how often the label of one image is found, by joint search and by the sign rule",
-    "Zhao, Mopuri, Bilen, iDLG: Improved Deep Leakage from Gradients, 2020",
-    title="Label accuracy of DLG and iDLG",
-    scales={name: size.words() for name, size in SCALES.items()},
-)
+TABLES = paper_tables("idlg", {"labels": run}, SCALES)

@@ -7,8 +7,6 @@ defaults" and DLFA with this package's. PSNR is the mean over a client's images 
 intervals are over clients. Cells whose published number is not at hand are measured alone.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -35,20 +33,8 @@ from leakscope.contracts.task import Classification
 from leakscope.data import Examples, split_by_group
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.models import build_model
-from leakscope.papers.base import (
-    Group,
-    Line,
-    PaperTable,
-    Progress,
-    Row,
-    attacked,
-    examples_or_reason,
-    measured_row,
-    measured_rows,
-    not_run,
-)
+from leakscope.papers import base
 
-PAPER = "Zhu, Yao, Blaschko, Surrogate Model Extension (SME), ICML 2023"
 BOXES: Mapping[str, ValueRange] = {
     "femnist": ValueRange.normalised((0.96424,), (0.15768,)),
     "cifar100": ValueRange.normalised((0.5071, 0.4867, 0.4408), (0.2675, 0.2565, 0.2761)),
@@ -93,7 +79,7 @@ class Client:
         return torch.Generator().manual_seed(derived_seed(self.number, 0, "client"))
 
     def attacked(self, observation: Observation, attack: Attack) -> Assessment:
-        return attacked(observation, attack, self.x, self.y, self.number)
+        return base.attacked(observation, attack, self.x, self.y, self.number)
 
 
 def clients(setting: Setting, count: int, seed: int, examples: Examples) -> Iterator[Client]:
@@ -191,7 +177,7 @@ TABLE_6: Mapping[int, float | None] = {1: None, 5: None, 10: None, 20: 0.602}
 TABLE_3: Mapping[str, float] = {"femnist": 0.29, "cifar100": 1.6}
 
 
-def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_table_1(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     def measure(cell: Cell, client: Client) -> dict[str, float]:
         trajectory = diagnosis(cell.setting, client, cell.setting.network(client.number))
         return {COSINE: trajectory["max_cosine"], SHARE: trajectory["share_min"]}
@@ -200,8 +186,8 @@ def run_table_1(scale: str, seed: int, progress: Progress | None = None) -> list
 
 
 def run_reconstruction(
-    cells: tuple[Cell, ...], scale: str, seed: int, progress: Progress | None, similarity: bool = False
-) -> list[Row]:
+    cells: tuple[Cell, ...], scale: str, seed: int, progress: base.Progress | None, similarity: bool = False
+) -> list[base.Row]:
     """Return PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
 
     def measure(cell: Cell, client: Client) -> dict[str, float]:
@@ -221,15 +207,15 @@ def run_reconstruction(
     return _run(cells, scale, seed, progress, measure, words, extra)
 
 
-def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     """Time 100 attacks, from one attack cut to a few steps, and measure the memory that one needs."""
     steps = {"smoke": 2, "small": 10, "paper": 50}[scale]
-    rows: list[Row] = []
+    rows: list[base.Row] = []
     settings = [Setting(data=data, epochs=20, examples=50) for data in TABLE_3][: 1 if scale == "smoke" else None]
     for number, setting in enumerate(settings):
-        examples = examples_or_reason(setting.data, split="train")
+        examples = base.examples_or_reason(setting.data, split="train")
         if isinstance(examples, str):
-            rows.append(not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
+            rows.append(base.not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
             continue
         client = next(clients(setting, 1, seed, examples))
         observation = observe(setting, client, setting.network(client.number))
@@ -239,7 +225,7 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
             "DLFA": DLFA(iterations=max(1, steps // 10), compile="never"),
         }
         for name, attack in table.items():
-            found = attacked(observation, attack, client.x, client.y, seed)
+            found = base.attacked(observation, attack, client.x, client.y, seed)
             each = found.reconstruction.info["seconds"] / attack.iterations if found.reconstruction else math.nan
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
@@ -247,22 +233,22 @@ def run_table_3(scale: str, seed: int, progress: Progress | None = None) -> list
                 f"{setting}, {name}",
                 f"{each:.3f} s a step on this machine, {whole} steps; published on a V100",
             )
-            rows.append(measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
-            rows.append(measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
+            rows.append(base.measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
+            rows.append(base.measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
         if progress is not None:
             progress(number + 1, len(settings), rows[-2].measured or 0.0)
     return rows
 
 
-def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
+def run_table_6(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
     """Train a model by many writers with 50 images each; then attack N images of some of them."""
     setting = Setting()
     local = Setting(examples=10 if scale == "smoke" else WRITER_IMAGES)
     rounds = [1, 2] if scale == "smoke" else list(TABLE_6)
     count = {"smoke": 1, "small": 2, "paper": 100}[scale]
-    examples = examples_or_reason(setting.data, split="train")
+    examples = base.examples_or_reason(setting.data, split="train")
     if isinstance(examples, str):
-        return [not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
+        return [base.not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
     everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
     each = 2 if scale == "smoke" else 10
     training = FederatedTraining(rounds=max(rounds), clients_per_round=each, protocol=local.protocol)
@@ -275,86 +261,47 @@ def run_table_6(scale: str, seed: int, progress: Progress | None = None) -> list
         psnrs = {name: fmean(client.attacked(observation, attack).psnr or ()) for name, attack in table.items()}
         return {COSINE: diagnosis(setting, client, model)["max_cosine"], **psnrs}
 
-    def group(number: int) -> Group:
-        lines = {name: Line(f"round {number}, {name}", PSNR, None) for name in ("IG", "SME", "SME, defaults")}
-        lines[COSINE] = Line(f"round {number}", COSINE, TABLE_6.get(number), str(setting))
+    def group(number: int) -> base.Group:
+        lines = {name: base.Line(f"round {number}, {name}", PSNR, None) for name in ("IG", "SME", "SME, defaults")}
+        lines[COSINE] = base.Line(f"round {number}", COSINE, TABLE_6.get(number), str(setting))
         people = clients(setting, count, seed, examples)
-        return Group(lines, map(partial(measure, trained.models[number]), people), main=COSINE)
+        return base.Group(lines, map(partial(measure, trained.models[number]), people), main=COSINE)
 
-    return measured_rows(map(group, rounds), len(rounds) * count, progress)
+    return base.measured_rows(map(group, rounds), len(rounds) * count, progress)
 
 
 def _run(
     cells: tuple[Cell, ...],
     scale: str,
     seed: int,
-    progress: Progress | None,
+    progress: base.Progress | None,
     measure: Callable[[Cell, Client], dict[str, float]],
     words: Callable[[Cell, str], tuple[str, str]],
     extra: Mapping[str, float] = MappingProxyType({}),
-) -> list[Row]:
+) -> list[base.Row]:
     """``measure`` every client of every cell; one row a cell and name. ``extra``: more published numbers of cell 1."""
 
-    def group(cell: Cell) -> Group:
-        examples = examples_or_reason(cell.setting.data, split="train")
+    def group(cell: Cell) -> base.Group:
+        examples = base.examples_or_reason(cell.setting.data, split="train")
         people = [] if isinstance(examples, str) else list(clients(cell.setting, cell.count(scale), seed, examples))
         note = f"{len(people)} of {cell.clients[-1]} clients{', search cut short' if scale == 'smoke' else ''}"
         published = {**cell.published, **(extra if cell is cells[0] else {})}
         lines = {
-            name: Line(*words(cell, name), value, note, None if name in extra else cell.spread)
+            name: base.Line(*words(cell, name), value, note, None if name in extra else cell.spread)
             for name, value in published.items()
         }
         trials = examples if isinstance(examples, str) else map(partial(measure, cell), people)
-        return Group(lines, trials)
+        return base.Group(lines, trials)
 
     runnable = [cell for cell in cells if cell.count(scale)]
-    return measured_rows(map(group, runnable), sum(cell.count(scale) for cell in runnable), progress)
+    return base.measured_rows(map(group, runnable), sum(cell.count(scale) for cell in runnable), progress)
 
 
-_CUT = f"one client, {SMOKE_STEPS} steps of search"
-TABLES = (
-    PaperTable(
-        "sme/table1",
-        run_table_1,
-        "largest cosine on the segment, smallest share of a local gradient in two directions",
-        PAPER,
-        title="How near one gradient comes to a weight update",
-        scales={"smoke": _CUT, "small": "10 clients a setting", "paper": "100 clients a setting"},
-    ),
-    PaperTable(
-        "sme/table2",
-        lambda scale, seed, progress: run_reconstruction(TABLE_2, scale, seed, progress, similarity=True),
-        "PSNR by epochs and number of images, FEMNIST and CIFAR-100",
-        PAPER,
-        title="Reconstruction from weight updates: IG, DLFA, SME",
-        scales={
-            "smoke": _CUT,
-            "small": "1 to 3 clients a setting, not CIFAR-100 with N=50",
-            "paper": "100 clients a setting",
-        },
-    ),
-    PaperTable(
-        "sme/table3",
-        run_table_3,
-        "hours and memory of IG, SME and DLFA at E=20, N=50, from the cost of a few steps",
-        PAPER,
-        title="Cost of 100 attacks",
-        scales={"smoke": "FEMNIST, 2 steps", "small": "10 steps", "paper": "50 steps"},
-    ),
-    PaperTable(
-        "sme/table6",
-        run_table_6,
-        "largest cosine and PSNR when the model has been trained for 1, 5, 10, 20 rounds",
-        PAPER,
-        title="Attacks in later rounds of training",
-        scales={"smoke": _CUT, "small": "2 clients, 20 rounds of 10 of 100 writers", "paper": "100 clients"},
-    ),
-    PaperTable(
-        "sme/table7",
-        lambda scale, seed, progress: run_reconstruction(TABLE_7, scale, seed, progress),
-        "PSNR of IG and SME by architecture on FEMNIST",
-        PAPER,
-        title="Other networks: MLP, LeNet, ResNet8, ViT",
-        scales={"smoke": _CUT, "small": "3 clients a network", "paper": "100 clients a network"},
-    ),
+TABLES = base.paper_tables(
+    "sme",
+    {
+        **{"table1": run_table_1, "table3": run_table_3, "table6": run_table_6},
+        "table2": partial(run_reconstruction, TABLE_2, similarity=True),
+        "table7": partial(run_reconstruction, TABLE_7),
+    },
 )

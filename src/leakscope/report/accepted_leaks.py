@@ -3,20 +3,19 @@
 Doubts cannot be accepted, as what is not known has no size, nor leaks of another audit, which may only look harmless.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
 from leakscope.contracts.checks import BYTES
 from leakscope.contracts.disk import atomic_write, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.report.export import VERSIONS, document, json_text
-from leakscope.results.names import name_settings
 from leakscope.results.reasons import InScenario
 from leakscope.results.records import mapping, number, plain
 from leakscope.results.setting_verdict import SettingVerdict
@@ -27,6 +26,8 @@ from leakscope.results.verdict import Verdict
 EXACT = 60.0
 #: Decibels by which the same audit may differ between machines.
 TOLERANCE = 1.0
+#: A number that is null where it was not measured.
+Number = Annotated[float, BeforeValidator(number)]
 _SHARES = {"identification": "of the examples are identified", "labels": "of the labels are recovered"}
 #: What must be the same for two results to be compared.
 _ASKED = ("attacks", "knowledge", "seeds", "batch", "task", "training", "dtype")
@@ -38,11 +39,11 @@ class SettingLeaks(InScenario):
 
     protocol: str
     defense: str
-    examples: Mapping[int, float] = field(default_factory=dict)
-    shares: Mapping[str, float] = field(default_factory=dict)
+    examples: Mapping[int, Number] = field(default_factory=dict)
+    shares: Mapping[str, Number] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, setting: SettingVerdict) -> SettingLeaks:
+    def of(cls, setting: SettingVerdict) -> Self:
         kinds = {reason.kind for reason in setting.reasons}
         known = {"identification": setting.identification, "labels": setting.label_accuracy}
         return cls(
@@ -50,24 +51,6 @@ class SettingLeaks(InScenario):
             defense=setting.defense,
             examples={e.index: min(round(e.psnr, 1), EXACT) for e in setting.examples if e.leaks},
             shares={kind: round(share, 4) for kind, share in known.items() if kind in kinds},
-        )
-
-    def as_dict(self) -> dict[str, Any]:
-        place = {"protocol": self.protocol, "defense": self.defense}
-        return {**place, "examples": plain(dict(self.examples)), "shares": plain(dict(self.shares))}
-
-    @classmethod
-    def read(cls, raw: Any) -> SettingLeaks:
-        facts = mapping(raw)
-        examples, shares = facts.get("examples"), facts.get("shares")
-        named = all(isinstance(facts.get(name), str) for name in ("protocol", "defense"))
-        if not (named and isinstance(examples, dict) and isinstance(shares, dict)):
-            raise UserError("expected settings with protocol, defense, examples and shares")
-        return cls(
-            protocol=facts["protocol"],
-            defense=facts["defense"],
-            examples={int(index): number(psnr) for index, psnr in examples.items()},
-            shares={str(kind): number(share) for kind, share in shares.items()},
         )
 
 
@@ -79,19 +62,9 @@ class AcceptedLeaks:
     settings: tuple[SettingLeaks, ...] = ()
 
     @classmethod
-    def of(cls, store: Store, verdict: Verdict) -> AcceptedLeaks:
+    def of(cls, store: Store, verdict: Verdict) -> Self:
         leaking = tuple(SettingLeaks.of(setting) for setting in verdict.settings if setting.outcome == "leaks")
         return cls(audited=audited(store), settings=leaking)
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"audited": dict(self.audited), "settings": [setting.as_dict() for setting in self.settings]}
-
-    @classmethod
-    def read(cls, raw: Any) -> AcceptedLeaks:
-        facts = mapping(raw)
-        if not isinstance(facts.get("audited"), dict) or not isinstance(facts.get("settings"), list):
-            raise UserError("expected audits with audited and settings")
-        return cls(audited=facts["audited"], settings=tuple(map(SettingLeaks.read, facts["settings"])))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +105,7 @@ def judge_against(
 
 
 def _leaks(now: AcceptedLeaks, verdict: Verdict, accepted: AcceptedLeaks | None) -> tuple[list[str], list[str]]:
-    titles = {setting.scenario: setting.short for setting in name_settings(verdict)}
+    titles = {setting.scenario: setting.short for setting in verdict.settings}
     known = {one.scenario: one for one in (accepted.settings if accepted else ())}
     if accepted is not None and now.settings and (lines := differences(accepted.audited, dict(now.audited))):
         told = [line.replace("the store has", "the baseline has") for line in lines]
@@ -185,7 +158,7 @@ def _decibels(psnr: float) -> str:
 
 
 def _doubts(verdict: Verdict) -> list[str]:
-    named = {setting.scenario: f"{setting.short}: " for setting in name_settings(verdict)}
+    named = {setting.scenario: f"{setting.short}: " for setting in verdict.settings}
     doubts = [reason for setting in verdict.settings for reason in setting.doubts] + verdict.doubts_of_all
     return [f"{named[d.scenario] if d.scenario else ''}{dataclasses.replace(d, scenario=None)}" for d in doubts]
 
@@ -200,14 +173,15 @@ def read_accepted(path: Path) -> dict[str, AcceptedLeaks]:
         if not isinstance(content, dict) or content.get("schema") != wanted:
             got = content.get("schema") if isinstance(content, dict) else type(content).__name__
             raise UserError(f"expected the schema {wanted}, got {got}")
-        if not isinstance(content.get("audits"), dict):
-            raise UserError("expected audits by name")
-        return {str(name): AcceptedLeaks.read(raw) for name, raw in content["audits"].items()}
+        return TypeAdapter(dict[str, AcceptedLeaks]).validate_python(content.get("audits"))
+    except ValidationError as error:
+        wanted = "audits by name, each with audited and settings (protocol, defense, examples, shares)"
+        raise UserError(f"{path}: is no baseline that can be read: expected {wanted}. Restore it.") from error
     except ValueError as error:
         raise UserError(f"{path}: is no baseline that can be read: {error}. Restore it, or take a new one.") from error
 
 
 def write_accepted(path: Path, audits: Mapping[str, AcceptedLeaks]) -> None:
     """The file of a baseline, sorted so that a change shows as one."""
-    content = {"audits": {name: audits[name].as_dict() for name in sorted(audits)}}
+    content = {"audits": {name: dataclasses.asdict(audits[name]) for name in sorted(audits)}}
     atomic_write(path, json_text(document("baseline", content)).encode())

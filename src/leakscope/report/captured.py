@@ -4,16 +4,13 @@ Audits may not be imported here, so an assessment is read by its fields alone. W
 originals are drawn only where somebody asked for them.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
-from leakscope.report.certificate import CERTIFIED, shared_words
 from leakscope.report.pictures import Picture, channel_note, draw
-from leakscope.report.sentences import flag_remedy
+from leakscope.report.sentences import flag_remedy, shared_words
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.records import counted, highest
 
@@ -21,41 +18,18 @@ MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
 MEASURED = {"psnr": ("PSNR, dB", 2), "ssim": ("SSIM", 3), "mse": ("MSE", 4)}
 #: Inputs that know nothing of the client, by the name of their control.
-BASELINES = {
-    "grey": "grey inputs with the same labels",
-    "random": "the best of a few random inputs with the same labels",
-    "others": "the mean of other examples with the same labels",
-    "noise": "the same attack on noise of the update's norm",
-}
-_STANDINGS = {
-    "stands out": (
-        "Stands out from its zero-information baseline: it leaves {left} of the update unexplained where inputs that "
-        "know nothing leave {least}. Other inputs may explain it as well; see the diagnosis."
-    ),
-    "somewhat better": (
-        "Somewhat better than its zero-information baseline: it leaves {left} of the update unexplained where inputs "
-        "that know nothing leave {least}. Part of it may be the client's."
-    ),
-    "no better": (
-        "No better than its zero-information baseline: it leaves {left} of the update unexplained, inputs that know "
-        "nothing leave {least}. Nothing here says that what was recovered is the client's."
-    ),
-    "unknown": "Unknown: what the recovered inputs leave of the update, or what a baseline leaves, cannot be computed.",
-}
-_ONE_GRADIENT = (
-    "That is judged by one gradient at the weights the client received; if it took several local steps, even the true "
-    "inputs would leave something."
-)
-_HIDDEN = "Originals are left out of this page; --pictures shows them."
+BASELINES: dict[str, str] = words.TEXTS["baselines"]
+_STANDINGS: dict[str, str] = words.TEXTS["standings"]
 
 
 def confidence_words(result: Any) -> str:
     """Say what a result may be taken for: by its certificates, else by what it leaves unexplained."""
     if result.standing == "certified":
-        return CERTIFIED
+        return str(words.TEXTS["captured"]["certified"])
     least = min((one.unexplained for one in result.baselines if one.unexplained is not None), default=float("nan"))
     told = _STANDINGS[result.standing].format(left=f"{result.unexplained or 0:.2g}", least=f"{least:.2g}")
-    return f"{told} {_ONE_GRADIENT}" if result.one_gradient and result.standing != "stands out" else told
+    doubtful = result.one_gradient and result.standing != "stands out"
+    return f"{told} {words.TEXTS['captured']['one-gradient']}" if doubtful else told
 
 
 def assessment_line(result: Any) -> str:
@@ -90,7 +64,7 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
         "examples": _examples(result, pictures),
         "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
         "picture_note": channel_note(shape),
-        "hidden": _HIDDEN if result.truth is not None and not pictures else "",
+        "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
         "rows": _rows(result),
         "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
         "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],

@@ -1,14 +1,12 @@
 """Two audits side by side: the same setting and attack in each, and whether their intervals overlap."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from leakscope.contracts.errors import UserError
 from leakscope.metrics import MEASURES, interval
@@ -100,7 +98,7 @@ class _Audit:
     facts: dict[str, Any]
 
     @classmethod
-    def read(cls, directory: FileName) -> _Audit:
+    def read(cls, directory: FileName) -> Self:
         with Store.open(Path(directory)) as store:
             model, data, versions = (mapping(store.meta(key)) for key in ("model", "data", "versions"))
             rows = store.rows()

@@ -1,7 +1,5 @@
 """The section of a defence study: the front, the table behind it, what to choose, pictures, what knowing is worth."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,21 +8,20 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
-from leakscope.report.gallery import Gallery
+from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
 from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
-from leakscope.report.words import DASH, figure, fixed, span
-from leakscope.results.defense_study import SAME_LEAKAGE, Choice, Study, StudyRow
-from leakscope.results.knowledge_worth import LEGIBLE, Worth
-from leakscope.results.names import Setting
+from leakscope.report.words import DASH, TEXTS, figure, fixed, span
+from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Choice, Study, StudyRow, Worth
 from leakscope.results.reasons import Scenario
+from leakscope.results.setting_verdict import SettingVerdict
 
 #: Examples whose pictures stand side by side, a line for each defence.
 MAX_PICTURES = 4
 
 
 def study_section(
-    study: Study | None, settings: Sequence[Setting], matrix: Mapping[str, Any], gallery: Gallery
+    study: Study | None, settings: Sequence[SettingVerdict], matrix: Mapping[str, Any], gallery: Gallery
 ) -> dict[str, Any] | None:
     """Everything the template shows of the study; None where nothing was trained."""
     if study is None:
@@ -51,7 +48,9 @@ def utility_words(study: Study) -> str:
     return "accuracy" if study.accuracy else "test loss"
 
 
-def _front(study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting], place: int) -> dict[str, Any]:
+def _front(
+    study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict], place: int
+) -> dict[str, Any]:
     same = ("utility", "leakage", "utility_interval", "leakage_interval")
     marks = [
         Mark(
@@ -72,7 +71,7 @@ def _front(study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, Sett
     }
 
 
-def _line(row: StudyRow, study: Study, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
+def _line(row: StudyRow, study: Study, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
     digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
     seeds, losses = ((), ()) if row.training is None else (row.training.seeds, row.training.losses)
     return {
@@ -116,7 +115,7 @@ def cost_words(row: StudyRow, study: Study) -> str:
     return f"{100 * row.cost:.1f} points" if study.accuracy else f"{row.cost:.3g} of test loss"
 
 
-def place_words(row: StudyRow, named: Mapping[Scenario, Setting]) -> str:
+def place_words(row: StudyRow, named: Mapping[Scenario, SettingVerdict]) -> str:
     """Whether a setting is worth choosing."""
     if not row.comparable:
         return "not compared"
@@ -127,7 +126,7 @@ def place_words(row: StudyRow, named: Mapping[Scenario, Setting]) -> str:
     return f"beaten by {better.name if better else row.beaten_by}{overlap}"
 
 
-def _choice(choice: Choice, study: Study, named: Mapping[Scenario, Setting], several: bool) -> dict[str, Any]:
+def _choice(choice: Choice, study: Study, named: Mapping[Scenario, SettingVerdict], several: bool) -> dict[str, Any]:
     protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
     alike = ", ".join(named[other.scenario].name for other in choice.alike if other.scenario in named)
     return {
@@ -169,7 +168,7 @@ def choice_words(row: StudyRow | None, study: Study) -> str:
     return f"at most {fixed(row.highest)} dB; it costs {cost} and leaves {left}"
 
 
-def _heat(matrix: Mapping[str, Any], settings: Sequence[Setting], rows: Sequence[StudyRow]) -> dict[str, Any]:
+def _heat(matrix: Mapping[str, Any], settings: Sequence[SettingVerdict], rows: Sequence[StudyRow]) -> dict[str, Any]:
     """Attack by defence, turned so that defences are lines: there are more of them than attacks."""
     shown = {row.scenario for row in rows}
     places = [(place, setting) for place, setting in enumerate(settings) if setting.scenario in shown]
@@ -179,15 +178,17 @@ def _heat(matrix: Mapping[str, Any], settings: Sequence[Setting], rows: Sequence
     }
 
 
-def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> dict[str, Any] | None:
+def _pictures(
+    gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]
+) -> dict[str, Any] | None:
     """A line a defence: what the strongest attack made of the same few examples; None where none may be shown."""
     if not gallery.allowed:
         return None
-    indices = sorted({example.index for row in rows for example in named[row.scenario].verdict.examples})[:MAX_PICTURES]
+    indices = sorted({example.index for row in rows for example in named[row.scenario].examples})[:MAX_PICTURES]
     originals: dict[int, Any] = {}
     lines = []
     for place, row in enumerate(rows):
-        by_index = {example.index: example for example in named[row.scenario].verdict.examples}
+        by_index = {example.index: example for example in named[row.scenario].examples}
         cells = []
         for index in indices:
             original, guess = None, None
@@ -199,7 +200,7 @@ def _pictures(gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenari
     return {"originals": list(originals.items()), "lines": lines} if any(originals.values()) else None
 
 
-def _worth(worth: Worth, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
+def _worth(worth: Worth, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
     return {
         "setting": named[worth.scenario],
         "attack": worth.attack_name,
@@ -209,23 +210,17 @@ def _worth(worth: Worth, named: Mapping[Scenario, Setting]) -> dict[str, Any]:
     }
 
 
-def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, Setting]) -> list[str]:
+def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]) -> list[str]:
     notes = []
     bare = next((row for row in rows if row.defense == "none"), None)
     if bare is None:
-        notes.append("Without the setting “no defence” among them, what a defence costs is not known; add none.")
+        notes.append(TEXTS["study"]["no-bare"])
     elif bare.training is not None and not bare.training.learns:
-        notes.append(
-            "Even without a defence the model learns hardly more than a constant guess, so that nothing is compared: "
-            "give the training more rounds or other learning rates."
-        )
-    weak = dict.fromkeys(named[row.scenario].verdict.weakness for row in rows)
+        notes.append(TEXTS["study"]["not-learning"])
+    weak = dict.fromkeys(named[row.scenario].weakness for row in rows)
     notes += [f"Nothing is compared where the attacks tell nothing: {weakness}." for weakness in weak if weakness]
     if any(not row.known and row.examples for row in rows):
-        notes.append(
-            "Some defences were attacked by nobody who knew them. Let the adversary know the defence "
-            "(knowledge: adaptive_server); one without a channel cannot be compared yet."
-        )
+        notes.append(TEXTS["study"]["unknown"])
     return notes
 
 

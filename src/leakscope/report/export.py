@@ -3,27 +3,24 @@
 Labels of private examples stay out (whether a guess is right does not), and so do tracebacks, which name folders.
 """
 
-from __future__ import annotations
-
 import csv
 import dataclasses
 import io
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from leakscope import __version__
 from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.tables import shipped_text
 from leakscope.metrics import MEASURES
 from leakscope.report.sentences import reason_text, shared_reasons
 from leakscope.results.defense_study import Study, StudyRow, study_store
-from leakscope.results.names import Setting, name_settings
 from leakscope.results.reasons import Scenario
 from leakscope.results.records import ExampleRecord, FindingRow, Row, mapping, mean, plain, without_folders
+from leakscope.results.setting_verdict import SettingVerdict, StrongestExample
 from leakscope.results.store import Store
-from leakscope.results.strongest import StrongestExample
 from leakscope.results.verdict import Verdict
 
 #: Version of the schema of each document; it grows when a key is renamed, removed or means something else.
@@ -46,14 +43,13 @@ def document(kind: str, content: Mapping[str, Any]) -> dict[str, Any]:
 @cache
 def schema(kind: str) -> dict[str, Any]:
     """The JSON Schema of a kind of document, which the package ships."""
-    text = resources.files("leakscope.results").joinpath("schemas", f"{kind}-{VERSIONS[kind]}.json").read_text("utf-8")
-    found: dict[str, Any] = json.loads(text)
+    found: dict[str, Any] = json.loads(shipped_text("leakscope.results", f"schemas/{kind}-{VERSIONS[kind]}.json"))
     return found
 
 
 def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> dict[str, Any]:
     """An audit: verdict, settings, every job and finding. ``files`` says where folder and report are."""
-    settings = name_settings(verdict)
+    settings = verdict.settings
     names = {setting.scenario: setting.name for setting in settings}
     rows = store.rows()
     content = {
@@ -83,7 +79,7 @@ def audit_document(store: Store, verdict: Verdict, files: Mapping[str, str]) -> 
 
 def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every example of every job, and one for each job without a result."""
-    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
+    names = verdict.names
     measures = dict.fromkeys(measure.key for measure in MEASURES.values())
     blank = {"index": None, "score": None, **_flat_proof(None), **measures}
     lines = []
@@ -98,7 +94,7 @@ def audit_table(store: Store, verdict: Verdict) -> list[dict[str, Any]]:
 
 def study_table(study: Study, verdict: Verdict) -> list[dict[str, Any]]:
     """A line for every setting of a defence study: what it leaks and what it costs."""
-    names = {setting.scenario: setting.name for setting in name_settings(verdict)}
+    names = verdict.names
     return [plain(_flat_study_row(row, names)) for row in study.rows]
 
 
@@ -124,19 +120,18 @@ def _some(facts: Any, keys: Iterable[str]) -> dict[str, Any]:
     return {key: mapping(facts).get(key) for key in keys}
 
 
-def _setting(setting: Setting, names: Mapping[Scenario, str]) -> dict[str, Any]:
-    verdict = setting.verdict
+def _setting(setting: SettingVerdict, names: Mapping[Scenario, str]) -> dict[str, Any]:
     place = ("protocol", "defense", "outcome")
     numbers = ("mean_psnr", "interval", "baseline_psnr", "allowed_psnr", "identification", "label_accuracy")
     counts = ("label_baseline", "flags", "done", "failed", "refused", "missing")
     return {
         "name": setting.name,
         "title": setting.short,
-        **{name: getattr(verdict, name) for name in (*place, *numbers, *counts)},
-        "remarks": [reason_text(remark) for remark in verdict.remarks],
-        "certified": sum(example.certified for example in verdict.examples),
-        "reasons": [reason.as_dict() for reason in verdict.reasons],
-        "examples": [_strongest(example, names) for example in verdict.examples],
+        **{name: getattr(setting, name) for name in (*place, *numbers, *counts)},
+        "remarks": [reason_text(remark) for remark in setting.remarks],
+        "certified": sum(example.certified for example in setting.examples),
+        "reasons": [reason.as_dict() for reason in setting.reasons],
+        "examples": [_strongest(example, names) for example in setting.examples],
     }
 
 

@@ -1,7 +1,5 @@
 """The sections that come from findings: weight updates, leaked embeddings, and what a defence costs in training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +8,8 @@ from markupsafe import Markup
 
 from leakscope.report import svg, words
 from leakscope.report.words import fixed
-from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, counted, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
 
 MAX_LINES = 12
 MAX_REASONS = 3
@@ -36,7 +34,7 @@ def _pairs(content: Mapping[str, Any], places: str, values: str) -> tuple[tuple[
     return tuple(zip(map(number, one), map(number, other), strict=True))
 
 
-def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def updates_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a setting whose clients sent weight updates; none where no client did."""
     entries = []
     for setting in settings:
@@ -47,7 +45,7 @@ def updates_section(findings: Sequence[FindingRow], settings: Sequence[Setting])
     return entries
 
 
-def _entry(setting: Setting, updates: list[FindingRow], reasons: list[str]) -> dict[str, Any]:
+def _entry(setting: SettingVerdict, updates: list[FindingRow], reasons: list[str]) -> dict[str, Any]:
     notes = [f"Not computed: {reason}" for reason in reasons[:MAX_REASONS]]
     if len(reasons) > MAX_REASONS:
         notes.append(f"Not computed for {len(reasons) - MAX_REASONS} more reasons, which the store holds.")
@@ -82,29 +80,20 @@ def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, sub
     >>> meaning(0.62)[:65]
     'No point on the segment has a gradient close to this update: the '
     """
+    told: dict[str, str] = words.TEXTS["updates"]
     if math.isnan(best):
-        return f"The gradient vanishes along the whole segment, so there is nothing to compare {subject} with."
+        return told["vanishes"].format(subject=subject)
     first, hiders, rest = "", "the local steps", "; one that simulates them may still succeed."
     if sent < NEARLY_ONE_GRADIENT:
-        first = f"The defence turned what was sent: its cosine with the training's own update is {fixed(sent, 2)}. "
+        first = told["turned"].format(sent=fixed(sent, 2))
         hiders, rest = "the local steps and the defence", "."
+    about = {"subject": subject, "hiders": hiders}
     if best >= NEARLY_ONE_GRADIENT:
-        text = (
-            f"One point on the segment explains {_explained(best)} of the direction of {subject}, so an attack that "
-            f"searches that point (SME) sees nearly a plain gradient; {hiders} hide little."
-        )
-        if start >= NEARLY_ONE_GRADIENT:
-            text += " The gradient at the weights before training is nearly as close: no search is needed."
-        return first + text
+        near = told["near-start"] if start >= NEARLY_ONE_GRADIENT else ""
+        return first + told["near"].format(explained=_explained(best), **about) + near
     if best >= FAR_FROM_ONE_GRADIENT:
-        return first + (
-            f"The best point on the segment has cosine {fixed(best, 3)} with {subject}: an attack that searches it "
-            f"(SME) works with a gradient that is somewhat off and may recover a part; {hiders} hide some."
-        )
-    return first + (
-        f"No point on the segment has a gradient close to {subject}: the highest cosine is {_below(best)}, below "
-        f"{FAR_FROM_ONE_GRADIENT:g}. An attack that takes it for one gradient is misled by {hiders}{rest}"
-    )
+        return first + told["somewhat"].format(best=fixed(best, 3), **about)
+    return first + told["far"].format(below=_below(best), limit=FAR_FROM_ONE_GRADIENT, rest=rest, **about)
 
 
 def _explained(cosine: float) -> str:
@@ -201,7 +190,7 @@ def _plots(updates: Sequence[FindingRow], setting: str) -> dict[str, Markup]:
     }
 
 
-def embedding_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def embedding_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a setting that has the finding: a sentence, and a smaller line below it."""
     entries = []
     for setting in settings:
@@ -280,7 +269,7 @@ _NARROW = 0.5
 class _Curve:
     """The training of one setting; NaN where the store says nothing that can be used."""
 
-    def __init__(self, setting: Setting, finding: FindingRow) -> None:
+    def __init__(self, setting: SettingVerdict, finding: FindingRow) -> None:
         self.setting, self.reason = setting, finding.reason
         self.rounds, self.before = finding.value("rounds"), finding.value("before")
         self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
@@ -290,7 +279,7 @@ class _Curve:
         self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
 
 
-def costs_section(findings: Sequence[FindingRow], settings: Sequence[Setting]) -> list[dict[str, Any]]:
+def costs_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
     """One entry a protocol whose training is known; none where no protocol trains."""
     protocols: dict[str, list[_Curve]] = {}
     for setting in settings:

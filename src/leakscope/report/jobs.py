@@ -1,7 +1,5 @@
 """The sections that come from single jobs: the table of all, findings, objective curves, flags."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -11,12 +9,13 @@ from typing import Any
 
 from leakscope.metrics import Measure
 from leakscope.report import svg, words
-from leakscope.report.certificate import certificate_details
 from leakscope.report.limits import settled
+from leakscope.report.sentences import certificate_details
 from leakscope.report.settings import PSNR, main_measures
 from leakscope.report.words import figure, fixed, yes_or_share
-from leakscope.results.names import Setting, parts_of, short_names
+from leakscope.results.names import parts_of, short_names
 from leakscope.results.records import NAN, DiagnosisRecord, ExampleRecord, FindingRow, Row, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.summary import measures_of
 
@@ -44,7 +43,7 @@ def _figure_cell(text: str, value: float, title: str = "") -> Cell:
 class JobTable:
     """The table of all jobs, in the order of the plan."""
 
-    def __init__(self, rows: Sequence[Row], settings: Sequence[Setting], data: Mapping[str, Any]) -> None:
+    def __init__(self, rows: Sequence[Row], settings: Sequence[SettingVerdict], data: Mapping[str, Any]) -> None:
         self.rows = rows
         self.names = {setting.scenario: setting.name for setting in settings}
         self.class_names = data.get("class_names")

@@ -1,7 +1,5 @@
 """The section on theory: what each setting allows in principle, beside what the best attack reached."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,15 +7,18 @@ from typing import Any
 
 from leakscope.contracts.reconstruction import DIAGNOSES
 from leakscope.report import words
-from leakscope.report.certificate import RECOVERED_PSNR
+from leakscope.report.sentences import RECOVERED_PSNR
 from leakscope.report.words import fixed
-from leakscope.results.names import Setting
 from leakscope.results.records import NAN, FindingRow, Row, highest, mapping, number
+from leakscope.results.setting_verdict import SettingVerdict
 
-_ANOTHER_MODEL = "A server that may choose the model can send one that tells more, and is not bound by this."
+_TEXTS: dict[str, str] = words.TEXTS["theory"]
+_ANOTHER_MODEL = _TEXTS["another-model"]
 
 
-def limits_section(rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[Setting]) -> dict[str, Any]:
+def limits_section(
+    rows: Sequence[Row], findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]
+) -> dict[str, Any]:
     """One line a setting with a floor or diagnoses; settings of vertical learning have ``rounds`` and no floor."""
     lines: list[dict[str, Any]] = []
     rounds: list[dict[str, Any]] = []
@@ -96,11 +97,8 @@ def _sentence(content: Mapping[str, Any], best: float) -> str:
     elif _unsettled(content):
         meaning = "Theory does not exclude a better attack."
     elif floor - best > 10 and floor >= RECOVERED_PSNR:
-        meaning = (
-            f"Theory allows {words.likeness(floor)}, and the best attack reached {words.likeness(best)} "
-            f"({floor - best:.0f} dB less): this setting does not protect the inputs, it only withstood the attacks "
-            "that were run."
-        )
+        reached, allowed = words.likeness(best), words.likeness(floor)
+        meaning = _TEXTS["unprotected"].format(allowed=allowed, reached=reached, gap=floor - best)
     elif _may_change(content):
         meaning = f"The best attack is near what theory allows of the model as it is. {_ANOTHER_MODEL}"
     else:
@@ -222,34 +220,19 @@ def _sentences(finding: FindingRow, facts: Mapping[str, Any], workers: list[dict
     sentences, content = [], finding.content
     conclusion = str(facts.get("conclusion") or "")
     if content.get("announced") is False:
-        sentences.append(
-            "The batches are shuffled securely: the adversary does not know which samples are in a batch, and attacks "
-            "that read rounds refuse. The protection rests on the shuffling alone"
-            + (f". Of as many batches that are known theory says: {conclusion}" if conclusion else ".")
-        )
+        known = f". Of as many batches that are known theory says: {conclusion}" if conclusion else "."
+        sentences.append(_TEXTS["shuffled"] + known)
     elif conclusion:
         sentences.append(conclusion)
     if finding.reason:
         sentences.append(f"Not computed: {finding.reason}.")
     needed = number(mapping(facts.get("needed")).get("least"))
     if number(facts.get("rounds")) < needed and "no safety" not in conclusion:
-        sentences.append(
-            "Fewer rounds than samples are no safety: more rounds follow, and where the inputs of the first dense "
-            "layer are linearly independent, telling all samples apart can be enough."
-        )
+        sentences.append(_TEXTS["few-rounds"])
     if few := [str(worker.get("share")) for worker in workers if worker.get("enough_inputs") is False]:
         named = ", ".join(few[:MAX_SHARES]) + (f" and {len(few) - MAX_SHARES} more" if len(few) > MAX_SHARES else "")
-        sentences.append(
-            f"For {named} the first dense layer reads fewer numbers than there are features: what it reads does not "
-            "give them away without knowledge of what samples look like."
-        )
-    if content.get("moves"):
-        sentences.append(
-            "The equations take the model to stand still. It learns between these rounds, so that output gradients "
-            "drift, and they hold the less the faster it learns."
-        )
-    if content.get("mixes"):
-        sentences.append("BatchNorm in train mode mixes the samples of a batch, which the equations leave out.")
+        sentences.append(_TEXTS["few-inputs"].format(named=named))
+    sentences += [_TEXTS[fact] for fact in ("moves", "mixes") if content.get(fact)]
     if content.get("alters"):
         condition = number(mapping(facts.get("index")).get("condition"))
         magnified = "" if math.isnan(condition) else f", and step I magnifies what it adds by up to {condition:.3g}"

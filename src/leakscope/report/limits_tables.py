@@ -1,7 +1,5 @@
 """The limits of a model as small tables of text."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -9,9 +7,10 @@ from leakscope.limits.cramer_rao import Floor
 from leakscope.limits.report import Limits
 from leakscope.limits.security import LayerSystem
 from leakscope.limits.vertical import VerticalLimits
-from leakscope.report.words import likeness
+from leakscope.report.words import TEXTS, likeness
 
 FACTS = ("what", "value", "meaning")
+_NOTES: dict[str, str] = TEXTS["limits"]
 #: The error of always guessing the middle of the range, at most: above it the floor excludes nothing of interest.
 _GREY = 0.5
 
@@ -121,9 +120,7 @@ def _layers(limits: Limits) -> Table:
     rows = tuple(_layer(layer, convolutions) for layer in limits.layers)
     security = limits.security
     known = security is not None and not math.isnan(security)
-    note = (f"c(M) = {security:g}" if known else "c(M) is not known") + (
-        ": 0 if each layer follows from those behind it, the more negative the safer; conditioning is not in it."
-    )
+    note = (f"c(M) = {security:g}" if known else "c(M) is not known") + _NOTES["security"]
     return Table(title, columns, rows, note)
 
 
@@ -193,11 +190,7 @@ def _orders(limits: Limits) -> Table:
     if not limits.orders:
         return Table(title, (), (), limits.orders_reason)
     rows = tuple((o.defense, _order(o.upper, o.upper_formula), _order(o.lower, o.lower_formula)) for o in limits.orders)
-    note = (
-        "For one hidden layer of m random units, d features and B examples of length 1; orders compare defences and "
-        "are no errors. A question mark needs a channel with that defence, and for the last column with noise."
-    )
-    return Table(title, ("defence", "an attack reaches", "no attack is better than"), rows, note)
+    return Table(title, ("defence", "an attack reaches", "no attack is better than"), rows, _NOTES["orders"])
 
 
 def _order(value: float | None, formula: str | None) -> str:
@@ -225,11 +218,7 @@ def _rounds(limits: VerticalLimits) -> Table:
         ("not told apart", str(limits.together), apart),
         ("theorem 1", met(limits.theorem.corrected), theorem),
     )
-    note = (
-        "The adversary is taken to know which samples are in each batch, and the model to stand still: where it learns "
-        "from round to round, output gradients drift."
-    )
-    return Table("Announced batches", FACTS, rows, note)
+    return Table("Announced batches", FACTS, rows, _NOTES["batches"])
 
 
 def _needed(limits: VerticalLimits) -> Table:
@@ -240,11 +229,7 @@ def _needed(limits: VerticalLimits) -> Table:
         ("to have all samples", brief(limits.needed.covered), "expected rounds until every sample was in a batch"),
         ("to tell all apart", apart, together),
     )
-    note = (
-        "Fewer rounds than samples are no safety: where the inputs of the first dense layer are linearly independent "
-        "(no more samples than inputs), telling all apart can be enough."
-    )
-    return Table("Rounds that it takes", FACTS, rows, note)
+    return Table("Rounds that it takes", FACTS, rows, _NOTES["rounds"])
 
 
 def _workers(limits: VerticalLimits) -> Table:
@@ -259,15 +244,9 @@ def _workers(limits: VerticalLimits) -> Table:
         )
         for w in limits.workers
     )
-    note = (
-        f"At {limits.point}. V: output gradients of the layer, a row per sample; those that are zero are invisible. H: "
-        "what the layer reads."
-    )
+    note = _NOTES["workers"].format(point=limits.point)
     if few := [worker.share for worker in limits.workers if not worker.enough_inputs]:
-        note += (
-            f" Fewer inputs than features: {', '.join(few)}; there H alone cannot give the features without prior "
-            "knowledge of them."
-        )
+        note += _NOTES["few-inputs"].format(names=", ".join(few))
     if bare := [worker.share for worker in limits.workers if not worker.bias]:
         note += f" No bias: {', '.join(bare)}; there H follows only up to the length and sign of each row."
     return Table("Workers", columns, rows, note)
@@ -294,9 +273,4 @@ def _bounds(limits: VerticalLimits) -> Table:
         for worker in limits.workers
         for bound in worker.bounds
     )
-    note = (
-        "Squared error at most so many times the expected squared loss of step I (of step II in the last column), for "
-        "batches drawn evenly. What is printed is too small in general; infinite where a bound does not apply. The "
-        "Cramér-Rao floor and the rank of the Jacobian are left out for vertical models: too large."
-    )
-    return Table("Recovery bounds", columns, rows, note)
+    return Table("Recovery bounds", columns, rows, _NOTES["bounds"])

@@ -1,7 +1,5 @@
 """The page of an audit: one self-contained HTML file. The same store gives the same bytes, whenever and wherever."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -16,15 +14,15 @@ from leakscope.report import jobs, settings, words
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
-from leakscope.report.gallery import Gallery
 from leakscope.report.limits import limits_section
+from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import REMEDIES, SharedReason, by_remedy, shared_remarks
 from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.defense_study import study_store
-from leakscope.results.names import Setting, name_settings
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.store import Store
 from leakscope.results.summary import summarise
 from leakscope.results.verdict import Verdict, judge_store
@@ -32,18 +30,7 @@ from leakscope.results.verdict import Verdict, judge_store
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
 STUDY_TABLE = "defense-study.csv"
-HEADLINES = {
-    "leaks": ("Leaks above policy", "At least one limit of the policy is exceeded."),
-    "within policy": (
-        "Within policy",
-        "No attack tried here reached the limits. This is evidence on these attacks, not proof against all.",
-    ),
-    "inconclusive": (
-        "Inconclusive",
-        "Nothing crossed the limits, but doubts remain, so this is not a pass. The reasons are below.",
-    ),
-    "nothing audited": ("Nothing audited", "No job has produced a measurement, so there is nothing to judge."),
-}
+HEADLINES: dict[str, list[str]] = words.TEXTS["headlines"]
 
 
 def render(directory: FileName, pictures: bool | None = None, verdict: Verdict | None = None) -> str:
@@ -76,7 +63,7 @@ def write_report(
 def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict[str, Any]:
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
-    named = name_settings(verdict)
+    named = verdict.settings
     summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     matrix = matrix_section(rows, named)
@@ -115,9 +102,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "explain_flag": words.explain_flag,
-        "flag_rule": words.FLAG_RULE,
         "measures": MEASURES.values(),
-        "terms": words.TERMS,
         "provenance": _provenance(store, meta, rows, findings),
         "versions": [(str(name), str(value)) for name, value in meta["versions"].items()],
         "spec": yaml.safe_dump(meta["spec"], sort_keys=False, allow_unicode=True, width=100),
@@ -175,7 +160,7 @@ def progress(rows: Sequence[Row], plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**count, "planned": planned, "missing": planned - len(rows), "controls": controls}
 
 
-def _worst(verdict: Verdict, named: Sequence[Setting], gallery: Gallery) -> dict[str, Any] | None:
+def _worst(verdict: Verdict, named: Sequence[SettingVerdict], gallery: Gallery) -> dict[str, Any] | None:
     worst = verdict.worst
     if worst is None:
         return None

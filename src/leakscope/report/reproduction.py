@@ -1,7 +1,5 @@
 """The page of a reproduced table. Papers may not be imported here, so a reproduction is read by its fields alone."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,11 +14,6 @@ from leakscope.report.template import FileName, fill, write_page
 
 #: A curve is drawn as its mean over so large a share of its steps, for the loss of single batches is ragged.
 SMOOTHED = 0.02
-_PRIVATE = (
-    "The pictures show private data, so they are left out of this page. "
-    "Run leakscope reproduce again with --pictures to show them."
-)
-_HIDDEN = "Pictures were left out on request."
 
 
 def render_reproduction(result: Any, pictures: bool | None = None) -> str:
@@ -69,7 +62,8 @@ def _chart(curves: Any, identity: str) -> dict[str, Any]:
 
 def _grid(grid: Any, pictures: bool | None, identity: str) -> dict[str, Any]:
     if grid.private if pictures is None else not pictures:
-        return {"title": grid.title, "message": _HIDDEN if pictures is False else _PRIVATE}
+        why = "reproduced-hidden" if pictures is False else "reproduced-private"
+        return {"title": grid.title, "message": words.TEXTS["pictures"][why]}
     originals, guesses = (
         [draw(value, alt=f"{what} sample {n}", identity=f"{identity}-{what[0]}{n}") for n, value in enumerate(values)]
         for what, values in (("original of", grid.originals), ("attack's guess of", grid.recovered))

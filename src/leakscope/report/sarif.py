@@ -4,8 +4,6 @@ Each setting gives one result for each kind of leak, one for its doubts and one 
 none. Fingerprints are made of what a finding is about, not of its numbers: the same leak is the same alert tomorrow.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -14,11 +12,11 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 from leakscope import __version__
-from leakscope.report.certificate import strongest_words
-from leakscope.report.sentences import over_examples
-from leakscope.results.names import Setting, name_settings
+from leakscope.report.sentences import over_examples, strongest_words
+from leakscope.report.words import TEXTS
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.source import Place, Source
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
@@ -54,59 +52,8 @@ class Rule:
         }
 
 
-_PROTECT = (
-    "Use a stronger defence (clipping with noise, DP-SGD), larger batches or secure aggregation, and audit again with "
-    "`knowledge: adaptive_server`; or say in the policy that this much may leak."
-)
 #: Every kind of finding, by the kind of its reasons.
-RULES: Mapping[str, Rule] = {
-    "reconstruction": Rule(
-        "LS001",
-        "PrivateExampleReconstructed",
-        "error",
-        "Private examples can be reconstructed from an update",
-        f"An attack that sees only the update came nearer to an example than the policy allows. {_PROTECT}",
-        8.0,
-    ),
-    "identification": Rule(
-        "LS002",
-        "PrivateExampleIdentified",
-        "error",
-        "Private examples can be told from others by an update",
-        f"More reconstructions than the policy allows are nearest to their own original among all examples. {_PROTECT}",
-        7.0,
-    ),
-    "labels": Rule(
-        "LS003",
-        "LabelsRecovered",
-        "error",
-        "Labels of private examples can be read off an update",
-        f"An attack named more labels than the policy allows, and more than anybody can guess. {_PROTECT}",
-        6.0,
-    ),
-    "doubt": Rule(
-        "LS004",
-        "Inconclusive",
-        "warning",
-        "The audit cannot say that an update is safe",
-        "Something stands in the way of a pass: an attack too weak to judge, a failed or missing job, a defence that "
-        "no attack knew. That is no pass; each doubt says what to do about it.",
-    ),
-    "nothing": Rule(
-        "LS005",
-        "NothingAudited",
-        "warning",
-        "No attack gave a result",
-        "Nothing was audited, so nothing is known. Add attacks that fit model and protocol, such as `standard`.",
-    ),
-    "remark": Rule(
-        "LS006",
-        "NotLimited",
-        "note",
-        "Something leaks that the policy does not limit",
-        "The verdict does not depend on it. Set the limit in the policy if it should.",
-    ),
-}
+RULES: Mapping[str, Rule] = {kind: Rule(**facts) for kind, facts in TEXTS["rules"].items()}
 
 
 def sarif_log(store: Store, verdict: Verdict, source: Source | None = None) -> dict[str, Any]:
@@ -139,19 +86,19 @@ class _Finding:
     rule: Rule
     sentences: list[tuple[str, str]]
     reasons: list[Reason]
-    setting: Setting | None = None
+    setting: SettingVerdict | None = None
 
 
 def _findings(verdict: Verdict) -> Iterator[_Finding]:
     if verdict.outcome == "nothing audited":
         yield _Finding(RULES["nothing"], *_told(verdict.reasons))
         return
-    for setting in name_settings(verdict):
-        reasons = setting.verdict.reasons
+    for setting in verdict.settings:
+        reasons = setting.reasons
         for kind in dict.fromkeys(reason.kind for reason in reasons):
             yield _Finding(RULES[kind], *_told([r for r in reasons if r.kind == kind]), setting)
-        if setting.verdict.remarks:
-            yield _Finding(RULES["remark"], *_told(setting.verdict.remarks), setting)
+        if setting.remarks:
+            yield _Finding(RULES["remark"], *_told(setting.remarks), setting)
     if verdict.doubts_of_all:
         yield _Finding(RULES["doubt"], *_told(verdict.doubts_of_all))
 
@@ -167,7 +114,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     title = "The audit" if setting is None else setting.short
     told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
     if setting is not None and finding.rule is RULES["reconstruction"]:
-        told += [f"{line}." for line in strongest_words([e for e in setting.verdict.examples if e.leaks])]
+        told += [f"{line}." for line in strongest_words([e for e in setting.examples if e.leaks])]
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
     fingerprint = hashlib.sha256(prints.encode()).hexdigest()[:32]
     related = {} if source.model is None else {"relatedLocations": [_location(source.model, "The model is made here.")]}
@@ -190,16 +137,15 @@ def _location(place: Place, message: str | None = None) -> dict[str, Any]:
     return location if message is None else {"id": 1, **location, "message": {"text": message}}
 
 
-def _facts(setting: Setting) -> dict[str, Any]:
-    verdict = setting.verdict
+def _facts(setting: SettingVerdict) -> dict[str, Any]:
     names = ("protocol", "defense", "outcome", "mean_psnr", "baseline_psnr", "identification", "label_accuracy")
     return {
-        **{name: getattr(verdict, name) for name in names},
-        "leaking_examples": [example.index for example in verdict.examples if example.leaks],
-        "certified_examples": [example.index for example in verdict.examples if example.certified],
+        **{name: getattr(setting, name) for name in names},
+        "leaking_examples": [example.index for example in setting.examples if example.leaks],
+        "certified_examples": [example.index for example in setting.examples if example.certified],
         "certificates": [
             {"example": example.index, "certified": example.certified, **dataclasses.asdict(example.certificate)}
-            for example in verdict.examples
+            for example in setting.examples
             if example.certificate is not None
         ],
     }

@@ -1,128 +1,30 @@
-"""Reasons of a verdict and fates of jobs in sentences: what several examples, scenarios or jobs share is told once."""
-
-from __future__ import annotations
+"""Reasons of a verdict, fates of jobs and certificates in sentences: what several of them share is told once."""
 
 import dataclasses
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from leakscope.contracts.certificate import Certificate
+from leakscope.contracts.reconstruction import FLAG_REMEDIES, RECOVERED
 from leakscope.contracts.tables import in_words
 from leakscope.metrics import MEASURES
-from leakscope.results.names import name_settings
-from leakscope.results.reasons import FLAG_REMEDIES, Reason, Remedy, because
-from leakscope.results.records import FindingRow, Row, Status, counted, finding_words
+from leakscope.report.words import TEXTS, fixed, short
+from leakscope.results.reasons import Reason, Remedy, because
+from leakscope.results.records import NAN, FindingRow, Row, Status, counted, finding_words
+from leakscope.results.setting_verdict import StrongestExample
 from leakscope.results.verdict import Verdict
 
 #: Reasons in a paragraph; the others are counted.
 IN_A_PARAGRAPH = 3
 
-_TOO_WEAK = "attack too weak to judge: "
-_LABELS = "{value:.0%} of the labels are recovered{chance}; "
-_LATE = "the budget of {budget} ended before "
-#: The sentence of each reason. Numbers are formatted as usual, "#job" counts jobs; ``who`` are the examples.
-REASONS: Mapping[str, str] = {
-    "reconstruction": "{who} leak{s} by {attack}: {measured}",
-    "identification": "{value:.0%} of the examples are identified, the limit is {limit:.0%}",
-    "labels": _LABELS + "the limit is {limit:.0%}",
-    "labels-unlimited": _LABELS + "the policy sets no limit (max_label_accuracy)",
-    "labels-known": "the adversary knows the labels, but the policy limits their recovery",
-    "no-labels": "no attack names labels, but the policy limits their recovery",
-    "labels-wrong": "{count} of {total:#attempt}: the labels were guessed wrong",
-    "labels-hide": "{count:#example} would reach {value:.1f} dB with the right labels, which an adversary may guess",
-    "identification-unmeasured": "identification could not be measured for every example, but the policy limits it",
-    "identified-above-chance": (
-        "{value:.0%} of the examples are identified, against {baseline:.0%} without information"
-    ),
-    "certificate-contradicted": "{who}: its certificate contradicts the measured PSNR",
-    "no-control": "{who} reach{es} {value:.1f} dB, but no control tells how much of it comes from the update",
-    "near-held-out": "{who} reach{es} {value:.1f} dB, but a held-out image is nearly as near ({baseline:.1f} dB)",
-    "psnr-unmeasured": "{count:#reconstruction} could not be measured (PSNR is not a number)",
-    "measure-missing": "{who}: {label} could not be measured, but the policy limits it",
-    "unexplained": "{count} of {total} updates: the best attack leaves up to {value:.1%} of the update unexplained, "
-    "the true examples leave {baseline:.1%}",
-    "gap": "theory allows {limit:.0f} dB and the best attack reaches {value:.1f} dB: a better one may cross the limit",
-    "standard-not-run": "standard attacks not run: {names}",
-    "no-support": "{count:#update}: no attack gave a result that could support a pass",
-    "no-positive-control": "no positive control gave a result, so nothing shows that these attacks find what is there",
-    "weak-on-easy-case": _TOO_WEAK + "without a defence, its labels and visiting order known, it reaches "
-    "{value:.1f} dB, {limit:g} dB would show that it works",
-    "weak-without-theory": _TOO_WEAK + "it fails without a defence too, and theory does not tell whether the update "
-    "hides the inputs",
-    "weak-undefended": _TOO_WEAK + "without a defence {reached}, where theory allows {limit:.0f} dB",
-    "search-missed": "{count:#update} of {total}: the update determines the inputs, but the search missed them "
-    "(optimiser failed)",
-    "flag": "{count} of {total:#attempt} raised the flag: {names}",
-    "defence-unknown": "no attack that knows this defence was run",
-    "defence-unread": "no attack that knows this defence was run: the defence has no channel, or no attack here "
-    "reads it",
-    "model-not-chosen": "the server may choose the model, and no attack that does so was run",
-    "no-result": "no attack gave a result",
-    "job-failed": "{count:#job} failed",
-    "job-starved": "{count:#job} refused for want of knowledge",
-    "control-failed": "{count:#control job} failed",
-    "attempts-missing": "{count:#job} missing",
-    "attempts-missing, budget": _LATE + "{count} of {total} attempts were made",
-    "findings-missing": "{count:#finding} missing",
-    "findings-missing, budget": _LATE + "{count:#finding} {were} made",
-    "jobs-missing": "{count} of {total} jobs have not been run",
-    "jobs-missing, budget": _LATE + "{count} of {total} jobs were run, controls included",
-    "spared": "{count:#attempt} {were} not made, on examples that another attack had recovered exactly before",
-    "defence-unused": "no attack made use of knowing the defence, so that it has not been tested",
-    "theory-allows": "theory allows {limit:.0f} dB",
-    "nothing-learnt": "even without a defence the training learns hardly more than a constant guess",
-    "attempts-not-run": "{count:#attempt} not run yet",
-    "attempts-failed": "{count:#attempt} failed",
-    "no-training": "no training is done",
-    "training-diverged": "the training broke down with {count} of {total:#seed}",
-}
-
-_MORE = "Give the attack more steps"
-_KEPT = "un the same command again: what is done "
-#: The sentence of each remedy, with its arguments.
-REMEDIES: Mapping[str, str] = {
-    "again": f"R{_KEPT}stays",
-    "retry": f"The report says why. R{_KEPT}stays",
-    "more-time": f"Raise --budget, or r{_KEPT}is kept",
-    "without-budget": "Run the same command without --budget to have them too",
-    "more-steps": f"{_MORE} or restarts, or add others (leakscope list attacks)",
-    "more-iterations": f"{_MORE}, such as --attack head-first:iterations=1000",
-    "more-restarts": "Give the attack more restarts",
-    "other-attacks": "Add attacks that fit (leakscope list attacks), or --attack standard",
-    "standard-attacks": "Run them with --attack standard",
-    "waive": "Do without them in the policy with {waivers}",
-    "precise-attack": "Add another attack, such as head-first, or use dtype: float64",
-    "unmixing-attack": "Add an attack that tells the examples of a batch apart, such as head-first or cocktail-party",
-    "trained-attack": "Add an attack that is trained on protected updates",
-    "label-attack": "Add an attack that reads labels, such as idlg",
-    "choose-model": "Add an attack that chooses the model, such as --attack robbing-the-fed",
-    "honest-server": "Take the server for honest (--knowledge)",
-    "learn-defence": "Add learning-to-invert, which needs no channel, with --knowledge informed_server",
-    "know-defence": "Let attacks know it with --knowledge adaptive_server",
-    "grant-client": "Grant what the attacks do not know of the client (--knowledge)",
-    "grant-knowledge": "Grant what they ask for (knowledge), or leave these attacks out (standard ones with "
-    "--waive NAME)",
-    "grant-recipe": "Grant the client's recipe (knowledge local_epochs, batch_size, learning_rate), or add the attack "
-    "sme, which needs none",
-    "grant-labels": "Grant the labels with --labels counts or --labels yes",
-    "grant-all-labels": "Grant the labels with --labels yes",
-    "judge-with-labels": "Judge an adversary who knows them with --labels yes",
-    "withhold-labels": "Withhold them (--labels no)",
-    "true-simulations": "Tell the attack the real protocol and defence, or give it examples of the same kind",
-    "lower-learning-rate": "Lower the attack's learning rate, or use dtype: float64",
-    "slower-protocol": "Lower the protocol's learning rate, or add another attack",
-    "more-rounds": "Give the protocol more rounds",
-    "stronger-defence": "Use a stronger defence",
-    "keep-controls": "Leave the controls on (controls: true)",
-    "keep-findings": "Leave the findings on (no --no-findings)",
-    "more-data": "Give the data more examples to tell them from",
-    "set-limit": "Set {limit} in the policy",
-    "drop-limit": "Drop {limit} from the policy",
-    "look-at-pictures": "Look at the pictures",
-    "report-defect": "Report it: either the attack's proof or the measure is wrong",
-    "audit-again": "The same audit in the same folder makes it again",
-}
+#: The sentence of each reason and, with its arguments, of each remedy.
+REASONS: Mapping[str, str] = TEXTS["reasons"]
+REMEDIES: Mapping[str, str] = TEXTS["remedies"]
+#: From here on an input is recovered (dB).
+RECOVERED_PSNR = -20 * math.log10(RECOVERED)
 
 
 class _Numbers:
@@ -244,8 +146,8 @@ def shared_reasons(verdict: Verdict) -> list[SharedReason]:
 
 def _shared(verdict: Verdict, reasons: Callable[[Any], list[Reason]]) -> list[SharedReason]:
     places: dict[tuple[str, str, str], list[str]] = {}
-    for setting in name_settings(verdict):
-        for told in over_examples(reasons(setting.verdict)):
+    for setting in verdict.settings:
+        for told in over_examples(reasons(setting)):
             places.setdefault(told, []).append(setting.name)
     return [SharedReason(tuple(names), *told) for told, names in places.items()]
 
@@ -289,7 +191,7 @@ def shared_fates(rows: Iterable[Row], findings: Iterable[FindingRow] = ()) -> li
 @in_words.register
 def paragraph(verdict: Verdict) -> str:
     """The verdict in one paragraph: outcome, strongest reconstruction, and the first reasons with their remedies."""
-    names = {setting.scenario: f"{setting.name} ({setting.short})" for setting in name_settings(verdict)}
+    names = {setting.scenario: f"{setting.name} ({setting.short})" for setting in verdict.settings}
     sentences = [verdict.outcome.upper()]
     if (worst := verdict.worst) is not None:
         best = f"example {worst.index} at {worst.psnr:.1f} dB by {worst.attack_name}"
@@ -300,3 +202,57 @@ def paragraph(verdict: Verdict) -> str:
     if (more := len(reasons) - IN_A_PARAGRAPH) > 0:
         sentences.append(f"There {'is' if more == 1 else 'are'} {counted(more, 'more reason')}")
     return " ".join(f"{sentence.rstrip('.')}." for sentence in sentences if sentence)
+
+
+def certificate_words(certificate: Certificate | None, psnr: float = NAN) -> str:
+    """Say what a certificate proves of one example; empty without one. The truth has the last word, where known.
+
+    >>> proof = Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="masks decoded")
+    >>> certificate_words(proof), certificate_words(proof, 12.0)
+    ('recovered, certified', 'certified, but the original differs (12.0 dB)')
+    >>> certificate_words(Certificate(residual=0.4, tolerance=1.0, free_directions=2304, method="Gauss-Newton"))
+    'explains the update, but 2,304 directions of the input are not determined'
+    """
+    if certificate is None:
+        return ""
+    if certificate.holds:
+        wrong = psnr < RECOVERED_PSNR
+        return f"certified, but the original differs ({fixed(psnr)} dB)" if wrong else "recovered, certified"
+    if certificate.not_unique:
+        free = counted(certificate.free_directions or 0, "direction")
+        verb = "is" if certificate.free_directions == 1 else "are"
+        return f"explains the update, but {free} of the input {verb} not determined"
+    if certificate.explains:
+        return "explains the update; free directions were not counted"
+    return "does not explain the update"
+
+
+def certificate_details(certificate: Certificate | None, psnr: float = NAN) -> str:
+    """Say the same with the method and the residual."""
+    if certificate is None:
+        return ""
+    residual = f"residual {short(certificate.residual)} (limit {short(certificate.tolerance)})"
+    return f"{certificate_words(certificate, psnr)}; {certificate.method}, {residual}"
+
+
+def shared_words(certificates: Sequence[Certificate | None], psnrs: Sequence[float] = ()) -> list[str]:
+    """Say once what several examples share; leave out those that do not explain the update.
+
+    >>> proof = Certificate(residual=0.4, tolerance=1.0, free_directions=0, method="masks decoded")
+    >>> shared_words([proof, None, proof])
+    ['2 of 3 examples: recovered, certified (masks decoded)']
+    """
+    if not certificates:
+        return []
+    known = psnrs or [NAN] * len(certificates)
+    told = Counter(
+        f"{certificate_words(proof, psnr)} ({proof.method})"
+        for proof, psnr in zip(certificates, known, strict=True)
+        if proof is not None and proof.explains
+    )
+    return [f"{count} of {counted(len(certificates), 'example')}: {words}" for words, count in told.items()]
+
+
+def strongest_words(examples: Sequence[StrongestExample]) -> list[str]:
+    """Say what was proved of the strongest reconstruction of each example, beside the truth."""
+    return shared_words([example.certificate for example in examples], [example.psnr for example in examples])

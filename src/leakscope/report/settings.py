@@ -1,7 +1,5 @@
 """The settings of an audit on the page: tables and charts of the strongest attacks, all measures, every attack."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,9 +10,10 @@ from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure, interval
 from leakscope.report import svg, words
 from leakscope.report.words import figure, fixed, percent, span
 from leakscope.results.baselines import Baselines
-from leakscope.results.knowledge_worth import IGNORES
-from leakscope.results.names import Setting, parts_of, telling_options
+from leakscope.results.defense_study import IGNORES
+from leakscope.results.names import parts_of, telling_options
 from leakscope.results.records import Row, highest, mean, number
+from leakscope.results.setting_verdict import SettingVerdict
 from leakscope.results.summary import MeasureSummary, SettingSummary
 
 PSNR = MEASURES["psnr"]
@@ -25,7 +24,9 @@ def main_measures(measures: Iterable[Measure]) -> list[Measure]:
     return [m for m in measures if m is not PSNR and (m.limit is not None or m.of != "inputs")]
 
 
-def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSummary], data: Any) -> dict[str, Any]:
+def settings_table(
+    settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary], data: Any
+) -> dict[str, Any]:
     """One line a setting, for each example its strongest attack; ``data`` are the facts on the data set."""
     present = {entry.name for summary in summaries for entry in summary.measures}
     measures = main_measures(measure for measure in MEASURES.values() if measure.name in present)
@@ -34,36 +35,36 @@ def settings_table(settings: Sequence[Setting], summaries: Sequence[SettingSumma
     chance = f"chance {percent(1 / count) if count >= 1 else words.DASH}"
     lines = []
     for setting, summary in zip(settings, summaries, strict=True):
-        verdict, means = setting.verdict, {entry.name: entry.mean for entry in summary.measures}
-        blind = "" if math.isnan(verdict.label_baseline) else f"chance {percent(verdict.label_baseline)}"
+        means = {entry.name: entry.mean for entry in summary.measures}
+        blind = "" if math.isnan(setting.label_baseline) else f"chance {percent(setting.label_baseline)}"
         shown = {measure.name: (figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures}
         # An example that any attempt identifies is identified, by the strongest or not.
-        known = {"identification": (percent(verdict.identification), chance)}
-        known["label_accuracy"] = percent(verdict.label_accuracy), blind
+        known = {"identification": (percent(setting.identification), chance)}
+        known["label_accuracy"] = percent(setting.label_accuracy), blind
         line = {
             "setting": setting,
-            "interval": span(verdict.interval, len(verdict.examples)),
-            "best": highest(example.psnr for example in verdict.examples),
-            "lift": mean(example.lift for example in verdict.examples),
+            "interval": span(setting.interval, len(setting.examples)),
+            "best": highest(example.psnr for example in setting.examples),
+            "lift": mean(example.lift for example in setting.examples),
             "measures": [known.get(name, cell) for name, cell in shown.items()],
         }
         lines.append(line)
     return {"columns": [measure.title for measure in measures], "psnr": PSNR.title, "lines": lines}
 
 
-def charts(settings: Sequence[Setting], policy: float) -> dict[str, Any]:
+def charts(settings: Sequence[SettingVerdict], policy: float) -> dict[str, Any]:
     """The dot plot twice, for wide and for narrow screens; the style sheet shows one of them."""
     if not settings:
         return {"wide": "", "narrow": ""}
     rows = [
         svg.DotRow(
             label=f"{setting.name} {setting.defense_short} · {setting.protocol_short}",
-            outcome=setting.verdict.outcome,
-            value=setting.verdict.mean_psnr,
-            low=setting.verdict.interval[0],
-            high=setting.verdict.interval[1],
-            baseline=setting.verdict.baseline_psnr,
-            points=tuple(example.psnr for example in setting.verdict.examples),
+            outcome=setting.outcome,
+            value=setting.mean_psnr,
+            low=setting.interval[0],
+            high=setting.interval[1],
+            baseline=setting.baseline_psnr,
+            points=tuple(example.psnr for example in setting.examples),
         )
         for setting in settings
     ]
@@ -74,10 +75,12 @@ def charts(settings: Sequence[Setting], policy: float) -> dict[str, Any]:
     }
 
 
-def all_measures(settings: Sequence[Setting], summaries: Sequence[SettingSummary]) -> list[tuple[Setting, list[Any]]]:
+def all_measures(
+    settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary]
+) -> list[tuple[SettingVerdict, list[Any]]]:
     """Each setting with a line a measure; no lines where nothing was measured at all."""
     return [
-        (setting, [(entry.measure, _cells(entry)) for entry in summary.measures if setting.verdict.examples])
+        (setting, [(entry.measure, _cells(entry)) for entry in summary.measures if setting.examples])
         for setting, summary in zip(settings, summaries, strict=True)
     ]
 
@@ -131,7 +134,7 @@ def heat(lift: float) -> int:
     return sum(lift >= step for step in HEAT)
 
 
-def matrix_section(rows: Sequence[Row], settings: Sequence[Setting]) -> dict[str, Any]:
+def matrix_section(rows: Sequence[Row], settings: Sequence[SettingVerdict]) -> dict[str, Any]:
     """One line an attack with a cell a setting; the baseline of each protocol; the strongest of all."""
     attempts = [row for row in rows if row.counts]
     attacks = list(dict.fromkeys((row.job.attack_name, row.job.attack) for row in attempts))
@@ -184,9 +187,9 @@ def _cell(jobs: Sequence[Row], attack: str, baselines: Baselines, ignores: bool)
     return _measured(mean(values), interval(values), len(values), lift, note)
 
 
-def _strongest(setting: Setting) -> Cell:
-    verdict, lift = setting.verdict, mean(example.lift for example in setting.verdict.examples)
-    return _measured(verdict.mean_psnr, verdict.interval, len(verdict.examples), lift)
+def _strongest(setting: SettingVerdict) -> Cell:
+    lift = mean(example.lift for example in setting.examples)
+    return _measured(setting.mean_psnr, setting.interval, len(setting.examples), lift)
 
 
 def _measured(psnr: float, ends: tuple[float, float], count: int, lift: float, note: str = "") -> Cell:

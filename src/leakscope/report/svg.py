@@ -1,7 +1,5 @@
 """Small charts as inline SVG; every text is escaped here, and every chart has a description for screen readers."""
 
-from __future__ import annotations
-
 import math
 import textwrap
 from collections.abc import Sequence

@@ -3,13 +3,11 @@
 Every string is untrusted and escaped; the page's own policy forbids any fetch and any script but the one it names.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
 import os
-from importlib import resources
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +15,9 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from leakscope.contracts.disk import atomic_write, private_folder
+from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
-from leakscope.report.certificate import certificate_words, strongest_words
+from leakscope.report.sentences import certificate_words, strongest_words
 from leakscope.results.records import counted, number
 
 FileName = str | os.PathLike[str]
@@ -29,7 +28,7 @@ _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} 
 
 def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
-    loader = FunctionLoader(_resource)
+    loader = FunctionLoader(partial(shipped_text, "leakscope.report"))
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
@@ -37,11 +36,10 @@ def fill(template: str, context: dict[str, Any]) -> str:
     environment.filters |= {"counted": counted, "number": number}
     environment.filters |= {"proved": certificate_words, "all_proved": strongest_words}
     environment.tests["finite"] = math.isfinite
-    script = _resource("table.js")
+    script = shipped_text("leakscope.report", "table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
-    page = environment.get_template(template).render(
-        **context, style=Markup(_resource("style.css")), script=Markup(script), script_hash=digest
-    )
+    style = Markup(shipped_text("leakscope.report", "style.css"))
+    page = environment.get_template(template).render(**context, style=style, script=Markup(script), script_hash=digest)
     # A lone surrogate from a JSON escape cannot be written as UTF-8.
     return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
@@ -52,7 +50,3 @@ def write_page(path: FileName, page: str) -> Path:
     private_folder(target.parent)
     atomic_write(target, page.encode("utf-8"))
     return target
-
-
-def _resource(name: str) -> str:
-    return resources.files("leakscope.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,12 +1,13 @@
 """Words and numbers of the page: formatting and the glossary. Nothing here knows the store."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
+from leakscope.contracts.tables import shipped_table
 
+#: Sentences by section and name.
+TEXTS = shipped_table("leakscope.report", "sentences.toml")
 DASH = "–"
 #: Characters of a label that are shown; that of a segmentation is as large as its picture.
 MAX_LABEL = 80
@@ -21,27 +22,7 @@ _LIKENESS = (
     (100.0, "a copy that no eye tells from the original"),
 )
 
-#: What the page shows beside measures: name, span and meaning.
-TERMS: tuple[tuple[str, str, str], ...] = (
-    (
-        "Baseline",
-        "dB",
-        "What can be had with no information on the example: the best of what the same attack makes of noise in place "
-        "of the update, or of the update of other examples with the same labels, and of the mean and the nearest of "
-        "other examples of the data.",
-    ),
-    ("Lift", "dB, may be negative", "PSNR minus baseline: what the update itself gave away."),
-    (
-        "Certificate",
-        "for each example",
-        "A proof without the truth. It holds if the example leaves no more of the update than rounding or known noise "
-        "does, and if no direction of the input is free. Then no other input near it explains the update.",
-    ),
-    ("Interval", "in the measure's unit", "Bootstrap interval (95 %) of a mean over the examples."),
-)
-
 UNKNOWN_FLAG = "Raised by the attack or the audit as a doubt about its own result; the job's notes may say more."
-FLAG_RULE = "A result that carries a flag cannot support a pass; another attack must give one without a flag."
 
 
 def fixed(value: float, digits: int = 1) -> str:

@@ -3,8 +3,6 @@
 Names are loaded on first use, so that a policy can be looked at without loading the libraries that measure.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 
@@ -14,8 +12,7 @@ _NAMES = {
     "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
     "store": ("Store", "StoreError", "StoreMismatch"),
     "summary": ("MeasureSummary", "SettingSummary", "summarise"),
-    "setting_verdict": ("SettingVerdict",),
-    "strongest": ("StrongestExample",),
+    "setting_verdict": ("SettingVerdict", "StrongestExample"),
     "verdict": ("Verdict", "judge", "judge_store"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}

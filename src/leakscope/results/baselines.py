@@ -1,7 +1,5 @@
 """Measure what comes out where nothing was to be learnt: blind controls, with which attempts are compared."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

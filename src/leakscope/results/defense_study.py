@@ -8,8 +8,6 @@ What has not been tested is shown, but beats nothing and is never recommended: a
 that fail undefended, and a training in which nothing is learnt even without a defence.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import Counter, defaultdict
@@ -20,7 +18,7 @@ from typing import Any
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import WIDE_GAP
-from leakscope.results.knowledge_worth import LEGIBLE, Interval, Worth, worth_of_knowing
+from leakscope.results.names import parts_of
 from leakscope.results.reasons import InScenario, Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
@@ -32,6 +30,23 @@ SAME_LEAKAGE = 1.0
 LEARNT = 0.1
 #: Limits for which the study names the cheapest defence (dB).
 LIMITS = (30.0, 25.0, 20.0, 15.0, 12.0)
+Interval = tuple[float, float]
+#: Beyond this PSNR pictures look the same (dB): an exact copy leaks no more than one that no eye tells apart.
+LEGIBLE = 60.0
+#: The option of an attack that leaves out what it knows of the defence.
+IGNORES = "ignore_defense"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Worth(InScenario):
+    """Hold what knowing a defence was worth to one attack, in dB."""
+
+    protocol: str
+    defense: str
+    attack_name: str
+    gain: float
+    interval: Interval
+    examples: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -349,3 +364,38 @@ def cheapest(rows: Sequence[StudyRow], tolerance: float) -> StudyRow | None:
         return None
     most = max(row.utility for row in rows)
     return min((row for row in rows if most - row.utility <= tolerance), key=lambda row: row.leakage)
+
+
+def worth_of_knowing(rows: Iterable[Row]) -> list[Worth]:
+    """Compare, for each defence and attack, runs with knowledge of the defence and without: the difference in dB.
+
+    >>> job = {"protocol": "P()", "defense": "D()", "attack_name": "a", "seed": 0, "batch": 0}
+    >>> def row(key, ignores, psnr):
+    ...     result = {"examples": [{"index": 0, "psnr": psnr}], "adaptive": not ignores}
+    ...     return Row.read(key, 0, "done", {**job, "attack": f"A(ignore_defense={ignores})"}, result)
+    >>> [worth] = worth_of_knowing([row("a", True, 12.0), row("b", False, 20.5)])
+    >>> worth.gain, worth.examples
+    (8.5, 1)
+    """
+    rows = list(rows)
+    parts = parts_of(rows)
+    best: dict[tuple[Scenario, str, str, bool], dict[int, float]] = defaultdict(dict)
+    for row in rows:
+        options = parts[row.job.attack].options if row.counts and row.status == "done" else {}
+        if IGNORES in options:
+            others = str({name: value for name, value in options.items() if name != IGNORES})
+            own = best[row.job.scenario, row.job.attack_name, others, options[IGNORES] is True]
+            for example in row.examples:
+                own[example.index] = highest((own.get(example.index, NAN), example.value("psnr")))
+    worths = []
+    for (scenario, name, others, ignores), blind in best.items():
+        knowing = best.get((scenario, name, others, False))
+        if not ignores or knowing is None:
+            continue
+        pairs = [(knowing[index], psnr) for index, psnr in blind.items() if index in knowing]
+        gains = [min(with_it, LEGIBLE) - min(without, LEGIBLE) for with_it, without in pairs]
+        gains = [gain for gain in gains if not math.isnan(gain)]
+        if gains:
+            facts: dict[str, Any] = {**scenario._asdict(), "attack_name": name}
+            worths.append(Worth(**facts, gain=mean(gains), interval=interval(gains), examples=len(gains)))
+    return worths

@@ -8,12 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from leakscope.results.reasons import InScenario
-
 if TYPE_CHECKING:
     from leakscope.results.records import Row
-    from leakscope.results.setting_verdict import SettingVerdict
-    from leakscope.results.verdict import Verdict
 
 
 @dataclass(frozen=True)
@@ -73,45 +69,6 @@ def parts_of(rows: Iterable[Row]) -> dict[str, Part]:
     places = ((getattr(row.job, name), row.job.parts.get(name)) for row in rows for name in names)
     facts = {text: told for text, told in places if told or text != "none"}
     return {text: Part.read(text, told) for text, told in facts.items()}
-
-
-@dataclass(frozen=True)
-class Setting(InScenario):
-    name: str
-    verdict: SettingVerdict
-    protocol_short: str
-    defense_short: str
-
-    @property
-    def protocol(self) -> str:  # type: ignore[override]
-        return self.verdict.protocol
-
-    @property
-    def defense(self) -> str:  # type: ignore[override]
-        return self.verdict.defense
-
-    @property
-    def title(self) -> str:
-        return f"{self.protocol}, defence {self.defense}"
-
-    @property
-    def short(self) -> str:
-        return f"{self.protocol_short} · {self.defense_short}"
-
-    @property
-    def defense_parts(self) -> tuple[str, str]:
-        """Split the defence into its name and its options."""
-        name, _, options = self.defense_short.partition("(")
-        return name, options.removesuffix(")")
-
-
-def name_settings(verdict: Verdict) -> list[Setting]:
-    protocols = short_names((s.protocol for s in verdict.settings), verdict.parts)
-    defenses = short_names((s.defense for s in verdict.settings), verdict.parts)
-    return [
-        Setting(f"S{position}", setting, protocols[setting.protocol], defenses[setting.defense])
-        for position, setting in enumerate(verdict.settings, start=1)
-    ]
 
 
 def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -> dict[str, list[str]]:

@@ -107,21 +107,3 @@ def because(code: str, *remedies: str | Remedy, **facts: Any) -> Reason:
     for one in reversed(remedies):
         remedy = dataclasses.replace(Remedy(one) if isinstance(one, str) else one, otherwise=remedy)
     return Reason(code=code, remedy=remedy, **{**facts, **unknown})
-
-
-#: What can be done about a flag that an attack raised.
-FLAG_REMEDIES: Mapping[str, tuple[str, ...]] = {
-    "did not converge": ("more-iterations",),
-    "restarts disagree": ("more-restarts", "grant-all-labels"),
-    "non-finite restart": ("lower-learning-rate",),
-    "non-finite objective": ("lower-learning-rate",),
-    "labels uncertain": ("grant-labels",),
-    "steps not simulated": ("grant-recipe",),
-    "ill-conditioned": ("precise-attack",),
-    "not identifiable": ("more-rounds",),
-    "rounds disagree": ("slower-protocol",),
-    "defence approximated": ("trained-attack",),
-    "update not explained": ("more-steps",),
-    "unlike the simulations": ("true-simulations",),
-    "mixture": ("unmixing-attack",),
-}

@@ -3,8 +3,6 @@
 Reading forgives: a missing or malformed value becomes NaN, None or nothing, so that damage costs one row only.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os
@@ -287,7 +285,7 @@ class Row:
         return self.job.control is None
 
     @classmethod
-    def read(cls, key: str, position: int, status: Status, job: Any, result: Any, *rest: Any, **more: Any) -> Row:
+    def read(cls, key: str, position: int, status: Status, job: Any, result: Any, *rest: Any, **more: Any) -> Self:
         record = None if result is None else AttemptRecord.read(result)
         return cls(key, position, status, JobRecord.read(job), record, *rest, **{**more, "raw": result})
 
@@ -320,9 +318,7 @@ class FindingRow(InScenario):
         return first_line(self.error) or str(self.content.get("reason") or "")
 
     @classmethod
-    def read(
-        cls, key: str, position: int, kind: str, status: Status, subject: Any, content: Any, *rest: Any
-    ) -> FindingRow:
+    def read(cls, key: str, position: int, kind: str, status: Status, subject: Any, content: Any, *rest: Any) -> Self:
         job = JobRecord.read(subject)
         client = (job.protocol, job.defense, job.batch, job.seed)
         return cls(key, position, kind, status, *client, mapping(content), *rest)

@@ -1,28 +1,32 @@
 """Judge one scenario, a protocol with a defence: its strongest reconstructions, leaks and doubts."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from leakscope.contracts.reconstruction import FLAG_REMEDIES
 from leakscope.metrics import MEASURES, interval
 from leakscope.results.baselines import Baselines
-from leakscope.results.coverage import MISSED, AttackStrength, Coverage, gap_doubt, raised
-from leakscope.results.label_leakage import (
+from leakscope.results.coverage import (
+    BEYOND_DOUBT,
+    MISSED,
     UNCERTAIN_LABELS,
+    AttackStrength,
+    Coverage,
     Share,
+    gap_doubt,
     label_doubts,
     label_remarks,
     label_share,
+    raised,
     unresolved_labels,
 )
 from leakscope.results.policy import Limit, Policy
-from leakscope.results.reasons import FLAG_REMEDIES, InScenario, Reason, Remedy, Scenario, because
-from leakscope.results.records import NAN, Row, best, highest, mean
-from leakscope.results.strongest import StrongestExample, above_policy, contradicts_its_certificate, strongest, tried
+from leakscope.results.reasons import InScenario, Reason, Remedy, Scenario, because
+from leakscope.results.records import NAN, ExampleRecord, Row, best, highest, mean
 
 Outcome = Literal["leaks", "within policy", "inconclusive", "nothing audited"]
 #: Where the policy does not limit it, identification this much above chance is a doubt.
@@ -30,10 +34,82 @@ _IDENTIFIED_ABOVE_CHANCE = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
+class StrongestExample(ExampleRecord, InScenario):
+    """Hold the best reconstruction of one example, over attacks and seeds, by PSNR."""
+
+    values: Mapping[str, float] = field(repr=False)
+    attack: str
+    attack_name: str
+    seed: int
+    key: str
+    protocol: str
+    defense: str
+    baseline_psnr: float = NAN
+    leaks: bool = False
+
+    @property
+    def psnr(self) -> float:
+        return self.value("psnr")
+
+    @property
+    def ssim(self) -> float:
+        return self.value("ssim")
+
+    @property
+    def exposure(self) -> float:
+        """Return PSNR for ordering; what was not measured comes last."""
+        return -math.inf if math.isnan(self.psnr) else self.psnr
+
+    @property
+    def lift(self) -> float:
+        """Return PSNR above the control of the same attack."""
+        return self.psnr - self.baseline_psnr
+
+    @property
+    def identified(self) -> bool | None:
+        value = self.value("identified")
+        return None if math.isnan(value) else value > 0
+
+    def __str__(self) -> str:
+        return f"example {self.index} at {self.psnr:.1f} dB by {self.attack_name}, defence {self.defense}"
+
+
+def above_policy(example: StrongestExample, policy: Policy) -> bool:
+    """Check that PSNR reaches the limit, and that there is the lift, or a certificate, which needs no baseline."""
+    lifted = policy.min_lift <= 0 or example.lift >= policy.min_lift
+    return example.psnr >= policy.max_psnr and (example.certified or lifted)
+
+
+def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
+    """Check for a certified example whose PSNR is low or unknown: one of the two is wrong."""
+    return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
+
+
+def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
+    baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
+    same = {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
+    return StrongestExample(key=row.key, baseline_psnr=baseline, **vars(example), **same)
+
+
+def strongest(tries: list[StrongestExample], policy: Policy) -> StrongestExample:
+    """Return the highest PSNR; first what is above the policy and certified, lest a strong prior hide a leak."""
+
+    def order(example: StrongestExample) -> tuple[bool, bool, float]:
+        above = above_policy(example, policy)
+        return above, above and example.certified, example.exposure
+
+    return max(tries, key=order)  # keeps the first of equals, so the order of the plan decides ties
+
+
+@dataclass(frozen=True, kw_only=True)
 class SettingVerdict(InScenario):
     protocol: str
     defense: str
     outcome: Outcome
+    #: Short names beside the other settings of the verdict, which sets them.
+    name: str = field(default="", compare=False)
+    protocol_short: str = field(default="", compare=False)
+    defense_short: str = field(default="", compare=False)
     reasons: list[Reason] = field(default_factory=list)
     #: What the policy does not limit and people ought to know.
     remarks: list[Reason] = field(default_factory=list)
@@ -54,6 +130,20 @@ class SettingVerdict(InScenario):
     failed: int = 0
     refused: int = 0
     missing: int = 0
+
+    @property
+    def title(self) -> str:
+        return f"{self.protocol}, defence {self.defense}"
+
+    @property
+    def short(self) -> str:
+        return f"{self.protocol_short} · {self.defense_short}"
+
+    @property
+    def defense_parts(self) -> tuple[str, str]:
+        """Split the defence into its name and its options."""
+        name, _, options = self.defense_short.partition("(")
+        return name, options.removesuffix(")")
 
     @property
     def doubts(self) -> list[Reason]:
@@ -117,7 +207,9 @@ class Judge:
         self.flags = sorted({flag for row in self.done for flag in row.flags})
         keys = [limit.measure.key for limit in self._other_limits()]
         self.coverage = Coverage(rows, strength, self.defended, keys, expected.required)
-        self.fates = {status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")}
+        self.fates: dict[str, Any] = {
+            status: sum(r.status == status for r in rows) for status in ("done", "failed", "refused")
+        }
 
     def verdict(self) -> SettingVerdict:
         leaks = {example.index: self._leaks_of(example) for example in self.strongest}

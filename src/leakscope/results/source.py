@@ -1,16 +1,14 @@
 """Name where in somebody's files an audit was asked for; no folder of a machine is told."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
-from leakscope.contracts.checks import is_whole
-from leakscope.results.records import mapping
+from pydantic import Field, TypeAdapter, ValidationError
 
 _INSTALLED = ("site-packages", "dist-packages")
 
@@ -19,17 +17,9 @@ _INSTALLED = ("site-packages", "dist-packages")
 class Place:
     """Point to a line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
 
-    file: str
-    line: int = 1
+    file: Annotated[str, Field(min_length=1)]
+    line: Annotated[int, Field(ge=1)] = 1
     installed: bool = False
-
-    @classmethod
-    def read(cls, raw: Any) -> Place | None:
-        facts = mapping(raw)
-        file, line = facts.get("file"), facts.get("line")
-        if not isinstance(file, str) or not file:
-            return None
-        return cls(file=file, line=line if is_whole(line) else 1, installed=facts.get("installed") is True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,16 +40,11 @@ class Source:
         return dataclasses.asdict(self)
 
     @classmethod
-    def read(cls, raw: Any) -> Source | None:
-        facts = mapping(raw)
-        whole = Place.read(facts.get("whole"))
-        if whole is None:
-            return None
-        tables = {
-            name: {str(key): place for key, value in mapping(facts.get(name)).items() if (place := Place.read(value))}
-            for name in ("protocols", "defenses")
-        }
-        return cls(whole=whole, model=Place.read(facts.get("model")), **tables)
+    def read(cls, raw: Any) -> Self | None:
+        """Read what a store says; None where it says nothing that can be used."""
+        with suppress(ValidationError):
+            return TypeAdapter(cls).validate_python(raw)
+        return None
 
 
 def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = None) -> Place:

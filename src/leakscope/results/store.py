@@ -4,8 +4,6 @@ A job's files are written before its row is committed, each atomically, so a row
 a checksum and the hashes of its files; a damaged row counts as failed and is done again when the audit is resumed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -80,7 +78,7 @@ class Store:
     # -- opening and closing --
 
     @classmethod
-    def create(cls, directory: str | os.PathLike[str], meta: Mapping[str, Any]) -> Store:
+    def create(cls, directory: str | os.PathLike[str], meta: Mapping[str, Any]) -> Self:
         """Create a store in ``directory``, which must not hold one yet; it appears whole or not at all."""
         folder = Path(directory)
         target = folder / DATABASE
@@ -108,7 +106,7 @@ class Store:
         return cls(folder, _connect(target, "write"), lock)
 
     @classmethod
-    def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Store:
+    def open(cls, directory: str | os.PathLike[str], *, write: bool = False) -> Self:
         """Open the store in ``directory``; StoreError if there is none, or a stranger's file."""
         folder = Path(directory)
         target = folder / DATABASE

@@ -4,8 +4,6 @@ Each example enters with the attempt that the verdict calls its strongest and wi
 not be measured is left out, counted and explained.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ order. Evidence that looks like a leak is identification far above chance, a hig
 that alone hide a leak, and a certificate that contradicts the measured PSNR. More attacks remove all other doubts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import math
@@ -23,13 +21,12 @@ from typing import Any
 from leakscope.contracts.tables import data_frame, html_table, in_words, latex_table
 from leakscope.results.baselines import Baselines
 from leakscope.results.coverage import AttackStrength, allowed_psnr
-from leakscope.results.names import Part, Setting, name_settings, parts_of
+from leakscope.results.names import Part, parts_of, short_names
 from leakscope.results.policy import Policy
 from leakscope.results.reasons import Reason, Scenario, because
 from leakscope.results.records import NAN, UTILITY, FindingRow, Row, highest, mapping, number, plain, texts
-from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict
+from leakscope.results.setting_verdict import Expected, Judge, Outcome, SettingVerdict, StrongestExample
 from leakscope.results.store import Store
-from leakscope.results.strongest import StrongestExample
 
 EXIT_CODES: Mapping[str, int] = {"leaks": 1, "within policy": 0, "inconclusive": 5, "nothing audited": 5}
 
@@ -44,6 +41,21 @@ class Verdict:
     worst: StrongestExample | None = None
     #: Every protocol, defence and attack by its repr.
     parts: Mapping[str, Part] = field(default_factory=dict, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Name each setting S1, S2 and so on, its protocol and defence by what tells them from the others."""
+        protocols = short_names((setting.protocol for setting in self.settings), self.parts)
+        defenses = short_names((setting.defense for setting in self.settings), self.parts)
+        named = []
+        for position, setting in enumerate(self.settings, start=1):
+            protocol, defense = protocols[setting.protocol], defenses[setting.defense]
+            short = dataclasses.replace(setting, name=f"S{position}", protocol_short=protocol, defense_short=defense)
+            named.append(short)
+        object.__setattr__(self, "settings", named)
+
+    @property
+    def names(self) -> dict[Scenario, str]:
+        return {setting.scenario: setting.name for setting in self.settings}
 
     @property
     def doubts_of_all(self) -> list[Reason]:
@@ -182,27 +194,26 @@ def _required(plan: Mapping[str, Any], protocol: str, policy: Policy) -> frozens
 
 def setting_lines(verdict: Verdict) -> list[dict[str, Any]]:
     """List every setting with its outcome and numbers; None where there is none."""
-    return [plain(_line(setting)) for setting in name_settings(verdict)]
+    return [plain(_line(setting)) for setting in verdict.settings]
 
 
-def _line(setting: Setting) -> dict[str, Any]:
-    verdict = setting.verdict
-    low, high = verdict.interval
+def _line(setting: SettingVerdict) -> dict[str, Any]:
+    low, high = setting.interval
     return {
         "setting": setting.name,
         "protocol": setting.protocol_short,
         "defense": setting.defense_short,
-        "outcome": verdict.outcome,
-        "leaking": sum(example.leaks for example in verdict.examples),
-        "certified": sum(example.certified for example in verdict.examples),
-        "examples": len(verdict.examples),
-        "worst_psnr": highest(example.psnr for example in verdict.examples),
-        "mean_psnr": verdict.mean_psnr,
+        "outcome": setting.outcome,
+        "leaking": sum(example.leaks for example in setting.examples),
+        "certified": sum(example.certified for example in setting.examples),
+        "examples": len(setting.examples),
+        "worst_psnr": highest(example.psnr for example in setting.examples),
+        "mean_psnr": setting.mean_psnr,
         "psnr_low": low,
         "psnr_high": high,
-        "baseline_psnr": verdict.baseline_psnr,
-        "identification": verdict.identification,
-        "label_accuracy": verdict.label_accuracy,
+        "baseline_psnr": setting.baseline_psnr,
+        "identification": setting.identification,
+        "label_accuracy": setting.label_accuracy,
     }
 
 

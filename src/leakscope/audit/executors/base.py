@@ -1,7 +1,5 @@
 """The contract of an executor, which says where jobs run; the serial executor; workers that share jobs (Crew)."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 import time

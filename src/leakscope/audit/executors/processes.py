@@ -5,8 +5,6 @@ No pool library: a worker's death breaks a loky pool, and a Pebble pool too wher
 worker that holds its client's update, carries progress, or starts processes with a signal mask and search path of ours.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import multiprocessing

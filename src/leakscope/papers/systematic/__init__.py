@@ -1,5 +1,5 @@
 """Tables of "Data Reconstruction Attacks and Defenses: A Systematic Evaluation" (Liu et al.)."""
 
-from leakscope.papers.systematic import attack, defenses, features
+from leakscope.papers.systematic import batches, features
 
-TABLES = (features.TABLE, *attack.TABLES, *defenses.TABLES)
+TABLES = (*features.TABLES, *batches.TABLES)

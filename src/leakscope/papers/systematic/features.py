@@ -15,8 +15,6 @@ v the number of random units, whose signal noise of 0.001 would bury; under nois
 error. Local steps have a rate of 1e-4. Pruning is of each tensor, clipping of the whole update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +33,7 @@ from leakscope.equations.stein_moments import activation_class, head_loadings, s
 from leakscope.federation import FedAvg, FedSGD
 from leakscope.metrics import feature_error
 from leakscope.models import build_model
-from leakscope.papers.base import Group, Line, PaperTable, Progress, Row, measured_rows
+from leakscope.papers.base import Group, Line, Progress, Row, measured_rows, paper_tables
 
 MEASURE = "feature error"
 CLASSES, LEARNING_RATE, SIGN_SIZE = 10, 1e-4, 0.17
@@ -63,10 +61,6 @@ class Scale:
     features: int
     units: int
     batches: tuple[int, ...] = BATCHES
-
-    def words(self) -> str:
-        sizes = f"{self.features} features, {self.units} units"
-        return f"{self.trials} draws of each cell, {sizes}, batches of {', '.join(map(str, self.batches))}"
 
 
 SCALES: Mapping[str, Scale] = {
@@ -134,11 +128,4 @@ def _note(key: str, defence: str) -> str:
     return "refined on the head's gradient, which the published estimator does not read"
 
 
-TABLE = PaperTable(
-    "systematic/table2",
-    run,
-    "errors of features recovered from the gradient of a layer of random units, under defences",
-    "Liu et al., Data Reconstruction Attacks and Defenses: A Systematic Evaluation",
-    title="Feature errors of Stein moments and of the strongest reading",
-    scales={name: size.words() for name, size in SCALES.items()},
-)
+TABLES = paper_tables("systematic", {"table2": run}, SCALES)
