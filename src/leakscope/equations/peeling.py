@@ -93,6 +93,16 @@ class Peel:
         self._rescale(source)
         self.started = steps[layer.step].name
 
+    def read_once(self, number: int) -> bool:
+        return len(self._readers[number]) == 1
+
+    def begin(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
+        """Take the factors of a layer that alone reads its source, and find the factor of each image."""
+        source = self.network.steps[layer.step].sources[0]
+        self.signals[layer.step], self.values[source] = found.signals, found.inputs
+        self.gates[source] = active(found.inputs)
+        self._rescale(source)
+
     def _rescale(self, source: int) -> None:
         """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
         sums = (self._backward(source) * self.gates[source]).flatten(2).sum(2).T
@@ -249,19 +259,46 @@ class Peel:
         self.signals[layer.step] = signal
 
 
+def factor_values(network: GatedNetwork, gradients: Mapping[str, Tensor]) -> tuple[dict[int, Tensor], list[str]]:
+    """Return the values of ReLUs behind which one convolution alone reads one image, and these layers' names.
+
+    Nothing above or below a layer enters but the bias in front, so that BatchNorm may be in train mode.
+    """
+    values, names = dict[int, Tensor](), list[str]()
+    for layer in _startable(network, gradients, 1):
+        number = network.steps[layer.step].sources[0]
+        attempt = Peel(network, gradients)
+        if attempt.read_once(number):
+            try:
+                attempt.begin(layer, _factor(network, gradients, layer, 1))
+            except NotApplicable:
+                continue
+            values[number] = attempt.values[number]
+            names.append(network.steps[layer.step].name)
+    if not values:
+        raise NotApplicable("no convolution could be factored")
+    return values, names
+
+
+def _factor(
+    network: GatedNetwork, gradients: Mapping[str, Tensor], layer: WeightedLayer, images: int
+) -> ConvolutionFactors:
+    height, width = network.steps[network.steps[layer.step].sources[0]].shape[1:]
+    found = factor_convolution(gradients[layer.weight_name], (height, width), images=images)
+    if not found.holds:
+        facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
+        raise NotApplicable(f"its factors do not hold ({facts})")
+    return found
+
+
 def peel(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> Peel:
     """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored."""
     refusals = []
     for layer in _startable(network, gradients, images):
         step = network.steps[layer.step]
-        height, width = network.steps[step.sources[0]].shape[1:]
         try:
-            found = factor_convolution(gradients[layer.weight_name], (height, width), images=images)
-            if not found.holds:
-                facts = f"gap {found.gap:.0e}, consistency {found.consistency:.0e}, negative {found.negative:.0e}"
-                raise NotApplicable(f"its factors do not hold ({facts})")
             attempt = Peel(network, gradients)
-            attempt.start(layer, found)
+            attempt.start(layer, _factor(network, gradients, layer, images))
             attempt.run()
             if attempt.cuts:
                 return attempt
