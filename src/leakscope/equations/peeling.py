@@ -93,16 +93,6 @@ class Peel:
         self._rescale(source)
         self.started = steps[layer.step].name
 
-    def read_once(self, number: int) -> bool:
-        return len(self._readers[number]) == 1
-
-    def begin(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
-        """Take the factors of a layer that alone reads its source, and find the factor of each image."""
-        source = self.network.steps[layer.step].sources[0]
-        self.signals[layer.step], self.values[source] = found.signals, found.inputs
-        self.gates[source] = active(found.inputs)
-        self._rescale(source)
-
     def _rescale(self, source: int) -> None:
         """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
         sums = (self._backward(source) * self.gates[source]).flatten(2).sum(2).T
@@ -257,27 +247,6 @@ class Peel:
         signal = self.signals[layer.step].clone()
         signal[:, odd] = found.reshape(len(odd), images, *signal.shape[2:]).transpose(0, 1)
         self.signals[layer.step] = signal
-
-
-def factor_values(network: GatedNetwork, gradients: Mapping[str, Tensor]) -> tuple[dict[int, Tensor], list[str]]:
-    """Return the values of ReLUs behind which one convolution alone reads one image, and these layers' names.
-
-    Nothing above or below a layer enters but the bias in front, so that BatchNorm may be in train mode.
-    """
-    values, names = dict[int, Tensor](), list[str]()
-    for layer in _startable(network, gradients, 1):
-        number = network.steps[layer.step].sources[0]
-        attempt = Peel(network, gradients)
-        if attempt.read_once(number):
-            try:
-                attempt.begin(layer, _factor(network, gradients, layer, 1))
-            except NotApplicable:
-                continue
-            values[number] = attempt.values[number]
-            names.append(network.steps[layer.step].name)
-    if not values:
-        raise NotApplicable("no convolution could be factored")
-    return values, names
 
 
 def _factor(

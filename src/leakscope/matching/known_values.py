@@ -93,7 +93,8 @@ class KnownValues:
     def descend(self, steps: int) -> Tensor:
         """Descend from grey with Adam; total variation decides what the features do not say yet."""
         wanted = self.wanted
-        point = torch.full((self.unknowns,), 0.5, dtype=wanted.dtype).requires_grad_()
+        middle = 0.5 if self.inputs.bounded else 0.0
+        point = torch.full((self.unknowns,), middle, dtype=wanted.dtype).requires_grad_()
         adam = torch.optim.Adam([point], PACE)
         plan = torch.optim.lr_scheduler.LambdaLR(adam, lambda step: schedule_factor("cosine", step, steps))
         size = wanted.square().sum().clamp_min(1e-300)
@@ -108,7 +109,7 @@ class KnownValues:
             adam.step()
             plan.step()
             with torch.no_grad():
-                point.clamp_(0, 1)
+                point.copy_(self.inputs.project_unit(point))
         return point.detach()
 
     def finish(self, start: Tensor, *, steps: int, tolerance: float) -> tuple[Tensor, float]:

@@ -12,7 +12,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -114,16 +113,6 @@ class GatedNetwork:
         layers = tuple(dataclasses.replace(layer, module=modules[id(layer.module)]) for layer in self.layers)
         return GatedNetwork(steps, layers)
 
-    def with_batch_statistics(self) -> GatedNetwork:
-        """Return the network with BatchNorm in train mode: values alone, for BatchNorm is not affine then."""
-        steps = (
-            dataclasses.replace(step, module=None, function=partial(_normalise, step.module))
-            if isinstance(step.module, BATCH_NORMS)
-            else step
-            for step in self.steps
-        )
-        return GatedNetwork(tuple(steps), self.layers)
-
     def run(self, x: Tensor) -> Pass:
         gates: Gates = {}
         values = [x]
@@ -224,11 +213,6 @@ class GatedNetwork:
 
     def _inputs(self, values: list[Tensor]) -> dict[int, Tensor]:
         return {layer.step: values[self.steps[layer.step].sources[0]] for layer in self.layers}
-
-
-def _normalise(module: Any, x: Tensor) -> Tensor:
-    weight, bias = (None if part is None else part.to(x) for part in (module.weight, module.bias))
-    return F.batch_norm(x, None, None, weight, bias, training=True, eps=module.eps)
 
 
 def _gate(step: Step, source: Tensor) -> Tensor | None:

@@ -22,7 +22,7 @@ from leakscope.contracts.errors import NotApplicable
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.embedding import Embedding
-from leakscope.equations.peeling import Cut, Peel, factor_values, peel
+from leakscope.equations.peeling import Cut, Peel, peel
 from leakscope.matching.known_values import KnownValues
 from leakscope.network.gates import GatedNetwork, read_gated
 from leakscope.network.layers import Head, find_head
@@ -30,7 +30,7 @@ from leakscope.network.layers import Head, find_head
 #: How far the derivative at the cut may be from that of the best label (sine of the angle).
 RIGHT_LABEL = 1e-2
 #: Levenberg-Marquardt steps from near to where float32 ends: about 150 products each.
-NEWTON_STEPS = 10
+NEWTON_STEPS = 16
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 800
 
@@ -49,7 +49,7 @@ class PeelConvolutions(Stage[Case]):
             and (case.held is None or case.below is not None)
             and not seen.has_rounds
             and not channel.survivors(seen.message.update)
-            and not (_batch_statistics(case) and (seen.num_examples != 1 or case.held is None))
+            and not (seen.batchnorm == "train" and case.victim.batchnorm_targets)
             and isinstance(seen.task, Classification)
             and len(seen.input_shape) == 3
             and seen.num_examples is not None
@@ -57,19 +57,11 @@ class PeelConvolutions(Stage[Case]):
 
     def propose(self, case: Case) -> Iterator[Candidate]:
         try:
-            if _batch_statistics(case):
-                case.known, note = recover_values(case.observation)
-                case.notes.append(note)
-                return iter(())
             held, case.known = recover_at_convolution(case.observation)
             case.hold(held)
         except NotApplicable as error:
             case.notes.append(f"convolutions were not peeled: {error}")
         return iter(())
-
-
-def _batch_statistics(case: Case) -> bool:
-    return case.observation.batchnorm == "train" and bool(case.victim.batchnorm_targets)
 
 
 class InvertValues(Stage[Case]):
@@ -112,14 +104,6 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     held, order = _embedding(observation, head, network, found)
     values = {step: value[order] for step, value in found.values.items() if network.steps[step].kind == "relu"}
     return held, KnownValues(network, values, observation.inputs)
-
-
-def recover_values(observation: Observation) -> tuple[KnownValues, str]:
-    """Recover what convolutions received that are factored by themselves, where BatchNorm is in train mode."""
-    network, gradients, _ = _read(observation)
-    values, names = factor_values(network, gradients)
-    known = KnownValues(network.with_batch_statistics(), values, observation.inputs)
-    return known, f"factored {', '.join(names)}: BatchNorm is in train mode, so no layer below was solved"
 
 
 def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], Head]:

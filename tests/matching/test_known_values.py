@@ -1,0 +1,68 @@
+"""Inputs from the values of known ReLUs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from leakscope.contracts.inputs import Box, ValueRange
+from leakscope.matching.known_values import KnownValues
+from leakscope.network.gates import GatedNetwork, read_gated
+
+SHAPE = (1, 6, 6)
+
+
+def network(*front: nn.Module) -> tuple[nn.Module, GatedNetwork]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [*front, nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 16, 3, stride=2)]
+        net = nn.Sequential(*layers, nn.ReLU(), nn.Flatten(), nn.LazyLinear(4))
+        net(torch.rand(32, *SHAPE))
+    return net.eval(), read_gated(net, SHAPE, str(len(net) - 1))
+
+
+def known_of(read: GatedNetwork, x: Tensor) -> KnownValues:
+    """Return all ReLUs' values, as a peel would know them."""
+    values = read.onwards(0, x.double()).values
+    relus = {number: values[number] for number, step in enumerate(read.steps) if step.kind == "relu"}
+    return KnownValues(read, relus, Box(shape=SHAPE, range=ValueRange()))
+
+
+def image(seed: int) -> Tensor:
+    return torch.randint(0, 256, (1, *SHAPE), generator=torch.Generator().manual_seed(seed)) / 255
+
+
+def test_the_image_is_found_and_determined() -> None:
+    _, read = network()
+    x = image(1)
+    known = known_of(read, x)
+    found, left = known.finish(known.descend(200), steps=20, tolerance=1e-9)
+    assert left < 1e-6
+    assert float((found - x.flatten()).abs().max()) < 1e-4
+    assert known.free_directions(found, 200) == 0
+    assert torch.allclose(known.whole_bytes(found, left).float(), x.flatten(), atol=1e-6)
+
+
+def test_what_pooling_hides_is_free() -> None:
+    _, read = network(nn.AvgPool2d(2))
+    x = image(2)
+    assert known_of(read, x).free_directions(x.double().flatten(), 200) == 36 - 9
+
+
+def test_known_values_stand_for_the_layers_above_them() -> None:
+    """The second ReLU is not compared: it sees the first alone, which is known."""
+    _, read = network()
+    known = known_of(read, image(1))
+    lowest = min(known.known)
+    assert list(read.received(0, image(1).double(), known.known)) == [lowest]
+
+
+@pytest.mark.parametrize(("level", "rounded"), [(1e-4, True), (0.3 / 255, True), (2 / 255, False)])
+def test_bytes_are_kept_where_the_values_agree(level: float, rounded: bool) -> None:
+    _, read = network()
+    x = image(3).double().flatten()
+    known = known_of(read, x.reshape(1, *SHAPE))
+    near = x + level * torch.sign(torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype))
+    left = float((known(near) - known.wanted).norm() / known.wanted.norm())
+    assert torch.allclose(known.whole_bytes(near, left), x, atol=1e-6) is rounded
