@@ -112,10 +112,12 @@ class KnownValues:
                 point.copy_(self.inputs.project_unit(point))
         return point.detach()
 
-    def finish(self, start: Tensor, *, steps: int, tolerance: float) -> tuple[Tensor, float]:
+    def finish(
+        self, start: Tensor, *, steps: int, tolerance: float, damping: float = DAMPING
+    ) -> tuple[Tensor, float]:
         """Take Levenberg-Marquardt steps; return the row and what it leaves of the values."""
         wanted = self.wanted
-        fit = LevenbergMarquardt(steps=steps, damping=DAMPING, dense=0, tolerance=tolerance).run(self, wanted, start)
+        fit = LevenbergMarquardt(steps=steps, damping=damping, dense=0, tolerance=tolerance).run(self, wanted, start)
         return fit.x, math.sqrt(fit.objective) / float(wanted.norm().clamp_min(1e-300))
 
     def whole_bytes(self, flat: Tensor, left: float) -> Tensor:

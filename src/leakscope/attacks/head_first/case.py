@@ -185,6 +185,8 @@ class Case:
 
     @property
     def rounds(self) -> int:
+        if self.known is not None:
+            return 1  # nothing is searched that another start could change
         exact = self.held is not None and self.held.exact
         return self.attack.tries if exact or self.pruned else min(self.attack.tries, NOISY_TRIES)
 

@@ -30,7 +30,9 @@ from leakscope.network.layers import Head, find_head
 #: How far the derivative at the cut may be from that of the best label (sine of the angle).
 RIGHT_LABEL = 1e-2
 #: Levenberg-Marquardt steps from near to where float32 ends: about 150 products each.
-NEWTON_STEPS = 16
+NEWTON_STEPS = 12
+#: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share.
+ROUNDS, NEARLY = 3, 1e-2
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 800
 
@@ -78,9 +80,8 @@ class InvertValues(Stage[Case]):
         count, tell = len(held.features), case.told(steps * len(held.features))
         rows = list[Tensor]()
         for number in range(count):
-            one = narrow.example(number)
-            found, left = one.finish(one.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
-            rows.append(one.whole_bytes(found, left))
+            row, left = _find(narrow.example(number), steps)
+            rows.append(row)
             if tell is not None:
                 tell(steps * (number + 1), steps * count, left)
         inputs = known.inputs.project(known.inputs.from_unit(torch.cat(rows).double().reshape(known.shape)))
@@ -92,6 +93,17 @@ class InvertValues(Stage[Case]):
         proofs = certify(case.observation, inputs, held.labels, share, free, method)
         case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
         yield case.latest
+
+
+def _find(known: KnownValues, steps: int) -> tuple[Tensor, float]:
+    """Find one example by descent and least squares; these go on while they come nearer and bytes do not fit yet."""
+    found, left = known.finish(known.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
+    for _ in range(ROUNDS):
+        whole = known.whole_bytes(found, left)
+        if whole is not found or not EXPLAINED < left < NEARLY:
+            return whole, left
+        found, left = known.finish(found, steps=NEWTON_STEPS // 2, tolerance=EXPLAINED, damping=left)
+    return known.whole_bytes(found, left), left
 
 
 def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownValues]:
