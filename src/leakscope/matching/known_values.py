@@ -112,9 +112,7 @@ class KnownValues:
                 point.copy_(self.inputs.project_unit(point))
         return point.detach()
 
-    def finish(
-        self, start: Tensor, *, steps: int, tolerance: float, damping: float = DAMPING
-    ) -> tuple[Tensor, float]:
+    def finish(self, start: Tensor, *, steps: int, tolerance: float, damping: float = DAMPING) -> tuple[Tensor, float]:
         """Take Levenberg-Marquardt steps; return the row and what it leaves of the values."""
         wanted = self.wanted
         fit = LevenbergMarquardt(steps=steps, damping=damping, dense=0, tolerance=tolerance).run(self, wanted, start)
