@@ -35,6 +35,8 @@ SET_ASIDE, DOUBTFUL = 0.3, 4.0
 ROOMY = 0.6
 #: Values behind a ReLU within this factor of the line between rounding and not may be on its other side.
 DOUBTED = 100.0
+#: Share of the mean square of the equations that is added where they do not have full rank: far below rounding.
+RIDGE = 1e-12
 #: Rounds of weighted least squares for each input.
 ROUNDS = 8
 #: Times that the forward pass may correct masks above and send the peel back to them.
@@ -335,6 +337,9 @@ def _weighted(matrix: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
     weighted = matrix * weights[:, None]
     normal = weighted.T @ matrix
     factor, failed = torch.linalg.cholesky_ex(normal)
+    if int(failed):
+        # Channels in doubt may be all that sees some places; they come back in the next round.
+        factor, failed = torch.linalg.cholesky_ex(normal + RIDGE * normal.diagonal().mean() * torch.eye(len(normal)))
     if int(failed):
         raise NotApplicable("the equations do not have full rank")
     return torch.cholesky_solve(weighted.T @ wanted, factor)

@@ -232,9 +232,14 @@ class Case:
         return float(DirectionL1()(self.update, victim.sent_update(update, victim.tensors)))
 
     def whole(self, inputs: Tensor) -> float:
-        """Return what inputs leave of the whole update in float64, with the labels that are held."""
+        """Return what inputs leave of the whole update, with the labels that are held.
+
+        Computed as the client computed it, and in float64: a unit within rounding of zero may be active in one alone.
+        """
         wide = self.observation.to(dtype=torch.float64)
-        return unexplained(wide, inputs.detach().to(wide.device).double(), self.targets.to(wide.device))
+        inputs, targets = inputs.detach().to(wide.device), self.targets.to(wide.device)
+        seen = (self.observation, inputs.to(self.like)), (wide, inputs.double())
+        return min(unexplained(observation, x, targets) for observation, x in seen)
 
     def told(self, steps: int) -> Progress | None:
         """Report ``steps`` further steps; how many there will be in all depends on what they find."""

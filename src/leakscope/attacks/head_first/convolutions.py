@@ -34,7 +34,7 @@ NEWTON_STEPS = 12
 #: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share.
 ROUNDS, NEARLY = 3, 1e-2
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
-FREE_PRODUCTS = 800
+FREE_PRODUCTS = 1200
 
 
 class PeelConvolutions(Stage[Case]):
