@@ -68,6 +68,14 @@ def test_images_of_a_batch_are_found_one_by_one() -> None:
     assert float((found.inputs[order] - x).square().mean()) < 1e-6
 
 
+def test_an_image_that_was_found_leaves_nothing_to_search() -> None:
+    case = Case(HeadFirst(), observe(picture(1), torch.tensor([1])), torch.Generator().manual_seed(0))
+    for stage in (PeelConvolutions(), InvertValues()):
+        case.take(stage)
+    assert case.finished
+    assert case.known is not None
+
+
 def plants(x: Tensor) -> list[Tensor]:
     """Return fifty results that are wrong by little: noise, a patch, another image's patch, another image, a shift."""
     draws = torch.Generator().manual_seed(4)
@@ -113,3 +121,4 @@ def test_values_of_another_image_do_not_explain_the_update() -> None:
     assert case.best is not None
     assert not case.best.certificates
     assert not case.best.settles
+    assert case.known is None  # searches go on

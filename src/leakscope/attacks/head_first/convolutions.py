@@ -33,6 +33,8 @@ RIGHT_LABEL = 1e-2
 NEWTON_STEPS = 12
 #: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share.
 ROUNDS, NEARLY = 3, 1e-2
+#: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
+LEFT = 0.3
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
 FREE_PRODUCTS = 1200
 
@@ -92,6 +94,8 @@ class InvertValues(Stage[Case]):
 
         proofs = certify(case.observation, inputs, held.labels, share, free, method)
         case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
+        if share > LEFT:
+            case.known = None  # searches may come nearer
         yield case.latest
 
 
