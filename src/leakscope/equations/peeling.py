@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -206,7 +206,7 @@ class Peel:
             raise NotApplicable(f"no convolution of the update reads {name!r}")
         images, channels = len(self.signals[readers[0].step]), shape[0]
         unknowns = images * shape[1] * shape[2]
-        count = equations(readers)
+        count = equations([one.module for one in readers])
         if count < LEAST_EQUATIONS * unknowns:
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
         matrix = torch.cat([_rows(one, self.signals[one.step], shape) for one in readers])
@@ -345,17 +345,15 @@ def _weighted(matrix: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
     return torch.cholesky_solve(weighted.T @ wanted, factor)
 
 
-def equations(readers: list[WeightedLayer]) -> int:
+def equations(modules: Sequence[Any]) -> int:
     """Count the rows that weight gradients have for a channel of what convolutions read.
 
     A stride splits the places into lattices, each of which is seen through some offsets of the kernel only: the
     scarcest counts, as often as there are lattices.
 
-    >>> strided = nn.Conv2d(8, 16, 3, stride=2, padding=1)
-    >>> equations([WeightedLayer(step=1, weight_name="w", bias_name=None, module=strided, gate=None, first=False)])
+    >>> equations([nn.Conv2d(8, 16, 3, stride=2, padding=1)])
     64
     """
-    modules: list[Any] = [one.module for one in readers]
     step = max(max(module.stride) for module in modules)
     lattices = dict.fromkeys(itertools.product(range(step), repeat=2), 0)
     for module in modules:

@@ -2,8 +2,9 @@
 
 Counts only, for networks as head-first peels them (docs/strength.md). A convolution of stride 1 with padding is
 factored while the batch has no more places than the layer has input channels. Below a layer that is known, the input of
-a layer follows by least squares while it has as many equations (outputs times kernel size) as places. A head tells as
-many examples as it has classes, but one; a patch embedding with learned positions one image.
+a layer follows by least squares while it has 1.2 times as many equations (outputs times kernel size) as places; where
+a stride splits the places into lattices, in each of them. A head tells as many examples as it has classes, but one; a
+patch embedding with learned positions one image.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.peeling import LEAST_EQUATIONS, equations
 from leakscope.network.patches import find_patches
 from leakscope.network.recorder import Call, probe, probe_input
 
@@ -42,14 +44,15 @@ def layer_reaches(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[Layer
     >>> layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.Flatten(), nn.Linear(4, 3)
     >>> net = nn.Sequential(*layers)
     >>> [(layer.name, layer.alone, layer.below) for layer in layer_reaches(net, (1, 2, 2))]
-    [('0', 0, 18), ('2', 0, 9), ('4', 2, 3)]
+    [('0', 0, 15), ('2', 0, 3), ('4', 2, 3)]
     """
     x = probe_input(model, input_shape)
     calls = probe(model, torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x)).calls
     calls = tuple(call for call in calls if isinstance(call.module, nn.Linear | nn.Conv2d))
-    equations: dict[int, int] = defaultdict(int)
+    readers: dict[int, list[nn.Linear | nn.Conv2d]] = defaultdict(list)
     for call in calls:  # a 1x1 shortcut reads what the convolution beside it reads
-        equations[id(call.inputs)] += _equations(call)
+        assert isinstance(call.module, nn.Linear | nn.Conv2d)
+        readers[id(call.inputs)].append(call.module)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     try:
         patches = find_patches(model, input_shape, trained)
@@ -66,7 +69,7 @@ def layer_reaches(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[Layer
         if not all(parameter.requires_grad for parameter in call.module.parameters()):
             alone, reason = 0, "frozen"
         tokens_read = isinstance(call.module, nn.Linear) and _places(call) > 1
-        below = 0 if reason == "frozen" or tokens_read else equations[id(call.inputs)] // _places(call)
+        below = 0 if reason == "frozen" or tokens_read else _equations(readers[id(call.inputs)]) // _places(call)
         kind = type(call.module).__name__
         found.append(LayerReach(name=call.name, kind=kind, alone=alone, below=max(alone, below), reason=reason))
     return tuple(found)
@@ -98,10 +101,12 @@ def _places(call: Call) -> int:
     return math.prod(shape[1:] if isinstance(call.module, nn.Conv2d) else shape[:-1])
 
 
-def _equations(call: Call) -> int:
-    layer = call.module
-    assert isinstance(layer, nn.Linear | nn.Conv2d)
-    return layer.weight.shape[0] * (math.prod(layer.kernel_size) // layer.groups if isinstance(layer, nn.Conv2d) else 1)
+def _equations(readers: Sequence[nn.Linear | nn.Conv2d]) -> int:
+    """Count the equations for what layers read, as a peel counts them where it is made of convolutions."""
+    if all(isinstance(layer, nn.Conv2d) and layer.groups == 1 for layer in readers):
+        return int(equations(readers) / LEAST_EQUATIONS)
+    kernels = (math.prod(one.kernel_size) // one.groups if isinstance(one, nn.Conv2d) else 1 for one in readers)
+    return sum(len(one.weight) * kernel for one, kernel in zip(readers, kernels, strict=True))
 
 
 def _alone(call: Call, *, last: bool) -> tuple[int, str]:
