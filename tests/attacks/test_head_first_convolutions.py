@@ -76,6 +76,22 @@ def test_an_image_that_was_found_leaves_nothing_to_search() -> None:
     assert case.known is not None
 
 
+def test_pixels_that_pooling_hides_are_free() -> None:
+    """Pooling in front leaves three of four directions open: the right image must not be certified either."""
+    shape = (3, 32, 32)
+    net = nn.Sequential(nn.AvgPool2d(2), network())
+    x = nn.functional.interpolate(picture(1), shape[1:])
+    seen = FedSGD(batchnorm="eval").observe(net, x, torch.tensor([1]))
+    case = Case(HeadFirst(), seen, torch.Generator().manual_seed(0))
+    case.take(PeelConvolutions())
+    assert case.known is not None
+    narrow = case.known.to(torch.float32)
+    free = narrow.free_directions(narrow.inputs.to_unit(x).flatten(), 1200)
+    assert free == pytest.approx(3 * 3 * 16 * 16, rel=0.05)
+    proofs = certify(seen, x, torch.tensor([1]), 0.0, (free,), "truth")
+    assert not any(one.holds for one in proofs)
+
+
 def plants(x: Tensor) -> list[Tensor]:
     """Return fifty results that are wrong by little: noise, a patch, another image's patch, another image, a shift."""
     draws = torch.Generator().manual_seed(4)

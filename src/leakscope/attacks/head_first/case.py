@@ -238,8 +238,8 @@ class Case:
         """
         wide = self.observation.to(dtype=torch.float64)
         inputs, targets = inputs.detach().to(wide.device), self.targets.to(wide.device)
-        seen = (self.observation, inputs.to(self.like)), (wide, inputs.double())
-        return min(unexplained(observation, x, targets) for observation, x in seen)
+        precisions = (self.observation, inputs.to(self.like)), (wide, inputs.double())
+        return min(unexplained(observation, x, targets) for observation, x in precisions)
 
     def told(self, steps: int) -> Progress | None:
         """Report ``steps`` further steps; how many there will be in all depends on what they find."""
