@@ -40,14 +40,14 @@ def test_the_image_is_found_and_determined() -> None:
     found, left = known.finish(known.descend(200), steps=20, tolerance=1e-9)
     assert left < 1e-6
     assert float((found - x.flatten()).abs().max()) < 1e-4
-    assert known.free_directions(found, 200) == 0
+    assert known.free_directions(found, 200) == (0,)
     assert torch.allclose(known.whole_bytes(found, left).float(), x.flatten(), atol=1e-6)
 
 
 def test_what_pooling_hides_is_free() -> None:
     _, read = network(nn.AvgPool2d(2))
     x = image(2)
-    assert known_of(read, x).free_directions(x.double().flatten(), 200) == 36 - 9
+    assert known_of(read, x).free_directions(x.double().flatten(), 200) == (36 - 9,)
 
 
 def test_known_values_stand_for_the_layers_above_them() -> None:

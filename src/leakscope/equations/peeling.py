@@ -5,15 +5,15 @@ channel the same matrix, with a row for each output channel and offset of the ke
 were active, which takes D through the activation and the layer below, and so on (R-GAP's recursion; here for a whole
 batch, without a head that must be solved first, and in networks with shortcuts and pooling). Units so near to zero that
 rounding hides their sign spoil the equations of their own channel only: such channels are weighted down, and the
-forward pass of what was solved then tells the right sign. The peel ends where equations run out. BatchNorm is that of
-eval mode: it multiplies each channel by a known number.
+forward pass of what was solved then tells the right sign. The peel ends where equations run out. BatchNorm multiplies
+each channel by a known number in eval mode; equations/batch_statistics.py has what it does in train mode.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.batch_statistics import RIDGE, NormalisedLayer, agreement, solve_normalised
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
 from leakscope.network.gates import GatedNetwork, Step, WeightedLayer, apply_step
 
@@ -29,14 +30,14 @@ from leakscope.network.gates import GatedNetwork, Step, WeightedLayer, apply_ste
 LEAST_EQUATIONS = 1.2
 #: What the equations of a layer may leave (channels set aside not counted), and the forward pass of what was solved.
 SOLVED, AGREES = 1e-4, 1e-3
-#: Weight below which an output channel counts as set aside, and the residual, in medians, at which it is one half.
-SET_ASIDE, DOUBTFUL = 0.3, 4.0
+#: Weight below which an output channel counts as set aside.
+SET_ASIDE = 0.3
 #: Share of a convolution's channels up to which its factors are well conditioned.
 ROOMY = 0.6
 #: Values behind a ReLU within this factor of the line between rounding and not may be on its other side.
 DOUBTED = 100.0
-#: Share of the mean square of the equations that is added where they do not have full rank: far below rounding.
-RIDGE = 1e-12
+#: Share of a channel's largest value within which values near its smallest count as zeros of a ReLU.
+ZERO = 1e-4
 #: Rounds of weighted least squares for each input.
 ROUNDS = 8
 #: Times that the forward pass may correct masks above and send the peel back to them.
@@ -78,22 +79,57 @@ class Peel:
 
     def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
         """Begin at a layer that was factored; NotApplicable where this does not say enough of what is around it."""
-        steps, number = self.network.steps, layer.step
-        source = steps[number].sources[0]
-        self.signals[number], self.values[source] = found.signals, found.inputs
+        steps, source = self.network.steps, self.network.steps[layer.step].sources[0]
+        self.signals[layer.step], self.values[source] = found.signals, found.inputs
+        norm = self._norm(layer.step)
+        if norm is None:
+            self._climb(layer.step)
+        if any(reader not in self.signals for reader in self._readers[source]):
+            raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
+        self.gates[source] = active(found.inputs)
+        self._rescale(source)
+        if norm is not None:
+            # The statistics are those of the batch, so that they are known once the scale of each image is.
+            self.signals[norm] = self._normalised(layer).signal_above(self.values[source], self.signals[layer.step])
+            self._climb(norm)
+        self._pinned = set(self.signals)
+        self.started = steps[layer.step].name
+
+    def _climb(self, number: int) -> None:
+        """Take a derivative up through all that multiplies by known numbers."""
         while len(self._readers[number]) == 1:
             reader = self._readers[number][0]
-            scale = _channel_scale(steps[reader])
-            if steps[reader].kind != "add" and (scale is None or not bool((scale != 0).all())):
+            scale = _channel_scale(self.network.steps[reader])
+            if self.network.steps[reader].kind != "add" and (scale is None or not bool((scale != 0).all())):
                 break
             self.signals[reader] = self.signals[number] if scale is None else self.signals[number] / scale
             number = reader
-        if any(reader not in self.signals for reader in self._readers[source]):
-            raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
-        self._pinned = set(self.signals)
-        self.gates[source] = active(found.inputs)
-        self._rescale(source)
-        self.started = steps[layer.step].name
+
+    def _norm(self, number: int) -> int | None:
+        """Return the BatchNorm in train mode that reads a step, and nothing else does."""
+        readers = self._readers[number]
+        module = self.network.steps[readers[0]].module if len(readers) == 1 else None
+        return readers[0] if isinstance(module, nn.BatchNorm2d) and module.training else None
+
+    def _normalised(self, layer: WeightedLayer) -> NormalisedLayer:
+        norm = self._norm(layer.step)
+        assert norm is not None
+        step, convolution = self.network.steps[norm], self.network.steps[layer.step]
+        module: Any = step.module
+        names = [f"{step.name}.weight", f"{step.name}.bias"]
+        if any(name not in self.gradients for name in names):
+            raise NotApplicable(f"the gradients of {step.name!r} are not in the update")
+        shape = self.network.steps[convolution.sources[0]].shape
+        return NormalisedLayer(
+            signal=self.signals.get(norm, torch.zeros(())),
+            gradient=self.gradients[layer.weight_name].double().flatten(2).transpose(1, 2).contiguous(),
+            gain=module.weight.detach(),
+            gain_gradient=self.gradients[names[0]].double(),
+            bias_gradient=self.gradients[names[1]].double(),
+            eps=module.eps,
+            rows=lambda signal: _rows(layer, signal, shape),
+            forward=lambda value: apply_step(convolution, [value], None, bias=False),
+        )
 
     def _rescale(self, source: int) -> None:
         """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
@@ -165,7 +201,8 @@ class Peel:
         ahead = self.network.onwards(number, value)
         changed = []
         for relu, gate in ahead.gates.items():
-            if relu in self.gates and not torch.equal(gate, self.gates[relu]):
+            # Nothing goes back through those above the layer that was factored.
+            if relu < max(self._pinned) and relu in self.gates and not torch.equal(gate, self.gates[relu]):
                 changed.append(relu)
             self.gates[relu] = gate
             self._corrected.add(relu)
@@ -181,14 +218,15 @@ class Peel:
             self.cuts.append(Cut(step=number, values=value, signals=self.signals[number], residual=residual))
         return None
 
-    def _backward(self, number: int) -> Tensor:
+    def _backward(self, number: int, readers: Iterable[int] | None = None) -> Tensor:
         total: Tensor | None = None
-        for reader in self._readers[number]:
+        for reader in self._readers[number] if readers is None else readers:
             step = self.network.steps[reader]
             signal = self.signals[reader]
             if step.kind == "relu":
                 signal = signal * self.gates[reader]
-            elif step.kind != "add":
+            # What is in front of a BatchNorm in train mode follows with what the layer reads.
+            elif step.kind != "add" and reader != self._norm(number):
                 start = signal.new_zeros((len(signal), *self.network.steps[number].shape), requires_grad=True)
                 with torch.enable_grad():
                     out = apply_step(step, [start], self.gates.get(reader), bias=False)
@@ -209,6 +247,8 @@ class Peel:
         count = equations([one.module for one in readers])
         if count < LEAST_EQUATIONS * unknowns:
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
+        if any(self._norm(one.step) is not None for one in readers):
+            self._settle_statistics(number, readers)
         matrix = torch.cat([_rows(one, self.signals[one.step], shape) for one in readers])
         kernels = [self.gradients[one.weight_name].double() for one in readers]
         wanted = torch.cat([kernel.flatten(2).transpose(1, 2).flatten(0, 1) for kernel in kernels])
@@ -223,11 +263,71 @@ class Peel:
         solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)
         if not residual < SOLVED:
             raise NotApplicable(f"the equations of {name!r} leave {residual:.1e}")
-        value = solution.reshape(images, *shape[1:], channels).permute(0, 3, 1, 2)
+        value = self._value(solution, number)
         for one, offset in zip(readers, offsets, strict=True):
             odd = (weights[offset : offset + len(one.module.weight)] < SET_ASIDE).nonzero()[:, 0]
             self._repair(one, value, odd)
         return value, residual
+
+    def _settle_statistics(self, number: int, readers: list[WeightedLayer]) -> None:
+        """Find the derivatives at convolutions whose outputs are normalised by the statistics of the batch."""
+        name = self.network.steps[number].name
+        if any(self._norm(one.step) is None for one in readers):
+            raise NotApplicable(f"of the layers that read {name!r} not all have a BatchNorm of their own")
+        layers = [self._normalised(one) for one in readers]
+        value, weights = solve_normalised(layers, lambda solution: self._value(solution, number))
+        odd = [(part < SET_ASIDE).nonzero()[:, 0] for part in weights]
+        for one, layer, channels in zip(readers, layers, odd, strict=True):
+            self.signals[one.step] = layer.signals(value, scaled=False)
+            self._repair(one, value, channels)
+        told = self._bias_gradients(self.network.steps[number].sources)
+        if not told:
+            raise NotApplicable(f"no bias in front tells the scale of {name!r}")
+        gate = self.gates[number] if number in self._corrected else active(value)
+        own = {one.step for one in readers}
+        others = [reader for reader in self._readers[number] if reader not in own]
+        left = told[0].double()
+        if others:
+            left = left - (self._backward(number, others) * gate).sum((0, 2, 3))
+        scale = agreed_ratio((self._backward(number, own) * gate).sum((0, 2, 3)), left)
+        for one, layer, channels in zip(readers, layers, odd, strict=True):
+            repaired = scale * self.signals[one.step][:, channels]
+            self.signals[one.step] = layer.signals(value / scale)
+            self.signals[one.step][:, channels] = repaired
+
+    def _value(self, solution: Tensor, number: int) -> Tensor:
+        """Make a step's value of a solution (places, channels); constants that are hidden follow from a ReLU's zeros."""
+        shape = self.network.steps[number].shape
+        value = solution.reshape(-1, *shape[1:], shape[0]).permute(0, 3, 1, 2).contiguous()
+        for lattice in self._hidden_lattices(number):
+            places = value[:, :, lattice]
+            least = places.amin((0, 2), keepdim=True)
+            zero = places - least < ZERO * places.abs().amax((0, 2), keepdim=True)
+            value[:, :, lattice] = places - (places * zero).sum((0, 2), keepdim=True) / zero.sum((0, 2), keepdim=True)
+        return value
+
+    def _hidden_lattices(self, number: int) -> list[Tensor]:
+        """List the places on which derivatives that sum to zero do not tell one constant a channel.
+
+        These are lattices of a stride that each offset of the kernel reads in full or not at all.
+        """
+        shape = self.network.steps[number].shape
+        readers = [self._layers[reader] for reader in self._readers[number] if reader in self._layers]
+        if not all(self._norm(one.step) is not None for one in readers):
+            return []
+        step = max(max(one.module.stride) for one in readers)
+        found = []
+        for row, column in itertools.product(range(step), repeat=2):
+            lattice = torch.zeros(shape[1:], dtype=torch.float64)
+            lattice[row::step, column::step] = 1
+            seen = False
+            for one in readers:
+                outputs = torch.ones((1, 1, *self.network.steps[one.step].shape[1:]), dtype=torch.float64)
+                counts = _rows(one, outputs, shape) @ lattice.flatten()
+                seen = seen or bool(((counts > 0) & (counts < outputs.numel())).any())
+            if not seen:
+                found.append(lattice > 0)
+        return found
 
     def _doubts(self, layer: WeightedLayer) -> Tensor:
         """Return for each output channel how near its mask comes to the line between zero and not (one: on it)."""
@@ -318,8 +418,7 @@ def robust_solve(
     for _ in range(ROUNDS):
         solution = _weighted(matrix, wanted, weights[groups])
         left = matrix.new_zeros(count).index_add(0, groups, (matrix @ solution - wanted).square().sum(1)).sqrt()
-        usual = left.median().clamp_min(1e-300)
-        new = 1 / (1 + (left / (DOUBTFUL * usual)) ** 2)
+        new = agreement(left)
         moved = float((new - weights).abs().max())
         weights = new
         if moved < 1e-3:
@@ -336,10 +435,9 @@ def _weighted(matrix: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
     # Conditions are below a thousand where the peel goes on at all, so that normal equations lose nothing that counts.
     weighted = matrix * weights[:, None]
     normal = weighted.T @ matrix
+    # Channels in doubt may be all that sees some places, and derivatives that sum to zero hide constants.
+    normal.diagonal().add_(RIDGE * normal.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(normal)
-    if int(failed):
-        # Channels in doubt may be all that sees some places; they come back in the next round.
-        factor, failed = torch.linalg.cholesky_ex(normal + RIDGE * normal.diagonal().mean() * torch.eye(len(normal)))
     if int(failed):
         raise NotApplicable("the equations do not have full rank")
     return torch.cholesky_solve(weighted.T @ wanted, factor)
@@ -406,6 +504,22 @@ def active(values: Tensor) -> Tensor:
     return (values > (small[widest] * small[widest + 1]).sqrt()).to(values)
 
 
+def agreed_ratio(known: Tensor, wanted: Tensor) -> float:
+    """Return wanted / known by all entries that agree on it; NotApplicable where fewer than half do.
+
+    >>> round(agreed_ratio(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 7.0])), 6)
+    2.0
+    """
+    ratios = wanted / torch.where(known == 0, torch.ones_like(known), known)
+    order = ratios.argsort()
+    middle = known.abs()[order].cumsum(0)
+    ratio = ratios[order][int((middle < middle[-1] / 2).sum())]
+    agree = (ratios - ratio).abs() < SCALED * ratio.abs()
+    if float(ratio) <= 0 or float(known[agree].square().sum()) < known.square().sum() / 2:
+        raise NotApplicable("the bias gradient in front does not tell the scale")
+    return float((known[agree] @ wanted[agree]) / known[agree].square().sum())
+
+
 def doubt(values: Tensor, gates: Tensor) -> Tensor:
     """Return how near values are to the line that ``active`` drew: one on it, zero beyond a factor of DOUBTED.
 
@@ -422,7 +536,7 @@ def doubt(values: Tensor, gates: Tensor) -> Tensor:
 def _channel_scale(step: Step) -> Tensor | None:
     """Return what BatchNorm in eval mode multiplies each channel by; None for other steps."""
     module = step.module
-    if not isinstance(module, nn.BatchNorm2d):
+    if not isinstance(module, nn.BatchNorm2d) or module.training:
         return None
     assert module.running_var is not None  # read_gated refuses others
     scale = torch.rsqrt(module.running_var + module.eps) * (1 if module.weight is None else module.weight)

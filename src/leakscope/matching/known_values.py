@@ -32,6 +32,9 @@ ACTIVE = 1e-4
 SMOOTHNESS = 3e-3
 #: What the right bytes may leave, relative to the image that was found: both leave the errors of the values alone.
 SAME = 2.0
+#: Scales that are tried where BatchNorm removes the scale of an image, and the mean square that bytes may be apart from
+#: whole ones: pixels at random are 1/12 apart.
+SCALES, WHOLE = (0.1, 10.0), 0.02
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -60,8 +63,13 @@ class KnownValues:
         known = {step: value.to(dtype) for step, value in self.known.items()}
         return dataclasses.replace(self, network=self.network.to(dtype), known=known)
 
-    def example(self, number: int) -> KnownValues:
-        return dataclasses.replace(self, known={n: value[number : number + 1] for n, value in self.known.items()})
+    @property
+    def parts(self) -> list[KnownValues]:
+        """List what can be solved by itself: each example, unless the statistics of the batch join them."""
+        if self.network.batched:
+            return [self]
+        count = self.shape[0]
+        return [dataclasses.replace(self, known={n: v[k : k + 1] for n, v in self.known.items()}) for k in range(count)]
 
     @property
     def wanted(self) -> Tensor:
@@ -119,21 +127,61 @@ class KnownValues:
         return fit.x, math.sqrt(fit.objective) / float(wanted.norm().clamp_min(1e-300))
 
     def whole_bytes(self, flat: Tensor, left: float) -> Tensor:
-        """Round one image to whole bytes where the values do not speak against it: most images were stored so."""
+        """Round images to whole bytes where the values do not speak against it: most images were stored so.
+
+        BatchNorm in train mode removes the scale of its input: it is the smallest at which bytes are whole.
+        """
         if not (self.inputs.bounded and self.inputs.smooth):
             return flat
-        rounded, wanted = (255 * flat).round().clamp(0, 255) / 255, self.wanted
+        rounded, wanted = _round(flat), self.wanted
+        scale = self._byte_scale(flat) if self.network.batched else None
+        if scale is not None:
+            rounded = _round(self._scaled(flat, scale))
         apart = float((self(rounded) - wanted).norm() / wanted.norm().clamp_min(1e-300))
         return rounded if apart < SAME * left else flat
 
-    def free_directions(self, flat: Tensor, limit: int) -> int | None:
-        """Count the directions of one example that the values do not determine; None where products run out."""
+    def _scaled(self, flat: Tensor, scale: float) -> Tensor:
+        return self.inputs.to_unit(scale * self.inputs.from_unit(flat.reshape(self.shape))).flatten()
+
+    def _byte_scale(self, flat: Tensor) -> float | None:
+        """Return the smallest scale that makes bytes of an image whose scale is not known, if there is one."""
+        wide = flat.double()
+        least, slope = 255 * self._scaled(wide, 0.0), 255 * (self._scaled(wide, 1.0) - self._scaled(wide, 0.0))
+        # Far enough apart that no pixel moves by more than an eighth of a byte from one to the next.
+        scales = torch.arange(*SCALES, 0.125 / float(slope.abs().max().clamp_min(1.0)), dtype=torch.float64)
+        scores = list[Tensor]()
+        for some in scales.split(256):
+            pixels = least + some[:, None] * slope
+            inside = ((pixels > -1) & (pixels < 256)).all(1)
+            apart = (pixels - pixels.round()).square().mean(1)
+            scores.append(torch.where(inside, apart, torch.inf))
+        score = torch.cat(scores)
+        whole = (score < WHOLE).nonzero()[:, 0]
+        if not len(whole):
+            return None
+        near = (scales - scales[whole[0]]).abs() < 0.5 / float(slope.abs().max())
+        first = scales[torch.where(near, score, torch.inf).argmin()]
+        # Least squares on the bytes that are then clear.
+        target = (least + first * slope).round() - least
+        return float((target @ slope) / (slope @ slope))
+
+    def free_directions(self, flat: Tensor, limit: int) -> tuple[int | None, ...]:
+        """Count the directions of each example that the values do not determine; None where products run out.
+
+        The scale that BatchNorm in train mode removes is determined where bytes are whole.
+        """
         products, size = self.linearise(flat), float(self.wanted.norm().clamp_min(1e-300))
-        (count,) = count_free_directions(
-            lambda row: products.backward(products.forward(row)),
-            lambda row: float(products.forward(row).norm()) / size,
+        along = torch.zeros_like(flat)
+        if self.network.batched and torch.equal(flat, _round(flat)):
+            along = torch.nn.functional.normalize(self._scaled(flat, 1.0) - self._scaled(flat, 0.0), dim=0)
+        return count_free_directions(
+            lambda row: products.backward(products.forward(row)) + size**2 * along * (along @ row),
+            lambda row: math.hypot(float(products.forward(row).norm()) / size, float(along @ row)),
             self.shape,
             flat,
             limit=limit,
         )
-        return count
+
+
+def _round(flat: Tensor) -> Tensor:
+    return (255 * flat).round().clamp(0, 255) / 255

@@ -107,6 +107,11 @@ class GatedNetwork:
     def work(self) -> int:
         return sum(layer.module.weight.numel() * math.prod(self.steps[layer.step].shape[1:]) for layer in self.layers)
 
+    @property
+    def batched(self) -> bool:
+        """Return whether examples depend on each other: BatchNorm uses the statistics of the batch."""
+        return any(isinstance(step.module, BATCH_NORMS) and step.module.training for step in self.steps)
+
     def to(self, dtype: torch.dtype) -> GatedNetwork:
         modules: dict[int, Any] = {id(s.module): copy.deepcopy(s.module).to(dtype) for s in self.steps if s.module}
         steps = tuple(dataclasses.replace(step, module=modules.get(id(step.module))) for step in self.steps)
@@ -257,14 +262,20 @@ def _padding(module: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return (0, *before)[-2:], (0, *after)[-2:]
 
 
-def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str) -> GatedNetwork:
-    """Read the steps of ``model`` up to what the layer called ``cut`` receives, in float64, BatchNorm in eval mode.
+def read_gated(model: nn.Module, input_shape: tuple[int, ...], cut: str, *, training: bool = False) -> GatedNetwork:
+    """Read the steps of ``model`` up to what the layer called ``cut`` receives, in float64.
+
+    ``training``: BatchNorm uses the statistics of the batch, so that its steps are not affine.
 
     >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 3))
     >>> [step.kind for step in read_gated(net, (1, 4, 4), "3").steps]
     ['input', 'weighted', 'relu', 'reshape']
     """
     twin = copy.deepcopy(model).eval().to(device="cpu", dtype=torch.float64).requires_grad_(False)
+    for module in twin.modules():
+        if training and isinstance(module, BATCH_NORMS):
+            module.train()
+            module.momentum = 0.0
     graph = trace(twin)
     sample = torch.rand((2, *input_shape), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with torch.no_grad():

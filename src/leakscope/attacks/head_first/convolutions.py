@@ -7,6 +7,7 @@ cut is the observed one is right.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import torch
@@ -53,7 +54,6 @@ class PeelConvolutions(Stage[Case]):
             and (case.held is None or case.below is not None)
             and not seen.has_rounds
             and not channel.survivors(seen.message.update)
-            and not (seen.batchnorm == "train" and case.victim.batchnorm_targets)
             and isinstance(seen.task, Classification)
             and len(seen.input_shape) == 3
             and seen.num_examples is not None
@@ -78,19 +78,20 @@ class InvertValues(Stage[Case]):
         known, held, steps = case.known, case.held, case.attack.iterations
         assert known is not None
         assert held is not None
-        narrow = known.to(torch.float32)
-        count, tell = len(held.features), case.told(steps * len(held.features))
+        parts = known.to(torch.float32).parts
+        count, tell = len(parts), case.told(steps * len(parts))
         rows = list[Tensor]()
-        for number in range(count):
-            row, left = _find(narrow.example(number), steps)
+        for number, part in enumerate(parts, start=1):
+            row, left = _find(part, steps)
             rows.append(row)
             if tell is not None:
-                tell(steps * (number + 1), steps * count, left)
+                tell(steps * number, steps * count, left)
         inputs = known.inputs.project(known.inputs.from_unit(torch.cat(rows).double().reshape(known.shape)))
         share, method = case.whole(inputs), f"values at {held.layer}"
 
         def free() -> tuple[int | None, ...]:
-            return tuple(narrow.example(k).free_directions(row, FREE_PRODUCTS) for k, row in enumerate(rows))
+            counts = (part.free_directions(row, FREE_PRODUCTS) for part, row in zip(parts, rows, strict=True))
+            return tuple(itertools.chain.from_iterable(counts))
 
         proofs = certify(case.observation, inputs, held.labels, share, free, method)
         case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
@@ -129,7 +130,8 @@ def _read(observation: Observation) -> tuple[GatedNetwork, dict[str, Tensor], He
         raise NotApplicable(str(error)) from error
     if not head.last:
         raise NotApplicable(f"something follows the last linear layer {head.module_name!r}: its outputs are no logits")
-    network = read_gated(observation.model, observation.input_shape, head.module_name)
+    training = observation.batchnorm == "train"
+    network = read_gated(observation.model, observation.input_shape, head.module_name, training=training)
     return network, {name: value.detach().cpu() for name, value in observation.message.update.items()}, head
 
 
