@@ -17,9 +17,9 @@ from torch import Tensor
 from leakscope.contracts.errors import NotApplicable
 
 #: Rounds for xhat, and what it may still move in the last: below the rounding of a float32 gradient.
-ROUNDS, MOVED = 60, 1e-7
+ROUNDS, MOVED = 60, 1e-6
 #: Mixtures of the input channels that tell kappa: far more equations than it has unknowns, and far fewer products.
-MIXTURES = 16
+MIXTURES = 4
 #: Share of their mean square that is added to equations that may not have full rank: far below rounding.
 RIDGE = 1e-12
 #: What a channel leaves, in medians, where its weight is one half.
@@ -82,17 +82,20 @@ def agreement(left: Tensor) -> Tensor:
 
 
 def solve_normalised(
-    layers: Sequence[NormalisedLayer], reshape: Callable[[Tensor], Tensor]
+    layers: Sequence[NormalisedLayer], reshape: Callable[[Tensor], Tensor], start: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Solve for what all ``layers`` read, but for its scale; return also the weights of each layer's channels.
 
-    ``reshape`` makes a value of a solution (places, channels). NotApplicable where rounds do not end.
+    ``reshape`` makes a value of a solution (places, channels), ``start`` is one that is nearly right, if any is known.
+    NotApplicable where rounds do not end.
     """
     sizes = [layer.gradient.flatten(1).norm(dim=1) for layer in layers]
     alive = torch.cat([(size > DEAD * size.max()).double() for size in sizes])
     wanted = [layer.gradient / size.clamp_min(1e-300)[:, None, None] for layer, size in zip(layers, sizes, strict=True)]
     signs = torch.cat([layer.gain.sign() for layer in layers])
-    normalised = [torch.zeros_like(layer.signal) for layer in layers]
+    normalised = [
+        torch.zeros_like(layer.signal) if start is None else layer.normalise(start)[0] for layer in layers
+    ]
     weights = alive
     for _ in range(ROUNDS):
         matrices = [_unit_rows(layer, x) for layer, x in zip(layers, normalised, strict=True)]

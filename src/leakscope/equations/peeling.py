@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +22,26 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.batch_statistics import RIDGE, NormalisedLayer, agreement, solve_normalised
+from leakscope.equations.batch_statistics import DEAD, DOUBTFUL, RIDGE, NormalisedLayer, agreement, solve_normalised
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
+from leakscope.equations.non_negative import solve_non_negative
 from leakscope.network.gates import GatedNetwork, Step, WeightedLayer, apply_step
 
-#: Equations for each unknown below which least squares are not tried: at 1.13 wrong masks of a batch of four could not
-#: be told from right ones; at 1.5 they can.
-LEAST_EQUATIONS = 1.2
+#: Equations for each unknown below which a layer is not solved: what is not negative has half as many unknowns, and
+#: scarcely fewer do (at .75 no solution is found); the statistics of a batch take some, too.
+LEAST_EQUATIONS, LEAST_NORMALISED = 1.0, 1.1
+#: Equations for each unknown below which it counts that nothing behind a ReLU is negative.
+SCARCE = 2.0
+#: Equations for each unknown that are kept at first where they are scarce: those of the channels in least doubt.
+TRIMMED = 0.9
+#: Share of the channels whose masks are surely right: what they leave is the measure for the others.
+AGREEING = 0.75
+#: Share of the largest value below which values of scarce equations are errors.
+SMALLEST = 2e-5
+#: What scarce equations may leave: wrong masks leave hundreds of times as much as right ones.
+SOLVED_SCARCE = 1e-5
+#: What weights may still move where equations are scarce.
+SETTLED = 0.1
 #: What the equations of a layer may leave (channels set aside not counted), and the forward pass of what was solved.
 SOLVED, AGREES = 1e-4, 1e-3
 #: Weight below which an output channel counts as set aside.
@@ -42,6 +56,8 @@ ZERO = 1e-4
 ROUNDS = 8
 #: Times that the forward pass may correct masks above and send the peel back to them.
 CORRECTIONS = 8
+#: Times that one ReLU may send it back: the sign of a unit within rounding of zero may change for ever.
+TWICE = 2
 #: What the factor of each image may leave of the bias gradient that tells it.
 SCALED = 1e-3
 
@@ -75,7 +91,9 @@ class Peel:
             for source in step.sources:
                 self._readers[source].append(number)
         self._pinned: set[int] = set()
-        self._corrected: set[int] = set()
+        self._seen: set[int] = set()
+        self._corrected: Counter[int] = Counter()
+        self._scale_refined = False
 
     def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
         """Begin at a layer that was factored; NotApplicable where this does not say enough of what is around it."""
@@ -192,20 +210,27 @@ class Peel:
         if number not in self.values:
             return None
         relu = steps[number].kind == "relu" and not steps[number].slope
-        if relu and number not in self._corrected:
-            self.gates[number] = active(self.values[number])
+        if relu and number not in self._seen:
+            value = self.values[number]
+            # What cannot be negative does not show how large errors are.
+            scarce = bool((value >= 0).all())
+            self.gates[number] = (value > SMALLEST * value.max()).to(value) if scarce else active(value)
         return self._check(number, self.values[number] * self.gates[number] if relu else self.values[number], residual)
 
     def _check(self, number: int, value: Tensor, residual: float) -> int | None:
         """Run the network on from a value; NotApplicable where it does not give what was solved above."""
+        if number < min(self._pinned) - 1 and not self._scale_refined and not self.network.batched:
+            self._scale_refined = True
+            value = value * self._refine_scale(number, value)
         ahead = self.network.onwards(number, value)
         changed = []
         for relu, gate in ahead.gates.items():
             # Nothing goes back through those above the layer that was factored.
             if relu < max(self._pinned) and relu in self.gates and not torch.equal(gate, self.gates[relu]):
-                changed.append(relu)
+                changed += [relu] if self._corrected[relu] < TWICE else []
+                self._corrected[relu] += 1
             self.gates[relu] = gate
-            self._corrected.add(relu)
+            self._seen.add(relu)
         for step, other in self.values.items():
             if step in ahead.values and step != number and not changed:
                 apart = float((ahead.values[step] - other).norm() / other.norm().clamp_min(1e-300))
@@ -217,6 +242,20 @@ class Peel:
         if len(self.network.steps) - 1 in ahead.values:
             self.cuts.append(Cut(step=number, values=value, signals=self.signals[number], residual=residual))
         return None
+
+    def _refine_scale(self, number: int, value: Tensor) -> Tensor:
+        """Correct the factor of each image by the forward pass, whose biases have a scale of their own."""
+        top = max(self.values)
+        known, slightly = self.values[top].flatten(1), 1e-3
+        given, moved = (
+            self.network.onwards(number, value * scale).values[top].flatten(1) / scale for scale in (1, 1 + slightly)
+        )
+        slope = (moved - given) / slightly
+        factor = 1 + ((known - given) * slope).sum(1) / slope.square().sum(1).clamp_min(1e-300)
+        factor = factor.reshape(-1, 1, 1, 1)
+        self.values = {step: value * factor for step, value in self.values.items()}
+        self.signals = {step: signal / factor for step, signal in self.signals.items()}
+        return factor
 
     def _backward(self, number: int, readers: Iterable[int] | None = None) -> Tensor:
         total: Tensor | None = None
@@ -245,9 +284,10 @@ class Peel:
         images, channels = len(self.signals[readers[0].step]), shape[0]
         unknowns = images * shape[1] * shape[2]
         count = equations([one.module for one in readers])
-        if count < LEAST_EQUATIONS * unknowns:
+        normalised = any(self._norm(one.step) is not None for one in readers)
+        if count < (LEAST_NORMALISED if normalised else LEAST_EQUATIONS) * unknowns:
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
-        if any(self._norm(one.step) is not None for one in readers):
+        if normalised:
             self._settle_statistics(number, readers)
         matrix = torch.cat([_rows(one, self.signals[one.step], shape) for one in readers])
         kernels = [self.gradients[one.weight_name].double() for one in readers]
@@ -260,8 +300,15 @@ class Peel:
             ]
         )
         doubts = torch.cat([self._doubts(one) for one in readers])
-        solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)
-        if not residual < SOLVED:
+        most = SOLVED
+        if count < SCARCE * unknowns and steps[number].kind == "relu" and not steps[number].slope:
+            before = self.values.get(number)
+            start = None if before is None else before.permute(0, 2, 3, 1).flatten(0, 2)
+            solution, weights, residual = scarce_solve(matrix, wanted, groups, doubts, start)
+            most = SOLVED_SCARCE
+        else:
+            solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)
+        if not residual < most:
             raise NotApplicable(f"the equations of {name!r} leave {residual:.1e}")
         value = self._value(solution, number)
         for one, offset in zip(readers, offsets, strict=True):
@@ -275,7 +322,8 @@ class Peel:
         if any(self._norm(one.step) is None for one in readers):
             raise NotApplicable(f"of the layers that read {name!r} not all have a BatchNorm of their own")
         layers = [self._normalised(one) for one in readers]
-        value, weights = solve_normalised(layers, lambda solution: self._value(solution, number))
+        before = self.values.get(number)  # where masks above were corrected
+        value, weights = solve_normalised(layers, lambda solution: self._value(solution, number), before)
         odd = [(part < SET_ASIDE).nonzero()[:, 0] for part in weights]
         for one, layer, channels in zip(readers, layers, odd, strict=True):
             self.signals[one.step] = layer.signals(value, scaled=False)
@@ -283,7 +331,7 @@ class Peel:
         told = self._bias_gradients(self.network.steps[number].sources)
         if not told:
             raise NotApplicable(f"no bias in front tells the scale of {name!r}")
-        gate = self.gates[number] if number in self._corrected else active(value)
+        gate = self.gates[number] if number in self._seen else active(value)
         own = {one.step for one in readers}
         others = [reader for reader in self._readers[number] if reader not in own]
         left = told[0].double()
@@ -333,7 +381,7 @@ class Peel:
         """Return for each output channel how near its mask comes to the line between zero and not (one: on it)."""
         count = len(layer.module.weight)
         gate = layer.gate
-        if gate is None or gate not in self.values or gate in self._corrected:
+        if gate is None or gate not in self.values or gate in self._seen:
             return torch.zeros(count, dtype=torch.float64)
         return doubt(self.values[gate], self.gates[gate]).flatten(2).amax((0, 2))
 
@@ -417,8 +465,7 @@ def robust_solve(
         weights[order[(lost <= (len(matrix) - matrix.shape[1]) / 2) & (doubts[order] > 0)]] = 0
     for _ in range(ROUNDS):
         solution = _weighted(matrix, wanted, weights[groups])
-        left = matrix.new_zeros(count).index_add(0, groups, (matrix @ solution - wanted).square().sum(1)).sqrt()
-        new = agreement(left)
+        new = agreement(_left(matrix, wanted, groups, solution))
         moved = float((new - weights).abs().max())
         weights = new
         if moved < 1e-3:
@@ -427,20 +474,63 @@ def robust_solve(
     if int(kept.sum()) < LEAST_EQUATIONS * matrix.shape[1]:
         kept = torch.ones_like(kept)
     solution = _weighted(matrix, wanted, kept.to(matrix))
-    rest = (matrix @ solution - wanted)[kept]
-    return solution, weights, float(rest.norm() / wanted[kept].norm().clamp_min(1e-300))
+    return solution, weights, _share(matrix, wanted, kept, solution)
 
 
-def _weighted(matrix: Tensor, wanted: Tensor, weights: Tensor) -> Tensor:
+def scarce_solve(
+    matrix: Tensor, wanted: Tensor, groups: Tensor, doubts: Tensor, start: Tensor | None = None
+) -> tuple[Tensor, Tensor, float]:
+    """Solve for what is not negative where equations are scarce; arguments and results are those of robust_solve.
+
+    What a wrong group leaves is then spread over all of them: they count alike, and weights fall faster.
+    """
+    count = int(groups.max()) + 1
+    sizes = matrix.new_zeros(count).index_add(0, groups, matrix.square().sum(1)).sqrt()
+    alive = (sizes > DEAD * sizes.max()).to(matrix)
+    sizes = sizes.clamp_min(1e-300)[groups, None]
+    matrix, wanted = matrix / sizes, wanted / sizes
+    if start is None:
+        weights = alive.clone()
+        order = doubts.argsort(descending=True)
+        spare = torch.bincount(groups)[order].cumsum(0) <= len(matrix) - TRIMMED * matrix.shape[1]
+        weights[order[spare & (doubts[order] > 0)]] = 0
+        start = _weighted(matrix, wanted, weights[groups], non_negative=True)
+    solution, weights = start, torch.zeros_like(alive)
+    for _ in range(ROUNDS):
+        left = _left(matrix, wanted, groups, solution)
+        before, weights = weights, alive / (1 + (left / left.quantile(AGREEING).clamp_min(1e-300)) ** 2) ** 2
+        if float((weights - before).abs().max()) < SETTLED:
+            break
+        solution = _weighted(matrix, wanted, weights[groups], solution, non_negative=True)
+    weights = alive * (left < DOUBTFUL * left.quantile(AGREEING))
+    kept = weights >= SET_ASIDE
+    solution = _weighted(matrix, wanted, kept[groups].to(matrix), solution, non_negative=True)
+    return solution, weights, _share(matrix, wanted, kept[groups], solution)
+
+
+def _left(matrix: Tensor, wanted: Tensor, groups: Tensor, solution: Tensor) -> Tensor:
+    """Return what each group of rows leaves."""
+    left = (matrix @ solution - wanted).square().sum(1)
+    return matrix.new_zeros(int(groups.max()) + 1).index_add(0, groups, left).sqrt()
+
+
+def _share(matrix: Tensor, wanted: Tensor, kept: Tensor, solution: Tensor) -> float:
+    return float((matrix @ solution - wanted)[kept].norm() / wanted[kept].norm().clamp_min(1e-300))
+
+
+def _weighted(
+    matrix: Tensor, wanted: Tensor, weights: Tensor, start: Tensor | None = None, *, non_negative: bool = False
+) -> Tensor:
     # Conditions are below a thousand where the peel goes on at all, so that normal equations lose nothing that counts.
     weighted = matrix * weights[:, None]
-    normal = weighted.T @ matrix
+    normal, right = weighted.T @ matrix, weighted.T @ wanted
     # Channels in doubt may be all that sees some places, and derivatives that sum to zero hide constants.
     normal.diagonal().add_(RIDGE * normal.diagonal().mean())
     factor, failed = torch.linalg.cholesky_ex(normal)
     if int(failed):
         raise NotApplicable("the equations do not have full rank")
-    return torch.cholesky_solve(weighted.T @ wanted, factor)
+    plain = torch.cholesky_solve(right, factor)
+    return solve_non_negative(normal, right, plain if start is None else start) if non_negative else plain
 
 
 def equations(modules: Sequence[Any]) -> int:

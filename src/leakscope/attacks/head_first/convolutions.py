@@ -8,7 +8,7 @@ cut is the observed one is right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -143,7 +143,13 @@ def _embedding(observation: Observation, head: Head, network: GatedNetwork, foun
     features = network.onwards(cut.step, cut.values).values[len(network.steps) - 1].flatten(1)
     bias = 0.0 if module.bias is None else module.bias.detach().double().cpu()
     logits = features @ module.weight.detach().double().cpu().T + bias
-    labels, output_gradients, apart = _labels(network, cut, logits, module)
+    gradient = observation.message.update.get(f"{head.module_name}.weight")
+    if network.batched and gradient is not None:
+        # Derivatives at the cut depend on the labels of the whole batch.
+        own = torch.linalg.lstsq(features.T, gradient.detach().double().cpu().T).solution
+        labels, output_gradients, apart = _nearest(own, logits, lambda delta: delta)
+    else:
+        labels, output_gradients, apart = _labels(network, cut, logits, module)
     if apart > RIGHT_LABEL:
         raise NotApplicable(f"no label explains the derivative at {network.steps[reader.step].name!r}")
     order = _order(observation, labels)
@@ -183,22 +189,29 @@ def _order(observation: Observation, labels: Tensor) -> Tensor:
 
 def _labels(network: GatedNetwork, cut: Cut, logits: Tensor, head: nn.Linear) -> tuple[Tensor, Tensor, float]:
     """Return each example's label, its output gradient, and how far the derivative at the cut is from theirs."""
-    chance = torch.softmax(logits, 1)
     weight = head.weight.detach().double().cpu()
     start = cut.values.clone().requires_grad_()
     with torch.enable_grad():
         last = network.onwards(cut.step, start).values[len(network.steps) - 1].flatten(1)
+
+    def adjoint(delta: Tensor) -> Tensor:
+        return torch.autograd.grad(last, start, delta @ weight, retain_graph=True)[0].flatten(1)
+
+    return _nearest(cut.signals.flatten(1), logits, adjoint)
+
+
+def _nearest(own: Tensor, logits: Tensor, adjoint: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, float]:
+    """Find each example's label: the one whose derivative has the direction of its own."""
+    chance = torch.softmax(logits, 1)
     best = torch.full((len(logits),), torch.inf, dtype=torch.float64)
     labels = torch.zeros(len(logits), dtype=torch.int64)
     output_gradients = torch.zeros_like(logits)
-    own = cut.signals.flatten(1)
     for label in range(logits.shape[1]):
         delta = chance - F.one_hot(torch.full((len(logits),), label), logits.shape[1])
-        (adjoint,) = torch.autograd.grad(last, start, delta @ weight, retain_graph=True)
-        adjoint = adjoint.flatten(1)
+        given = adjoint(delta)
         # Clipping scales all of an update, and a mean divides by the number of examples.
-        factor = (adjoint * own).sum(1) / adjoint.square().sum(1).clamp_min(1e-300)
-        apart = (own - factor[:, None] * adjoint).norm(dim=1) / own.norm(dim=1).clamp_min(1e-300)
+        factor = (given * own).sum(1) / given.square().sum(1).clamp_min(1e-300)
+        apart = (own - factor[:, None] * given).norm(dim=1) / own.norm(dim=1).clamp_min(1e-300)
         better = (apart < best) & (factor > 0)
         best = torch.where(better, apart, best)
         labels[better] = label
