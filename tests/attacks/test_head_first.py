@@ -161,12 +161,12 @@ FALLBACKS: dict[str, Callable[[], tuple[Observation, str]]] = {
 @pytest.mark.parametrize("name", FALLBACKS)
 def test_where_the_head_tells_nothing_it_is_inverting_gradients_and_says_so(name: str) -> None:
     seen, words = FALLBACKS[name]()
-    result = HeadFirst(iterations=20)(seen, seed=0)
+    result = HeadFirst(iterations=5)(seen, seed=0)
     assert result.info["method"] == WHOLE_UPDATE
     assert not result.certificates
     assert "inverting-gradients" in result.notes[0]
     assert words in result.notes[0]
-    assert torch.equal(result.inputs, InvertingGradients(iterations=20)(seen, seed=0).inputs)
+    assert torch.equal(result.inputs, InvertingGradients(iterations=5)(seen, seed=0).inputs)
 
 
 @pytest.mark.parametrize("sigma", [1e-5, 1e-3])
@@ -266,7 +266,7 @@ def test_runs_repeat_and_seeds_differ() -> None:
 def test_progress_never_passes_its_total(labels: list[int], protocol: Any) -> None:
     told: list[tuple[int, int]] = []
     seen = look(conv_net(), pictures(len(labels)), labels, protocol)
-    HeadFirst(iterations=9, tries=2)(seen, progress=lambda done, total, _: told.append((done, total)))
+    HeadFirst(iterations=4, tries=2)(seen, progress=lambda done, total, _: told.append((done, total)))
     assert told
     assert all(0 < done <= total for done, total in told)
     assert [done for done, _ in told] == sorted(done for done, _ in told)

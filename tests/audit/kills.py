@@ -23,10 +23,10 @@ from process_groups import group_is_gone
 SPEC = """
 model: {name: mlp, options: {hidden: [16]}}
 data: {name: tiles, limit: 24}
-training: {rounds: 6, clients: 4, epochs: 20}
+training: {rounds: 6, clients: 4, epochs: 10}
 examples: 2
 defenses: [none, {gradient-noise: {sigma: 0.01}}]
-attacks: [linear-layer, {inverting-gradients: {iterations: 40}}]
+attacks: [linear-layer, {inverting-gradients: {iterations: 20}}]
 seeds: 2
 workers: 2
 executor: EXECUTOR

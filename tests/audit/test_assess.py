@@ -163,7 +163,7 @@ def test_a_shuffled_client_that_is_not_recovered_cannot_pass() -> None:
     """With eight steps of a search nothing is recovered; the flag, the floor and the planted steps all say so."""
     x = torch.rand(6, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     done = audit(
-        model=build_model("convnet", input_shape=(1, 8, 8), num_classes=4),
+        model=build_model("convnet", input_shape=(1, 8, 8), num_classes=4, filters=8),
         data=(x, torch.arange(6) % 4),
         protocol=FedAvg(epochs=2, batch_size=1, lr=0.5),
         attacks=[InvertingGradients(iterations=8)],

@@ -153,7 +153,7 @@ def test_worker_processes_begin_no_more_and_end_what_is_under_way(tmp_path: Path
     done = run(tmp_path, **SMALL, executor="processes", workers=2, budget=5)
     assert len(done.rows) + len(done.findings) == 5
     assert {row.status for row in done.rows} == {"done"}
-    again = run(tmp_path, **SMALL, executor="processes", workers=2)
+    again = run(tmp_path, **SMALL)
     assert len(again.rows) + len(again.findings) == len(make_plan(setup(**SMALL)))
     assert "budget" not in str(again.verdict)
 

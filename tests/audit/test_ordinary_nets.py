@@ -46,7 +46,11 @@ def audited(folder: Path, model: Any, side: int, **settings: Any) -> tuple[list[
 @pytest.mark.slow
 @pytest.mark.parametrize("side", SHAPES)
 @pytest.mark.parametrize("name", NETS)
-def test_an_ordinary_net_gets_a_verdict_and_no_job_fails(name: str, side: int, folder: Path) -> None:
+def test_an_ordinary_net_gets_a_verdict_and_no_job_fails(
+    name: str, side: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Probes of the diagnosis run, and end early: what they find has tests of its own, and here they took minutes.
+    monkeypatch.setattr("leakscope.limits.diagnosis.PROBES", (1, 10))
     factory, protocol = NETS[name]
     # Statistics of a batch need two; of the small pictures too, so that theory, which has tests below, takes no time.
     batch = 2 if protocol or side == 28 else 1

@@ -1,7 +1,5 @@
 """Attacks, one paper a file, and the table that names them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any

@@ -20,8 +20,6 @@ units. Behind convolutions X are embeddings, and pictures are searched that have
 Several local steps are taken for one gradient: the rows are still mixtures of the same inputs.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -19,8 +19,6 @@ distance is "layered-l2", and ``preset("paper-femnist")`` and ``preset("paper-ci
 Where the recipe is unknown the update is taken for one gradient and flagged "steps not simulated".
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from types import MappingProxyType

@@ -9,8 +9,6 @@ relative to the observed update's squared length, so that one tolerance serves e
 full steps from N(0, 1) as published (300 calls of 20 iterations).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal

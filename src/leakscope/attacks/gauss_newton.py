@@ -15,8 +15,6 @@ It fails where the gradient is not smooth (ReLU, max pooling: by default it decl
 alike. Such a result has the flag "ill-conditioned": nothing follows from it about safety.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ of equal rows and opposite signs, so that the logits are those of the trained un
 the constants may be as large as the server likes, which is why noise of a fixed size hides nothing.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from typing import Literal

@@ -28,8 +28,6 @@ paper reports for two images of its own: CNN2 V1 0.0000 (0.0008), V2 0.0021 (0.0
 (defaults 0.0008), CNN3 V1 0.0135 (0.0048).
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Callable, Mapping

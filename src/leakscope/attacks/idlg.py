@@ -7,8 +7,6 @@ published rule (smallest row sum of the weight gradient) serves heads without on
 found by counting. Otherwise as :mod:`leakscope.attacks.dlg`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from leakscope.attacks.dlg import DLG

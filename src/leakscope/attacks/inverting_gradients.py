@@ -12,8 +12,6 @@ published untrained-ConvNet setting (cosine, signed Adam 0.1, step schedule, N(0
 term alone; the optional median filter is left out.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal

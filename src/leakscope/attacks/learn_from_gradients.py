@@ -10,8 +10,6 @@ every ``every`` iterations. Objective and lambda are relative to the observed up
 products to the number of inputs. L-BFGS by default, ``optimizer="adam"`` for large batches as the paper recommends.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Literal

@@ -7,8 +7,6 @@ row space of dW is the span of the inputs (exactly, when D has full rank), so wh
 difference of several local steps is treated as one gradient, which is exact for one step only.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ The gradient of the head gives the soft label of every mixture. A solver's mixtu
 search looks for the parts themselves, so that its prior is one of pictures and not of their sums.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

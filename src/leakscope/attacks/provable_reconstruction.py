@@ -11,8 +11,6 @@ follow from the slopes of a ReLU, lengths from the gradient of a bias; without o
 range. The constants behind the random units are ``head``; ``trained`` units keep their weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

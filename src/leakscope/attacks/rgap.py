@@ -19,8 +19,6 @@ examples give one mixture. Where a layer has fewer independent equations than un
 passed on and everything before it is an approximation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ times the current mean squared difference. So guarded, progress shows in the wid
 iterate is judged by the relative squared distance. Plain Adam replaces AdamW, as weight decay means nothing for pixels.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from leakscope.attacks.gradient_matching import GradientMatching, weighted

@@ -4,8 +4,6 @@ Results follow from the settings, the victim, the observed update, the labels an
 the same :class:`SharedWork`, the second attack is handed what the first has found, to the last bit.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import time

@@ -18,8 +18,6 @@ settings; ``preset("paper-ig")`` is the baseline, ``preset("paper-vit")`` the se
 (FedSGD) has no segment: plain gradient matching.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal

@@ -23,8 +23,6 @@ better choice for hundreds of steps. A weight update of several steps is taken f
 the group consistency of GradInversion (Yin et al., 2021) to several restarts.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass

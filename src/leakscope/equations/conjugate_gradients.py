@@ -1,7 +1,5 @@
 """Conjugate gradients on a positive definite matrix that is known by its products: one iteration for all solvers."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from itertools import islice

@@ -24,8 +24,6 @@ many filters as there are pixels. Where h is left open, the solution of least le
 full rank and yet a wrong solution, which its residual shows.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

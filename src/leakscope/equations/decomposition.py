@@ -1,7 +1,5 @@
 """Rank and singular values of a matrix with one row an unknown and one column an observed entry."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ act'(z_i), and its weight gradient G = D'X is linear in the inputs X. A unit who
 its kink) spoils its own row only: such rows are left out until the inputs that the others give settle them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ Small systems are decomposed instead, and their counts are exact. In a large one
 direction where both are nearly orthogonal to it: with ``SEEN`` in one case of four million.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import islice

@@ -4,8 +4,6 @@ The head's gradient gives each example's output gradient and features (equations
 dense layer below it in turn (equations/dense.py). The lowest layer that is reached is the cut.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from dataclasses import dataclass
 from typing import Any

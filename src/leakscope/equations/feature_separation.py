@@ -11,8 +11,6 @@ directions: exact where every slope is. A ReLU's slope differs for y and -y, so 
 db_j = sum_i (signal of i) tells sign and length of every feature for any activation.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

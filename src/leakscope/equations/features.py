@@ -7,8 +7,6 @@ altered gradient leaves the span in doubt: then features are refined on the head
 (equations/feature_span.py), and the completion is tried where that does not explain both gradients.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Sequence
 from typing import get_args

@@ -8,8 +8,6 @@ must not spoil the equations: units near zero are given slack. Bad conditioning 
 certificate that needs no truth. This is this project's own; docs/strength.md says how far it carries.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

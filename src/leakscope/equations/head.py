@@ -11,8 +11,6 @@ with delta there from the bias gradient or from what the features give back, alt
 numbers with an entry in their row or column. Of the others, delta is the softmax of the features, and f is left open.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

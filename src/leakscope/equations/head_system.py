@@ -8,8 +8,6 @@ Of examples with one label in an untrained network these equations hardly tell o
 feature behind a ReLU is negative does: a third of them are zero, in different places for each example.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

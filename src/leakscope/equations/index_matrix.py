@@ -7,8 +7,6 @@ weights. Step I solves the first for the output gradients V (N x d2, the 1/K of 
 second for the inputs H (N x d1). Both are linear least squares as long as the model does not move.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ With a bias it is the bias's gradient. Without one, dL/dW = k x' shows x and k o
 factor follows from what k must be: softmax minus one-hot, or sigmoid minus label, of the logits that x itself gives.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

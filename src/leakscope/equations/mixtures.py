@@ -14,8 +14,6 @@ example in another. A mixture of two examples of one class is tried with a grid 
 directions in which their errors would grow beyond the pictures are damped.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

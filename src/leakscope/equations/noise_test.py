@@ -4,8 +4,6 @@ For the true inputs the sum over entries of ((observed - simulated) / sigma)^2 i
 freedom as there are entries, less the unknowns for inputs fitted to the update.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

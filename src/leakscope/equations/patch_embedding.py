@@ -9,8 +9,6 @@ there are more equations than unknowns, n is what they leave. Directions that no
 with the spread of pixels) by Wiener's filter: min |D'P - dW|^2 / n^2 + |P - grey|^2 / spread^2.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

@@ -22,8 +22,6 @@ together; the weights a_j are read from the head and may be many (one for each d
 head of random rows gives several second moments, which separate features by themselves.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

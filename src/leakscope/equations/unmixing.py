@@ -13,8 +13,6 @@ differences at a pixel count as one group, for edges fall on the same pixels in 
 -negentropy + independence * mean(exp(T |cos|) - 1) + tv * TV + nonnegativity * min(|S+|, |S-|) + sparsity * |S|.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

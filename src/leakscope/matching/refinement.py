@@ -5,8 +5,6 @@ solves (1 + A'J'JA) c = A'J'r: a few conjugate gradients. What they leave of the
 iterations on an error and noise that were drawn, and are therefore known.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

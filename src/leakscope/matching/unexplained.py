@@ -33,16 +33,9 @@ DEVIATIONS = 3.0
 ROUNDING_ALONE = 1e-6
 
 
-def unexplained(
-    observation: Observation,
-    inputs: Tensor,
-    targets: Tensor,
-    output_gradient: Tensor | None = None,
-    *,
-    order: Sequence[Sequence[int]] | None = None,
-) -> float:
+def unexplained(observation: Observation, inputs: Tensor, targets: Tensor, *, order: Order | None = None) -> float:
     """Return what inputs leave of the update, visited in ``order``, the known one, or the best of a few candidates."""
-    return explain(observation, inputs, targets, output_gradient, order=order).left
+    return explain(observation, inputs, targets, order=order).left
 
 
 @dataclass(frozen=True)
@@ -54,20 +47,13 @@ class Explanation:
     stretch: float | None
 
 
-def explain(
-    observation: Observation,
-    inputs: Tensor,
-    targets: Tensor,
-    output_gradient: Tensor | None = None,
-    *,
-    order: Sequence[Sequence[int]] | None = None,
-) -> Explanation:
+def explain(observation: Observation, inputs: Tensor, targets: Tensor, *, order: Order | None = None) -> Explanation:
     victim, observed = Victim.of(observation), reliable_update(observation)
     recipe = replay_recipe(observation)
     updates: Iterable[Tensors]
-    if observation.message.kind == "gradient" or output_gradient is not None:
-        gradient, _ = victim.gradient(victim.tensors, inputs, targets, output_gradient)
-        updates, free = [victim.sent_update(gradient, victim.tensors)], observation.message.kind == "weight_delta"
+    if observation.message.kind == "gradient":
+        gradient, _ = victim.gradient(victim.tensors, inputs, targets)
+        updates, free = [victim.sent_update(gradient, victim.tensors)], False
     elif recipe is None or recipe[0] != len(inputs):
         points = [SegmentGradient(beta=beta, step=0) for beta in SEGMENT]
         updates, free = (point(victim, victim.tensors, inputs, targets, {})[0] for point in points), True
@@ -107,9 +93,7 @@ def is_unexplained(left: float, least: float, entries: int) -> bool:
     return beyond > max(UNEXPLAINED_SHARE**2, DEVIATIONS * math.sqrt(2 / max(entries, 1)) * least**2)
 
 
-def _orders(
-    observation: Observation, order: Sequence[Sequence[int]] | None, recipe: tuple[int, int, int, float]
-) -> Sequence[Order]:
+def _orders(observation: Observation, order: Order | None, recipe: tuple[int, int, int, float]) -> Sequence[Order]:
     examples, epochs, batch_size, _ = recipe
     known = observation.training.batch_order if order is None else order
     if known is not None:

@@ -4,8 +4,6 @@ The standard one is that of Dosovitskiy et al. (ICLR 2021): pre-norm layers behi
 positions. In that of Surrogate Model Extension one patch covers the image, unless a patch size is given.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Literal
 

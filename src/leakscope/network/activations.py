@@ -1,7 +1,5 @@
 """Elementwise activations that can be undone: value, inverse and derivative, in float64."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any

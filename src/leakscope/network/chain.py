@@ -6,8 +6,6 @@ chain is refused by name. A sum of two paths has two unknowns for one value; it 
 both are known (limits/residual.py).
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """Read the dense layers that lead to the head, with elementwise activations between them, from the symbolic trace."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Find where a model's derivative jumps: Newton's method and all that is linear locally stops at such places."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Find what a model is made of by running it: its layers in order of execution, the head, and first linear layers."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The patch embedding is the first layer, a convolution or a linear layer over pat
 shifted and scaled at most. A parameter holds positions where its derivative is, row by row, that of the layer's output.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

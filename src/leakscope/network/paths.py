@@ -1,7 +1,5 @@
 """Find the way of a tensor through a model from its symbolic trace: layers in a row, or two paths added up."""
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Set hooks on private copies, or for a while, to record, tap or cut what layers receive and give."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager

@@ -19,8 +19,6 @@ candidate is the result. docs/strength.md explains and measures them.
 MixUp is a wrapper around all of this (:mod:`leakscope.attacks.mixtures`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby

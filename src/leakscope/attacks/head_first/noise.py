@@ -10,8 +10,6 @@ moves. The level is inflated at first to each row's own size, so that every laye
 less. Searches begin at grey and at the best so far, which only what is more probable by the client's loss replaces.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

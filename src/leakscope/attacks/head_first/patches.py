@@ -4,8 +4,6 @@ One least squares gives the patches (:mod:`leakscope.equations.patch_embedding`)
 The certificate needs all of them: the whole update is replayed, for a square system fits anything.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -6,8 +6,6 @@ CIFAR-10 images, noise of 1e-3: 39 dB against 20); where the noise is strong, or
 picture, the prior is right: :meth:`~leakscope.attacks.candidates.Candidate.better_than` decides.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator

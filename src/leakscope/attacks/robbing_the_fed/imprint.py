@@ -10,8 +10,6 @@ whose examples pull in opposite directions seldom is. Mixtures that pull in the 
 look plausible; three tests tell them apart (:func:`read_bins`).
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import dataclass
