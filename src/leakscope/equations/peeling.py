@@ -42,6 +42,8 @@ ZERO = 1e-4
 ROUNDS = 8
 #: Times that the forward pass may correct masks above and send the peel back to them.
 CORRECTIONS = 8
+#: Share of the largest singular value below which inputs do not tell the derivatives behind them.
+LIFTED = 1e-5
 #: What the factor of each image may leave of the bias gradient that tells it.
 SCALED = 1e-3
 
@@ -84,16 +86,53 @@ class Peel:
         norm = self._norm(layer.step)
         if norm is None:
             self._climb(layer.step)
-        if any(reader not in self.signals for reader in self._readers[source]):
+        past = any(reader not in self.signals for reader in self._readers[source])
+        if past and norm is not None:
             raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
-        self.gates[source] = active(found.inputs)
-        self._rescale(source)
+        if steps[source].kind == "relu":
+            self.gates[source] = active(found.inputs)
+        if past:
+            self._rescale(source, *self._sums_behind(layer))
+        else:
+            self._rescale(source, *self._sums_in_front(source))
         if norm is not None:
             # The statistics are those of the batch, so that they are known once the scale of each image is.
             self.signals[norm] = self._normalised(layer).signal_above(self.values[source], self.signals[layer.step])
             self._climb(norm)
+        else:
+            self._lift(source)
+        if any(reader not in self.signals for reader in self._readers[source]):
+            raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
         self._pinned = set(self.signals)
         self.started = steps[layer.step].name
+
+    def _lift(self, source: int) -> None:
+        """Find the derivatives at layers behind a factored one, whose inputs the forward pass tells.
+
+        What a block adds to its input comes back to both: without this, nothing below a bottleneck block is known.
+        """
+        ahead = self.network.onwards(source, self.values[source] * active(self.values[source]))
+        for layer in self.network.layers:
+            read = self.network.steps[layer.step].sources[0]
+            if layer.step in self.signals or read == source or read not in ahead.values:
+                continue
+            if not isinstance(layer.module, nn.Conv2d) or layer.weight_name not in self.gradients:
+                return
+            patches = layer.patches(ahead.values[read])
+            images, size, places = patches.shape
+            if images * places > size:
+                return
+            matrix = patches.transpose(0, 1).reshape(size, images * places)
+            wanted = self.gradients[layer.weight_name].double().flatten(1).T
+            signal = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution.T
+            left = float((matrix @ signal.T - wanted).norm() / wanted.norm().clamp_min(1e-300))
+            if not left < SOLVED or int(torch.linalg.matrix_rank(matrix, rtol=LIFTED)) < images * places:
+                return
+            shape = self.network.steps[layer.step].shape
+            self.signals[layer.step] = signal.reshape(-1, images, *shape[1:]).transpose(0, 1)
+            self._climb(layer.step)
+            self.values[read] = ahead.values[read]
+            self.gates.update({number: gate for number, gate in ahead.gates.items() if number <= read})
 
     def _climb(self, number: int) -> None:
         """Take a derivative up through all that multiplies by known numbers."""
@@ -131,17 +170,31 @@ class Peel:
             forward=lambda value: apply_step(convolution, [value], None, bias=False),
         )
 
-    def _rescale(self, source: int) -> None:
-        """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
-        sums = (self._backward(source) * self.gates[source]).flatten(2).sum(2).T
-        told = self._bias_gradients(self.network.steps[source].sources)
+    def _sums_in_front(self, source: int) -> tuple[Tensor, list[Tensor]]:
+        """Return sums of derivatives (channels, images) in front of a ReLU, and the gradients of biases there."""
+        # A max pooling passes each derivative on to one place: the sums behind it are those in front.
+        relu = self.network.relu_behind(source)
+        assert relu is not None  # or it would not have been factored
+        sums = (self._backward(source) * active(self.values[source])).flatten(2).sum(2).T
+        return sums, self._bias_gradients(self.network.steps[relu].sources)
+
+    def _sums_behind(self, layer: WeightedLayer) -> tuple[Tensor, list[Tensor]]:
+        """Return the same behind a layer: its own bias, or that of the BatchNorm that reads it."""
+        for number in (layer.step, *self._readers[layer.step]):
+            told = self.gradients.get(f"{self.network.steps[number].name}.bias")
+            if told is not None and number in self.signals:
+                return self.signals[number].flatten(2).sum(2).T, [told]
+        return torch.zeros(()), []
+
+    def _rescale(self, source: int, sums: Tensor, told: list[Tensor]) -> None:
+        """Find the factor of each image: biases have the sums of the derivatives as gradients."""
         if not told:
-            raise NotApplicable("no bias in front tells the scale of each image")
+            raise NotApplicable("no bias beside it tells the scale of each image")
         wanted = told[0].double()
         factor = torch.linalg.lstsq(sums, wanted[:, None]).solution[:, 0]
         left = float((sums @ factor - wanted).norm() / wanted.norm().clamp_min(1e-300))
         if not left < SCALED or not bool((factor > 0).all()):
-            raise NotApplicable(f"the scale of each image leaves {left:.1e} of the bias gradient in front")
+            raise NotApplicable(f"the scale of each image leaves {left:.1e} of the bias gradient")
         factor = factor.reshape(-1, 1, 1, 1)
         self.signals = {number: value * factor for number, value in self.signals.items()}
         self.values[source] = self.values[source] / factor
@@ -150,7 +203,7 @@ class Peel:
         found = []
         for number in sources:
             step = self.network.steps[number]
-            if step.kind == "add":
+            if step.kind in ("add", "max", "reshape"):
                 found += self._bias_gradients(step.sources)
             elif f"{step.name}.bias" in self.gradients:
                 found.append(self.gradients[f"{step.name}.bias"])
@@ -170,11 +223,17 @@ class Peel:
                         self.ended = str(error)
                         self.values = {step: value for step, value in self.values.items() if step > number}
                         return
+                elif not self.ended and (reader := self._unknown_maxima(number)) is not None:
+                    self.ended = f"the places of the maxima of {self.network.steps[reader].name!r} are not known"
             if changed is not None and corrections < CORRECTIONS:
                 corrections += 1
                 number = changed
             number -= 1
-        self.ended = "every layer was solved"
+        self.ended = self.ended or "every layer was solved"
+
+    def _unknown_maxima(self, number: int) -> int | None:
+        known = (n for n in self._readers[number] if n in self.signals)
+        return next((n for n in known if not self._passes(n)), None)
 
     def _passes(self, number: int) -> bool:
         gated = self.network.steps[number].kind in ("relu", "max")
@@ -194,7 +253,12 @@ class Peel:
         relu = steps[number].kind == "relu" and not steps[number].slope
         if relu and number not in self._corrected:
             self.gates[number] = active(self.values[number])
-        return self._check(number, self.values[number] * self.gates[number] if relu else self.values[number], residual)
+        value = self.values[number]
+        if relu:
+            value = value * self.gates[number]
+        elif _zeros(self.network, number):
+            value = value * active(value)
+        return self._check(number, value, residual)
 
     def _check(self, number: int, value: Tensor, residual: float) -> int | None:
         """Run the network on from a value; NotApplicable where it does not give what was solved above."""
@@ -363,20 +427,28 @@ def _factor(
 
 
 def peel(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> Peel:
-    """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored."""
-    refusals = []
+    """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored.
+
+    Where that ends above other layers that can be factored, in front of a max pooling say, these are tried, too.
+    """
+    refusals, best = [], None
     for layer in _startable(network, gradients, images):
         step = network.steps[layer.step]
+        if best is not None and step.sources[0] >= best.cuts[-1].step:
+            continue
         try:
             attempt = Peel(network, gradients)
             attempt.start(layer, _factor(network, gradients, layer, images))
             attempt.run()
-            if attempt.cuts:
-                return attempt
-            raise NotApplicable(attempt.ended)
+            if not attempt.cuts:
+                raise NotApplicable(attempt.ended)
+            if best is None or attempt.cuts[-1].step < best.cuts[-1].step:
+                best = attempt
         except NotApplicable as error:
             refusals.append(f"{step.name!r}: {error}")
-    raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {images} images of its size")
+    if best is None:
+        raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {images} images of its size")
+    return best
 
 
 def _startable(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> list[WeightedLayer]:
@@ -386,13 +458,19 @@ def _startable(network: GatedNetwork, gradients: Mapping[str, Tensor], images: i
         module = layer.module
         if layer.weight_name not in gradients or not isinstance(module, nn.Conv2d) or module.padding_mode != "zeros":
             continue
-        reads = network.steps[network.steps[layer.step].sources[0]]
+        source = network.steps[layer.step].sources[0]
         plain = {*module.stride, *module.dilation} == {1} and min(module.kernel_size) > 1
         same = tuple(2 * p + 1 for p in module.padding if isinstance(p, int)) == module.kernel_size
-        fill = images * math.prod(reads.shape[1:]) / module.in_channels
-        if plain and same and fill <= 1 and reads.kind == "relu" and not reads.slope:
+        fill = images * math.prod(network.steps[source].shape[1:]) / module.in_channels
+        if plain and same and fill <= 1 and _zeros(network, source):
             found.append((fill > ROOMY, layer.step if fill <= ROOMY else -layer.step, layer))
     return [layer for *_, layer in sorted(found, key=lambda one: one[:2])]
+
+
+def _zeros(network: GatedNetwork, number: int) -> bool:
+    """Return whether a step gives what a ReLU gave, or the maxima of it: nothing negative, and exact zeros."""
+    relu = network.relu_behind(number)
+    return relu is not None and not network.steps[relu].slope
 
 
 def robust_solve(
