@@ -132,7 +132,9 @@ class Peel:
             self.signals[layer.step] = signal.reshape(-1, images, *shape[1:]).transpose(0, 1)
             self._climb(layer.step)
             self.values[read] = ahead.values[read]
-            self.gates.update({number: gate for number, gate in ahead.gates.items() if number <= read})
+            told = {number: gate for number, gate in ahead.gates.items() if number <= read}
+            self.gates.update(told)
+            self._corrected.update(told)
 
     def _climb(self, number: int) -> None:
         """Take a derivative up through all that multiplies by known numbers."""
