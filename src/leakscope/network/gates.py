@@ -372,7 +372,7 @@ class _Reader:
         raise self._refusal(node)
 
     def _function_step(self, node: fx.Node, facts: dict[str, Any]) -> Step:
-        options: dict[str, Any] = _constants(dict(node.kwargs))
+        options: dict[str, Any] = dict(_constants(node.kwargs))
         arguments: tuple[Any, ...] = _constants(node.args[1:])
         if node.target in _RELU_FUNCTIONS:
             return Step(kind="relu", **facts)
