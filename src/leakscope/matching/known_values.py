@@ -26,7 +26,7 @@ from leakscope.network.gates import GatedNetwork
 #: First step of the descent in units of the value range: with .1 images are 7 to 10 dB worse after 400 steps (tuning
 #: images, ResNet-18), for each pixel is thrown to its bounds at first.
 PACE = 0.03
-#: The same below a max pooling, where values are whitened: on VGG-11 39 dB after 1000 steps, with .03 27 dB.
+#: The same below a max pooling, where values are whitened: 37 dB after 1000 steps, with .03 27 dB (one image, VGG-11).
 PACE_WHITENED = 0.2
 #: Directions of the channels are whitened down to this share of the loudest one's mean square.
 LOUD = 1e-2
