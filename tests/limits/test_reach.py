@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from torch import nn
 
 from leakscope.limits.reach import layer_reaches, lowest_layer
@@ -52,3 +53,12 @@ def test_convolutions_that_are_not_factored_say_why(layer: nn.Conv2d) -> None:
     assert "stride 1" in layer_reaches(net, (64, 4, 4))[0].reason
     plain = nn.Sequential(nn.Conv2d(64, 8, 3, 1, 1), *net[1:-1], nn.Linear(8, 4))
     assert layer_reaches(plain, (64, 4, 4))[0].alone == 4
+
+
+@pytest.mark.parametrize(("pooling", "lowest"), [(True, "3"), (False, "0")])
+def test_a_peel_ends_behind_a_pooling(pooling: bool, lowest: str) -> None:
+    between = nn.MaxPool2d(2) if pooling else nn.Identity()
+    first, second = nn.Conv2d(3, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1)
+    net = nn.Sequential(first, nn.ReLU(), between, second, nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
+    net(torch.zeros(1, 3, 8, 8))
+    assert lowest_layer(layer_reaches(net, (3, 8, 8)), 1) == ("3", lowest)

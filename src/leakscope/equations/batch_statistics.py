@@ -15,17 +15,12 @@ import torch
 from torch import Tensor
 
 from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.robust_solve import DEAD, RIDGE, agreement
 
 #: Rounds for xhat, and what it may still move in the last: below the rounding of a float32 gradient.
 ROUNDS, MOVED = 60, 1e-6
 #: Mixtures of the input channels that tell kappa: far more equations than it has unknowns, and far fewer products.
 MIXTURES = 4
-#: Share of their mean square that is added to equations that may not have full rank: far below rounding.
-RIDGE = 1e-12
-#: What a channel leaves, in medians, where its weight is one half.
-DOUBTFUL = 4.0
-#: Channels of a smaller share of the largest gradient tell nothing: dead units.
-DEAD = 1e-7
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -72,15 +67,6 @@ class NormalisedLayer:
         return signals / factor + along * signals.shape[1] / signals.numel()
 
 
-def agreement(left: Tensor) -> Tensor:
-    """Weigh channels by what they leave: those of a wrong mask leave far more than the others.
-
-    >>> agreement(torch.tensor([1.0, 1.0, 40.0])).round(decimals=2).tolist()
-    [0.94, 0.94, 0.01]
-    """
-    return 1 / (1 + (left / (DOUBTFUL * left.median().clamp_min(1e-300))) ** 2)
-
-
 def solve_normalised(
     layers: Sequence[NormalisedLayer], reshape: Callable[[Tensor], Tensor], start: Tensor | None = None
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -93,9 +79,7 @@ def solve_normalised(
     alive = torch.cat([(size > DEAD * size.max()).double() for size in sizes])
     wanted = [layer.gradient / size.clamp_min(1e-300)[:, None, None] for layer, size in zip(layers, sizes, strict=True)]
     signs = torch.cat([layer.gain.sign() for layer in layers])
-    normalised = [
-        torch.zeros_like(layer.signal) if start is None else layer.normalise(start)[0] for layer in layers
-    ]
+    normalised = [torch.zeros_like(layer.signal) if start is None else layer.normalise(start)[0] for layer in layers]
     weights = alive
     for _ in range(ROUNDS):
         matrices = [_unit_rows(layer, x) for layer, x in zip(layers, normalised, strict=True)]
@@ -144,6 +128,9 @@ def _null_solution(matrices: list[Tensor], wanted: list[Tensor], weights: Tensor
     factors = torch.linalg.eigh(seen @ seen.T / lengths[:, None] / lengths)[1][:, -1] / lengths
     factors = factors * torch.sign((factors * signs).sum())
     right = torch.cat(
-        [(f[:, None, None] * w).flatten(0, 1) for f, w in zip(factors.split([len(p) for p in parts]), wanted, strict=True)]
+        [
+            (f[:, None, None] * w).flatten(0, 1)
+            for f, w in zip(factors.split([len(p) for p in parts]), wanted, strict=True)
+        ]
     )
     return torch.cholesky_solve(flat.T @ right, root)

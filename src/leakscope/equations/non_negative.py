@@ -19,7 +19,8 @@ def solve_non_negative(normal: Tensor, right: Tensor, start: Tensor) -> Tensor:
     """Minimise x' normal x / 2 - right' x over x >= 0, for each column; ``start`` is positive where x may be.
 
     >>> normal = torch.tensor([[2.0, 1.0], [1.0, 2.0]], dtype=torch.float64)
-    >>> solve_non_negative(normal, torch.tensor([[2.0], [-1.0]]).double(), torch.ones((2, 1))).flatten().tolist()
+    >>> x = solve_non_negative(normal, torch.tensor([[2.0], [-1.0]]).double(), torch.ones((2, 1)))
+    >>> x.flatten().round(decimals=9).tolist()
     [1.0, 0.0]
     """
     positive, solution = start > 0, torch.zeros_like(right)

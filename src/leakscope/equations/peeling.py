@@ -22,42 +22,34 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.errors import NotApplicable
-from leakscope.equations.batch_statistics import DEAD, DOUBTFUL, RIDGE, NormalisedLayer, agreement, solve_normalised
+from leakscope.equations.batch_statistics import NormalisedLayer, solve_normalised
 from leakscope.equations.convolution_factor import ConvolutionFactors, factor_convolution
-from leakscope.equations.non_negative import solve_non_negative
+from leakscope.equations.robust_solve import SET_ASIDE, robust_solve, scarce_solve
 from leakscope.network.gates import GatedNetwork, Step, WeightedLayer, apply_step
 
-#: Equations for each unknown below which a layer is not solved: what is not negative has half as many unknowns, and
-#: scarcely fewer do (at .75 no solution is found); the statistics of a batch take some, too.
-LEAST_EQUATIONS, LEAST_NORMALISED = 1.0, 1.1
+#: Equations for each unknown below which a layer is not solved. What is not negative has half as many unknowns, so that
+#: they may be scarce; at 1.0 wrong masks are not found, and minutes pass before that is clear.
+LEAST_EQUATIONS = 1.1
 #: Equations for each unknown below which it counts that nothing behind a ReLU is negative.
 SCARCE = 2.0
-#: Equations for each unknown that are kept at first where they are scarce: those of the channels in least doubt.
-TRIMMED = 0.9
-#: Share of the channels whose masks are surely right: what they leave is the measure for the others.
-AGREEING = 0.75
 #: Share of the largest value below which values of scarce equations are errors.
 SMALLEST = 2e-5
 #: What scarce equations may leave: wrong masks leave hundreds of times as much as right ones.
 SOLVED_SCARCE = 1e-5
-#: What weights may still move where equations are scarce.
-SETTLED = 0.1
 #: What the equations of a layer may leave (channels set aside not counted), and the forward pass of what was solved.
 SOLVED, AGREES = 1e-4, 1e-3
-#: Weight below which an output channel counts as set aside.
-SET_ASIDE = 0.3
 #: Share of a convolution's channels up to which its factors are well conditioned.
 ROOMY = 0.6
 #: Values behind a ReLU within this factor of the line between rounding and not may be on its other side.
 DOUBTED = 100.0
 #: Share of a channel's largest value within which values near its smallest count as zeros of a ReLU.
 ZERO = 1e-4
-#: Rounds of weighted least squares for each input.
-ROUNDS = 8
 #: Times that the forward pass may correct masks above and send the peel back to them.
 CORRECTIONS = 8
 #: Times that one ReLU may send it back: the sign of a unit within rounding of zero may change for ever.
 TWICE = 2
+#: Share of the largest singular value below which inputs do not tell the derivatives behind them.
+LIFTED = 1e-5
 #: What the factor of each image may leave of the bias gradient that tells it.
 SCALED = 1e-3
 
@@ -102,16 +94,55 @@ class Peel:
         norm = self._norm(layer.step)
         if norm is None:
             self._climb(layer.step)
-        if any(reader not in self.signals for reader in self._readers[source]):
+        past = any(reader not in self.signals for reader in self._readers[source])
+        if past and norm is not None:
             raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
-        self.gates[source] = active(found.inputs)
-        self._rescale(source)
+        if steps[source].kind == "relu":
+            self.gates[source] = active(found.inputs)
+        if past:
+            self._rescale(source, *self._sums_behind(layer))
+        else:
+            self._rescale(source, *self._sums_in_front(source))
         if norm is not None:
             # The statistics are those of the batch, so that they are known once the scale of each image is.
             self.signals[norm] = self._normalised(layer).signal_above(self.values[source], self.signals[layer.step])
             self._climb(norm)
+        else:
+            self._lift(source)
+        if any(reader not in self.signals for reader in self._readers[source]):
+            raise NotApplicable(f"the input of {steps[layer.step].name!r} also goes past it")
         self._pinned = set(self.signals)
         self.started = steps[layer.step].name
+
+    def _lift(self, source: int) -> None:
+        """Find the derivatives at layers behind a factored one, whose inputs the forward pass tells.
+
+        What a block adds to its input comes back to both: without this, nothing below a bottleneck block is known.
+        """
+        ahead = self.network.onwards(source, self.values[source] * active(self.values[source]))
+        for layer in self.network.layers:
+            read = self.network.steps[layer.step].sources[0]
+            if layer.step in self.signals or read == source or read not in ahead.values:
+                continue
+            if not isinstance(layer.module, nn.Conv2d) or layer.weight_name not in self.gradients:
+                return
+            patches = layer.patches(ahead.values[read])
+            images, size, places = patches.shape
+            if images * places > size:
+                return
+            matrix = patches.transpose(0, 1).reshape(size, images * places)
+            wanted = self.gradients[layer.weight_name].double().flatten(1).T
+            signal = torch.linalg.lstsq(matrix, wanted, driver="gelsd").solution.T
+            left = float((matrix @ signal.T - wanted).norm() / wanted.norm().clamp_min(1e-300))
+            if not left < SOLVED or int(torch.linalg.matrix_rank(matrix, rtol=LIFTED)) < images * places:
+                return
+            shape = self.network.steps[layer.step].shape
+            self.signals[layer.step] = signal.reshape(-1, images, *shape[1:]).transpose(0, 1)
+            self._climb(layer.step)
+            self.values[read] = ahead.values[read]
+            told = {number: gate for number, gate in ahead.gates.items() if number <= read}
+            self.gates.update(told)
+            self._seen.update(told)
 
     def _climb(self, number: int) -> None:
         """Take a derivative up through all that multiplies by known numbers."""
@@ -149,17 +180,31 @@ class Peel:
             forward=lambda value: apply_step(convolution, [value], None, bias=False),
         )
 
-    def _rescale(self, source: int) -> None:
-        """Find the factor of each image: the biases in front have the sums of the derivatives as gradients."""
-        sums = (self._backward(source) * self.gates[source]).flatten(2).sum(2).T
-        told = self._bias_gradients(self.network.steps[source].sources)
+    def _sums_in_front(self, source: int) -> tuple[Tensor, list[Tensor]]:
+        """Return sums of derivatives (channels, images) in front of a ReLU, and the gradients of biases there."""
+        # A max pooling passes each derivative on to one place: the sums behind it are those in front.
+        relu = self.network.relu_behind(source)
+        assert relu is not None  # or it would not have been factored
+        sums = (self._backward(source) * active(self.values[source])).flatten(2).sum(2).T
+        return sums, self._bias_gradients(self.network.steps[relu].sources)
+
+    def _sums_behind(self, layer: WeightedLayer) -> tuple[Tensor, list[Tensor]]:
+        """Return the same behind a layer: its own bias, or that of the BatchNorm that reads it."""
+        for number in (layer.step, *self._readers[layer.step]):
+            told = self.gradients.get(f"{self.network.steps[number].name}.bias")
+            if told is not None and number in self.signals:
+                return self.signals[number].flatten(2).sum(2).T, [told]
+        return torch.zeros(()), []
+
+    def _rescale(self, source: int, sums: Tensor, told: list[Tensor]) -> None:
+        """Find the factor of each image: biases have the sums of the derivatives as gradients."""
         if not told:
-            raise NotApplicable("no bias in front tells the scale of each image")
+            raise NotApplicable("no bias beside it tells the scale of each image")
         wanted = told[0].double()
         factor = torch.linalg.lstsq(sums, wanted[:, None]).solution[:, 0]
         left = float((sums @ factor - wanted).norm() / wanted.norm().clamp_min(1e-300))
         if not left < SCALED or not bool((factor > 0).all()):
-            raise NotApplicable(f"the scale of each image leaves {left:.1e} of the bias gradient in front")
+            raise NotApplicable(f"the scale of each image leaves {left:.1e} of the bias gradient")
         factor = factor.reshape(-1, 1, 1, 1)
         self.signals = {number: value * factor for number, value in self.signals.items()}
         self.values[source] = self.values[source] / factor
@@ -168,7 +213,7 @@ class Peel:
         found = []
         for number in sources:
             step = self.network.steps[number]
-            if step.kind == "add":
+            if step.kind in ("add", "max", "reshape"):
                 found += self._bias_gradients(step.sources)
             elif f"{step.name}.bias" in self.gradients:
                 found.append(self.gradients[f"{step.name}.bias"])
@@ -188,11 +233,17 @@ class Peel:
                         self.ended = str(error)
                         self.values = {step: value for step, value in self.values.items() if step > number}
                         return
+                elif not self.ended and (reader := self._unknown_maxima(number)) is not None:
+                    self.ended = f"the places of the maxima of {self.network.steps[reader].name!r} are not known"
             if changed is not None and corrections < CORRECTIONS:
                 corrections += 1
                 number = changed
             number -= 1
-        self.ended = "every layer was solved"
+        self.ended = self.ended or "every layer was solved"
+
+    def _unknown_maxima(self, number: int) -> int | None:
+        known = (n for n in self._readers[number] if n in self.signals)
+        return next((n for n in known if not self._passes(n)), None)
 
     def _passes(self, number: int) -> bool:
         gated = self.network.steps[number].kind in ("relu", "max")
@@ -210,12 +261,14 @@ class Peel:
         if number not in self.values:
             return None
         relu = steps[number].kind == "relu" and not steps[number].slope
+        value = self.values[number]
         if relu and number not in self._seen:
-            value = self.values[number]
-            # What cannot be negative does not show how large errors are.
-            scarce = bool((value >= 0).all())
-            self.gates[number] = (value > SMALLEST * value.max()).to(value) if scarce else active(value)
-        return self._check(number, self.values[number] * self.gates[number] if relu else self.values[number], residual)
+            self.gates[number] = active(value)
+        if relu:
+            value = value * self.gates[number]
+        elif _zeros(self.network, number):
+            value = value * active(value)
+        return self._check(number, value, residual)
 
     def _check(self, number: int, value: Tensor, residual: float) -> int | None:
         """Run the network on from a value; NotApplicable where it does not give what was solved above."""
@@ -281,11 +334,10 @@ class Peel:
         readers = [one for one in readers if one.weight_name in self.gradients]
         if len(shape) != 3 or not readers or not all(isinstance(one.module, nn.Conv2d) for one in readers):
             raise NotApplicable(f"no convolution of the update reads {name!r}")
-        images, channels = len(self.signals[readers[0].step]), shape[0]
-        unknowns = images * shape[1] * shape[2]
+        unknowns = len(self.signals[readers[0].step]) * shape[1] * shape[2]
         count = equations([one.module for one in readers])
         normalised = any(self._norm(one.step) is not None for one in readers)
-        if count < (LEAST_NORMALISED if normalised else LEAST_EQUATIONS) * unknowns:
+        if count < LEAST_EQUATIONS * unknowns:
             raise NotApplicable(f"{count} equations for {unknowns} unknowns a channel of {name!r}")
         if normalised:
             self._settle_statistics(number, readers)
@@ -328,7 +380,8 @@ class Peel:
         for one, layer, channels in zip(readers, layers, odd, strict=True):
             self.signals[one.step] = layer.signals(value, scaled=False)
             self._repair(one, value, channels)
-        told = self._bias_gradients(self.network.steps[number].sources)
+        relu = self.network.relu_behind(number)
+        told = [] if relu is None else self._bias_gradients(self.network.steps[relu].sources)
         if not told:
             raise NotApplicable(f"no bias in front tells the scale of {name!r}")
         gate = self.gates[number] if number in self._seen else active(value)
@@ -344,7 +397,7 @@ class Peel:
             self.signals[one.step][:, channels] = repaired
 
     def _value(self, solution: Tensor, number: int) -> Tensor:
-        """Make a step's value of a solution (places, channels); constants that are hidden follow from a ReLU's zeros."""
+        """Make a step's value of a solution (places, channels); hidden constants follow from a ReLU's zeros."""
         shape = self.network.steps[number].shape
         value = solution.reshape(-1, *shape[1:], shape[0]).permute(0, 3, 1, 2).contiguous()
         for lattice in self._hidden_lattices(number):
@@ -363,7 +416,8 @@ class Peel:
         readers = [self._layers[reader] for reader in self._readers[number] if reader in self._layers]
         if not all(self._norm(one.step) is not None for one in readers):
             return []
-        step = max(max(one.module.stride) for one in readers)
+        modules: list[Any] = [one.module for one in readers]
+        step = max(max(module.stride) for module in modules)
         found = []
         for row, column in itertools.product(range(step), repeat=2):
             lattice = torch.zeros(shape[1:], dtype=torch.float64)
@@ -411,20 +465,28 @@ def _factor(
 
 
 def peel(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> Peel:
-    """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored."""
-    refusals = []
+    """Factor a layer and go down from it as far as equations last; NotApplicable where no layer can be factored.
+
+    Where that ends above other layers that can be factored, in front of a max pooling say, these are tried, too.
+    """
+    refusals, best = [], None
     for layer in _startable(network, gradients, images):
         step = network.steps[layer.step]
+        if best is not None and step.sources[0] >= best.cuts[-1].step:
+            continue
         try:
             attempt = Peel(network, gradients)
             attempt.start(layer, _factor(network, gradients, layer, images))
             attempt.run()
-            if attempt.cuts:
-                return attempt
-            raise NotApplicable(attempt.ended)
+            if not attempt.cuts:
+                raise NotApplicable(attempt.ended)
+            if best is None or attempt.cuts[-1].step < best.cuts[-1].step:
+                best = attempt
         except NotApplicable as error:
             refusals.append(f"{step.name!r}: {error}")
-    raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {images} images of its size")
+    if best is None:
+        raise NotApplicable("; ".join(refusals[:3]) or f"no convolution has channels for {images} images of its size")
+    return best
 
 
 def _startable(network: GatedNetwork, gradients: Mapping[str, Tensor], images: int) -> list[WeightedLayer]:
@@ -434,103 +496,19 @@ def _startable(network: GatedNetwork, gradients: Mapping[str, Tensor], images: i
         module = layer.module
         if layer.weight_name not in gradients or not isinstance(module, nn.Conv2d) or module.padding_mode != "zeros":
             continue
-        reads = network.steps[network.steps[layer.step].sources[0]]
+        source = network.steps[layer.step].sources[0]
         plain = {*module.stride, *module.dilation} == {1} and min(module.kernel_size) > 1
         same = tuple(2 * p + 1 for p in module.padding if isinstance(p, int)) == module.kernel_size
-        fill = images * math.prod(reads.shape[1:]) / module.in_channels
-        if plain and same and fill <= 1 and reads.kind == "relu" and not reads.slope:
+        fill = images * math.prod(network.steps[source].shape[1:]) / module.in_channels
+        if plain and same and fill <= 1 and _zeros(network, source):
             found.append((fill > ROOMY, layer.step if fill <= ROOMY else -layer.step, layer))
     return [layer for *_, layer in sorted(found, key=lambda one: one[:2])]
 
 
-def robust_solve(
-    matrix: Tensor, wanted: Tensor, groups: Tensor, doubts: Tensor | None = None
-) -> tuple[Tensor, Tensor, float]:
-    """Solve by least squares with groups of rows that disagree weighted down; return also weights and residual.
-
-    Groups with the most ``doubts`` are left out of the first solve, as far as half of the equations to spare allow.
-
-    >>> rows = torch.eye(3, dtype=torch.float64).repeat(4, 1)
-    >>> wanted = torch.tensor([[1.0], [2.0], [3.0]], dtype=torch.float64).repeat(4, 1)
-    >>> wanted[:3] += 1
-    >>> solution, weights, _ = robust_solve(rows, wanted, torch.arange(4).repeat_interleave(3))
-    >>> [round(x, 6) for x in solution[:, 0].tolist()], (weights < SET_ASIDE).tolist()
-    ([1.0, 2.0, 3.0], [True, False, False, False])
-    """
-    count = int(groups.max()) + 1
-    weights = matrix.new_ones(count)
-    if doubts is not None:
-        order = doubts.argsort(descending=True)
-        lost = torch.bincount(groups, minlength=count)[order].cumsum(0)
-        weights[order[(lost <= (len(matrix) - matrix.shape[1]) / 2) & (doubts[order] > 0)]] = 0
-    for _ in range(ROUNDS):
-        solution = _weighted(matrix, wanted, weights[groups])
-        new = agreement(_left(matrix, wanted, groups, solution))
-        moved = float((new - weights).abs().max())
-        weights = new
-        if moved < 1e-3:
-            break
-    kept = (weights >= SET_ASIDE)[groups]
-    if int(kept.sum()) < LEAST_EQUATIONS * matrix.shape[1]:
-        kept = torch.ones_like(kept)
-    solution = _weighted(matrix, wanted, kept.to(matrix))
-    return solution, weights, _share(matrix, wanted, kept, solution)
-
-
-def scarce_solve(
-    matrix: Tensor, wanted: Tensor, groups: Tensor, doubts: Tensor, start: Tensor | None = None
-) -> tuple[Tensor, Tensor, float]:
-    """Solve for what is not negative where equations are scarce; arguments and results are those of robust_solve.
-
-    What a wrong group leaves is then spread over all of them: they count alike, and weights fall faster.
-    """
-    count = int(groups.max()) + 1
-    sizes = matrix.new_zeros(count).index_add(0, groups, matrix.square().sum(1)).sqrt()
-    alive = (sizes > DEAD * sizes.max()).to(matrix)
-    sizes = sizes.clamp_min(1e-300)[groups, None]
-    matrix, wanted = matrix / sizes, wanted / sizes
-    if start is None:
-        weights = alive.clone()
-        order = doubts.argsort(descending=True)
-        spare = torch.bincount(groups)[order].cumsum(0) <= len(matrix) - TRIMMED * matrix.shape[1]
-        weights[order[spare & (doubts[order] > 0)]] = 0
-        start = _weighted(matrix, wanted, weights[groups], non_negative=True)
-    solution, weights = start, torch.zeros_like(alive)
-    for _ in range(ROUNDS):
-        left = _left(matrix, wanted, groups, solution)
-        before, weights = weights, alive / (1 + (left / left.quantile(AGREEING).clamp_min(1e-300)) ** 2) ** 2
-        if float((weights - before).abs().max()) < SETTLED:
-            break
-        solution = _weighted(matrix, wanted, weights[groups], solution, non_negative=True)
-    weights = alive * (left < DOUBTFUL * left.quantile(AGREEING))
-    kept = weights >= SET_ASIDE
-    solution = _weighted(matrix, wanted, kept[groups].to(matrix), solution, non_negative=True)
-    return solution, weights, _share(matrix, wanted, kept[groups], solution)
-
-
-def _left(matrix: Tensor, wanted: Tensor, groups: Tensor, solution: Tensor) -> Tensor:
-    """Return what each group of rows leaves."""
-    left = (matrix @ solution - wanted).square().sum(1)
-    return matrix.new_zeros(int(groups.max()) + 1).index_add(0, groups, left).sqrt()
-
-
-def _share(matrix: Tensor, wanted: Tensor, kept: Tensor, solution: Tensor) -> float:
-    return float((matrix @ solution - wanted)[kept].norm() / wanted[kept].norm().clamp_min(1e-300))
-
-
-def _weighted(
-    matrix: Tensor, wanted: Tensor, weights: Tensor, start: Tensor | None = None, *, non_negative: bool = False
-) -> Tensor:
-    # Conditions are below a thousand where the peel goes on at all, so that normal equations lose nothing that counts.
-    weighted = matrix * weights[:, None]
-    normal, right = weighted.T @ matrix, weighted.T @ wanted
-    # Channels in doubt may be all that sees some places, and derivatives that sum to zero hide constants.
-    normal.diagonal().add_(RIDGE * normal.diagonal().mean())
-    factor, failed = torch.linalg.cholesky_ex(normal)
-    if int(failed):
-        raise NotApplicable("the equations do not have full rank")
-    plain = torch.cholesky_solve(right, factor)
-    return solve_non_negative(normal, right, plain if start is None else start) if non_negative else plain
+def _zeros(network: GatedNetwork, number: int) -> bool:
+    """Return whether a step gives what a ReLU gave, or the maxima of it: nothing negative, and exact zeros."""
+    relu = network.relu_behind(number)
+    return relu is not None and not network.steps[relu].slope
 
 
 def equations(modules: Sequence[Any]) -> int:
@@ -579,6 +557,8 @@ def _rows(layer: WeightedLayer, signals: Tensor, shape: tuple[int, ...]) -> Tens
 def active(values: Tensor) -> Tensor:
     """Return ones where values behind a ReLU are not rounding around zero: the widest gap of small values decides.
 
+    Where nothing is negative (scarce equations), that does not show how large errors are.
+
     >>> active(torch.tensor([0.9, 1e-9, -2e-9, 0.4, 0.01])).tolist()
     [1.0, 0.0, 0.0, 1.0, 1.0]
     """
@@ -586,6 +566,8 @@ def active(values: Tensor) -> Tensor:
     if not len(positive):
         return torch.zeros_like(values)
     largest = float(positive[-1])
+    if not bool((values < 0).any()):
+        return (values > SMALLEST * largest).to(values)
     noise = min(float((-values).max().clamp_min(0)), 1e-2 * largest)
     small = positive[(positive >= 0.3 * noise) & (positive < 3e-2 * largest)]
     if len(small) < 2:

@@ -28,7 +28,8 @@ class LayerReach:
     """What one layer's gradient determines, in images.
 
     ``alone``: of how many images it gives the layer's input by itself. ``below``: of how many, once what comes back to
-    the layer's output is known; zero behind attention, which is not peeled. ``reason`` says what limits ``alone``.
+    the layer's output is known; zero behind attention and in front of pooling, which are not peeled. ``reason`` says
+    what limits ``alone``.
     """
 
     name: str
@@ -70,6 +71,8 @@ def layer_reaches(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[Layer
             alone, reason = 0, "frozen"
         tokens_read = isinstance(call.module, nn.Linear) and _places(call) > 1
         below = 0 if reason == "frozen" or tokens_read else _equations(readers[id(call.inputs)]) // _places(call)
+        if place + 1 < len(calls) and _pooled(call, calls[place + 1]):
+            below = 0  # where the maxima came from is not known
         kind = type(call.module).__name__
         found.append(LayerReach(name=call.name, kind=kind, alone=alone, below=max(alone, below), reason=reason))
     return tuple(found)
@@ -93,6 +96,12 @@ def lowest_layer(layers: Sequence[LayerReach], batch: int) -> tuple[str, str] | 
         if best is None or end < best[1]:
             best = start, end
     return None if best is None else (layers[best[0]].name, layers[best[1]].name)
+
+
+def _pooled(call: Call, reader: Call) -> bool:
+    """Return whether the next convolution reads smaller maps than a convolution gives: pooling lies between."""
+    maps = isinstance(call.module, nn.Conv2d) and isinstance(reader.module, nn.Conv2d)
+    return maps and math.prod(reader.inputs.shape[2:]) < math.prod(call.output.shape[2:])
 
 
 def _places(call: Call) -> int:

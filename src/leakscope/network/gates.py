@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -143,7 +144,10 @@ class GatedNetwork:
         return Ahead(values, gates)
 
     def received(self, number: int, value: Tensor, known: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Return what ReLUs of ``known`` value receive that see the value of one step past other known values."""
+        """Return what ReLUs of ``known`` value receive that see the value of one step past other known values.
+
+        Maxima of a ReLU's values are its value of the maxima, so that known ones are compared in front of it, too.
+        """
         values, found, seen = {number: value, **known}, dict[int, Tensor](), {number}
         for later in range(number + 1, 1 + max(known, default=number)):
             step = self.steps[later]
@@ -151,14 +155,36 @@ class GatedNetwork:
                 continue
             sees = any(source in seen for source in step.sources)
             if later in known:
-                if sees and step.kind == "relu":
-                    found[later] = values[step.sources[0]]
+                if sees:
+                    found[later] = self._before_relu(later, values)
                 continue
             held = [values[source] for source in step.sources]
             values[later] = apply_step(step, held, _gate(step, held[0]), bias=True)
             if sees:
                 seen.add(later)
         return found
+
+    def relu_behind(self, number: int) -> int | None:
+        """Return the ReLU whose values, or their maxima, a step passes on.
+
+        >>> net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(2, 3))
+        >>> read_gated(net, (1, 4, 4), "4").relu_behind(3)
+        2
+        """
+        while self.steps[number].kind in ("max", "reshape"):
+            number = self.steps[number].sources[0]
+        return number if self.steps[number].kind == "relu" else None
+
+    def _before_relu(self, number: int, values: Mapping[int, Tensor]) -> Tensor:
+        """Return what a step would pass on without the ReLU behind it; its value where there is none."""
+        step = self.steps[number]
+        if self.relu_behind(number) is None:
+            held = [values[source] for source in step.sources]
+            return apply_step(step, held, _gate(step, held[0]), bias=True)
+        if step.kind == "relu":
+            return values[step.sources[0]]
+        source = self._before_relu(step.sources[0], values)
+        return apply_step(step, [source], _gate(step, source), bias=True)
 
     def held(
         self, x: Tensor, gates: Gates, *, bias: bool, slack: Mapping[int, Tensor] | None = None
@@ -346,8 +372,8 @@ class _Reader:
         raise self._refusal(node)
 
     def _function_step(self, node: fx.Node, facts: dict[str, Any]) -> Step:
-        options: dict[str, Any] = dict(node.kwargs)
-        arguments: tuple[Any, ...] = node.args[1:]
+        options: dict[str, Any] = dict(_constants(node.kwargs))
+        arguments: tuple[Any, ...] = _constants(node.args[1:])
         if node.target in _RELU_FUNCTIONS:
             return Step(kind="relu", **facts)
         if node.target is F.leaky_relu:
@@ -357,6 +383,9 @@ class _Reader:
             kind: Any = nn.MaxPool1d if node.target is F.max_pool1d else nn.MaxPool2d
             options.pop("return_indices", None)
             return Step(kind="max", **_pooling(kind(*arguments, **options)), **facts)
+        if _is_zero_padding(node) or _is_slice(node):
+            chosen: Any = node.target
+            return Step(kind="affine", function=lambda x: chosen(x, *arguments, **options), **facts)
         if node.target in _AVERAGE_FUNCTIONS:
             call: Any = torch.mean if node.target == "mean" else node.target
             return Step(kind="affine", function=lambda x: call(x, *arguments, **options), **facts)
@@ -388,6 +417,26 @@ class _Reader:
             gate=_gate_behind(number, steps),
             first=_reads_input(number, steps),
         )
+
+
+def _constants(arguments: Any) -> Any:
+    """Replace sizes that the model's code reads from a tensor by what they are."""
+    return fx.node.map_arg(arguments, lambda node: node.meta["constant"])
+
+
+def _is_zero_padding(node: fx.Node) -> bool:
+    """Return whether a node pads each example with zeros, and not the batch."""
+    if node.target is not F.pad:
+        return False
+    given: dict[str, Any] = dict(zip(("input", "pad", "mode", "value"), node.args, strict=False)) | dict(node.kwargs)
+    fits = len(given["pad"]) // 2 <= len(shape_of(node))
+    return fits and given.get("mode", "constant") == "constant" and not given.get("value")
+
+
+def _is_slice(node: fx.Node) -> bool:
+    """Return whether a node takes parts of each example: all of the first axis, ranges of the others."""
+    index = node.args[1] if node.target is operator.getitem else None
+    return isinstance(index, tuple) and index[0] == slice(None) and all(isinstance(one, slice) for one in index)
 
 
 def _needed(last: fx.Node) -> set[fx.Node]:

@@ -37,11 +37,12 @@ class _ShapeNotes(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         result = super().run_node(n)
         n.meta["shape"] = tuple(result.shape) if isinstance(result, Tensor) else None
+        n.meta["constant"] = None if isinstance(result, Tensor) else result
         return result
 
 
 def note_shapes(graph: fx.GraphModule, sample: Tensor) -> None:
-    """Run ``graph`` once, and note at each node the shape of its result; None where that is no tensor."""
+    """Run ``graph`` once, and note at each node the shape of its result, or the result where it is no tensor."""
     _ShapeNotes(graph).run(sample)
 
 

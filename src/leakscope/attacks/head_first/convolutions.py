@@ -34,6 +34,8 @@ RIGHT_LABEL = 1e-2
 NEWTON_STEPS = 12
 #: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share.
 ROUNDS, NEARLY = 3, 1e-2
+#: Steps of the descent below a max pooling for each of the others: its places are found by descent alone.
+POOLED = 4
 #: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
 LEFT = 0.3
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
@@ -78,7 +80,10 @@ class InvertValues(Stage[Case]):
         known, held, steps = case.known, case.held, case.attack.iterations
         assert known is not None
         assert held is not None
-        parts = known.to(torch.float32).parts
+        narrow = known.to(torch.float32)
+        plain = parts = narrow.parts
+        if narrow.pooled:
+            parts, steps = narrow.whitened().parts, POOLED * steps
         count, tell = len(parts), case.told(steps * len(parts))
         rows = list[Tensor]()
         for number, part in enumerate(parts, start=1):
@@ -90,7 +95,7 @@ class InvertValues(Stage[Case]):
         share, method = case.whole(inputs), f"values at {held.layer}"
 
         def free() -> tuple[int | None, ...]:
-            counts = (part.free_directions(row, FREE_PRODUCTS) for part, row in zip(parts, rows, strict=True))
+            counts = (part.free_directions(row, FREE_PRODUCTS) for part, row in zip(plain, rows, strict=True))
             return tuple(itertools.chain.from_iterable(counts))
 
         proofs = certify(case.observation, inputs, held.labels, share, free, method)
@@ -119,7 +124,7 @@ def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownVa
     network, gradients, head = _read(observation)
     found = peel(network, gradients, observation.num_examples or 1)
     held, order = _embedding(observation, head, network, found)
-    values = {step: value[order] for step, value in found.values.items() if network.steps[step].kind == "relu"}
+    values = {step: value[order] for step, value in found.values.items() if step}
     return held, KnownValues(network, values, observation.inputs)
 
 

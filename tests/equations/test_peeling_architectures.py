@@ -1,0 +1,120 @@
+"""Networks other than basic residual blocks: max pooling, bottlenecks, pre-activation, zero-padded shortcuts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from leakscope.contracts.errors import NotApplicable
+from leakscope.equations.peeling import Peel, peel
+from leakscope.network.gates import GatedNetwork, read_gated
+
+SHAPE = (3, 16, 16)
+
+
+def chain(normalised: bool = True) -> nn.Sequential:
+    """Return a VGG-like chain: two convolutions behind each of two max poolings."""
+    layers: list[nn.Module] = []
+    inputs = 3
+    for outputs in (16, 0, 32, 64, 0, 96, 96):
+        if not outputs:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers.append(nn.Conv2d(inputs, outputs, 3, padding=1))
+        layers += [nn.BatchNorm2d(outputs), nn.ReLU()] if normalised else [nn.ReLU()]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, 10))
+
+
+class Block(nn.Module):
+    """A residual block of one of three kinds; a zero-padded shortcut takes every second place."""
+
+    def __init__(self, kind: str, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.kind, self.outputs, self.same = kind, outputs, stride == 1 and inputs == outputs
+        inner = outputs // 4 if kind == "bottleneck" else outputs
+        size = 1 if kind == "bottleneck" else 3
+        self.conv1 = nn.Conv2d(inputs, inner, size, 1 if size == 1 else stride, size // 2, bias=False)
+        self.conv2 = nn.Conv2d(inner, inner, 3, stride if size == 1 else 1, 1, bias=False)
+        self.norm1 = nn.BatchNorm2d(inputs if kind == "early" else inner)
+        self.norm2 = nn.BatchNorm2d(inner)
+        if kind == "bottleneck":
+            self.conv3, self.norm3 = nn.Conv2d(inner, outputs, 1, bias=False), nn.BatchNorm2d(outputs)
+        if not self.same and kind != "padded":
+            self.shortcut = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "early":
+            inner = F.relu(self.norm1(x))
+            past = x if self.same else self.shortcut(inner)
+            return past + self.conv2(F.relu(self.norm2(self.conv1(inner))))
+        if self.same:
+            past = x
+        elif self.kind == "padded":
+            past = F.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 0, self.outputs - x.shape[1]))
+        else:
+            past = self.shortcut(x)
+        y = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        if self.kind == "bottleneck":
+            y = self.norm3(self.conv3(F.relu(y)))
+        return F.relu(y + past)
+
+
+def residual(kind: str) -> nn.Sequential:
+    last = 256 if kind == "bottleneck" else 64
+    blocks = [Block(kind, 16, last // 2, 2), Block(kind, last // 2, last, 2), Block(kind, last, last, 1)]
+    end = [nn.BatchNorm2d(last), nn.ReLU()] if kind == "early" else []
+    stem = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    return nn.Sequential(*stem, *blocks, *end, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10))
+
+
+def attempt(build: Callable[[], nn.Sequential], images: int = 1) -> tuple[GatedNetwork, Peel, dict[int, Tensor]]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        net = build()
+        net(torch.rand(64, *SHAPE))
+        net.eval()
+        x, y = torch.rand(images, *SHAPE), torch.randint(0, 10, (images,))
+    names, weights = zip(*net.named_parameters(), strict=True)
+    gradients = dict(zip(names, torch.autograd.grad(F.cross_entropy(net(x), y), weights), strict=True))
+    network = read_gated(net, SHAPE, str(len(net) - 1))
+    return network, peel(network, gradients, images), network.onwards(0, x.double()).values
+
+
+def worst(found: Peel, truth: dict[int, Tensor]) -> float:
+    errors = []
+    for step, value in found.values.items():
+        rows = [F.normalize(one.flatten(1), dim=1) for one in (value, truth[step])]
+        order = (rows[0] @ rows[1].T).argmax(0)
+        errors.append(float((value[order] - truth[step]).norm() / truth[step].norm()))
+    return max(errors)
+
+
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_values_behind_a_max_pooling_are_exact(normalised: bool, images: int) -> None:
+    network, found, truth = attempt(lambda: chain(normalised), images)
+    lowest = found.cuts[-1].step
+    assert network.steps[lowest].kind == "max"
+    assert "maxima" in found.ended
+    assert worst(found, truth) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["bottleneck", "early", "padded"])
+def test_values_of_residual_blocks_are_exact(kind: str) -> None:
+    _, found, truth = attempt(lambda: residual(kind))
+    assert len(found.values) > 1
+    assert worst(found, truth) < 1e-4
+
+
+def test_without_padding_no_layer_is_factored() -> None:
+    def build() -> nn.Sequential:
+        first, second = nn.Conv2d(3, 200, 5, 3), nn.Conv2d(200, 64, 3)
+        return nn.Sequential(first, nn.ReLU(), second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 10))
+
+    with pytest.raises(NotApplicable, match="no convolution"):
+        attempt(build)
