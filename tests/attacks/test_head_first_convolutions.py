@@ -59,6 +59,28 @@ def test_an_image_behind_a_resnet_is_exact_and_certified(seed: int) -> None:
     assert found.labels.tolist() == [seed]
 
 
+def test_statistics_of_the_batch_do_not_hide_an_image() -> None:
+    """BatchNorm in train mode leaves the scale of the image open; whole bytes tell it."""
+    x, y = picture(1), torch.tensor([1])
+    found = attack(observe(x, y, batchnorm="train"))
+    assert torch.allclose(found.inputs, x, atol=1e-6)
+    assert found.certificates
+    assert all(one.holds for one in found.certificates)
+
+
+def test_the_scale_of_an_image_that_is_not_made_of_bytes_stays_open() -> None:
+    x, y = (0.8 * picture(1) + 0.001), torch.tensor([1])
+    seen = observe(x, y, batchnorm="train")
+    case = Case(HeadFirst(rival=False), seen, torch.Generator().manual_seed(0))
+    case.take(PeelConvolutions())
+    assert case.known is not None
+    narrow = case.known.to(torch.float32)
+    free = narrow.free_directions(x.flatten(), 1200)
+    assert free != (0,)
+    brighter = certify(seen, 1.1 * x, y, 0.0, free, "planted")
+    assert not any(one.holds for one in brighter)
+
+
 @pytest.mark.slow
 def test_images_of_a_batch_are_found_one_by_one() -> None:
     x, y = picture(5, 2), torch.tensor([3, 7])
@@ -87,8 +109,8 @@ def test_pixels_that_pooling_hides_are_free() -> None:
     assert case.known is not None
     narrow = case.known.to(torch.float32)
     free = narrow.free_directions(narrow.inputs.to_unit(x).flatten(), 1200)
-    assert free == pytest.approx(3 * 3 * 16 * 16, rel=0.05)
-    proofs = certify(seen, x, torch.tensor([1]), 0.0, (free,), "truth")
+    assert free == (pytest.approx(3 * 3 * 16 * 16, rel=0.05),)
+    proofs = certify(seen, x, torch.tensor([1]), 0.0, free, "truth")
     assert not any(one.holds for one in proofs)
 
 

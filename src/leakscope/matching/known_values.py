@@ -38,9 +38,9 @@ ACTIVE = 1e-4
 SMOOTHNESS = 3e-3
 #: What the right bytes may leave, relative to the image that was found: both leave the errors of the values alone.
 SAME = 2.0
-#: Scales that are tried where BatchNorm removes the scale of an image, and the mean square that bytes may be apart from
-#: whole ones: pixels at random are 1/12 apart.
-SCALES, WHOLE = (0.1, 10.0), 0.02
+#: Where BatchNorm removes the scale of an image: the standard deviation in bytes below which bytes do not tell it, the
+#: mean square that they may be apart from whole ones (at random: 1/12), and how many times that of the best.
+CONTRAST, WHOLE, CLEARER = 4.0, 0.02, 4.0
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -167,46 +167,46 @@ class KnownValues:
         """
         if not (self.inputs.bounded and self.inputs.smooth):
             return flat
-        rounded, wanted = _round(flat), self.wanted
-        scale = self._byte_scale(flat) if self.network.batched else None
-        if scale is not None:
-            rounded = _round(self._scaled(flat, scale))
+        scales = self._byte_scales(flat) if self.network.batched else []
+        rounded, wanted = _round(self._scaled(flat, scales[0]) if scales else flat), self.wanted
         apart = float((self(rounded) - wanted).norm() / wanted.norm().clamp_min(1e-300))
         return rounded if apart < SAME * left else flat
 
     def _scaled(self, flat: Tensor, scale: float) -> Tensor:
         return self.inputs.to_unit(scale * self.inputs.from_unit(flat.reshape(self.shape))).flatten()
 
-    def _byte_scale(self, flat: Tensor) -> float | None:
-        """Return the smallest scale that makes bytes of an image whose scale is not known, if there is one."""
+    def _byte_scales(self, flat: Tensor) -> list[float]:
+        """List the scales that make whole bytes of images whose scale is not known, the smallest first.
+
+        There are several for dark images, and for those of few shades: multiples of bytes are bytes.
+        """
         wide = flat.double()
-        least, slope = 255 * self._scaled(wide, 0.0), 255 * (self._scaled(wide, 1.0) - self._scaled(wide, 0.0))
+        least = 255 * self._scaled(wide, 0.0)
+        slope = 255 * self._scaled(wide, 1.0) - least
+        most = ((256 - least) / slope)[slope > 0].min() if bool((slope > 0).any()) else torch.tensor(0.0)
         # Far enough apart that no pixel moves by more than an eighth of a byte from one to the next.
-        scales = torch.arange(*SCALES, 0.125 / float(slope.abs().max().clamp_min(1.0)), dtype=torch.float64)
-        scores = list[Tensor]()
+        step = 0.125 / float(slope.abs().max().clamp_min(1e-300))
+        scales = torch.arange(CONTRAST / float(slope.std().clamp_min(1e-300)), float(most), step, dtype=torch.float64)
+        found = dict[float, float]()
         for some in scales.split(256):
             pixels = least + some[:, None] * slope
-            inside = ((pixels > -1) & (pixels < 256)).all(1)
-            apart = (pixels - pixels.round()).square().mean(1)
-            scores.append(torch.where(inside, apart, torch.inf))
-        score = torch.cat(scores)
-        whole = (score < WHOLE).nonzero()[:, 0]
-        if not len(whole):
-            return None
-        near = (scales - scales[whole[0]]).abs() < 0.5 / float(slope.abs().max())
-        first = scales[torch.where(near, score, torch.inf).argmin()]
-        # Least squares on the bytes that are then clear.
-        target = (least + first * slope).round() - least
-        return float((target @ slope) / (slope @ slope))
+            apart = torch.where((pixels > -1).all(1), (pixels - pixels.round()).square().mean(1), torch.inf)
+            for scale in some[apart < WHOLE].tolist():
+                # Least squares on the bytes, which are then clear.
+                whole = (least + scale * slope).round()
+                better = float(((whole - least) @ slope) / (slope @ slope))
+                if not found or better > max(found) + 4 * step:
+                    found[better] = float((least + better * slope - whole).square().mean())
+        return [scale for scale, apart in found.items() if apart <= CLEARER * min(found.values())]
 
     def free_directions(self, flat: Tensor, limit: int) -> tuple[int | None, ...]:
         """Count the directions of each example that the values do not determine; None where products run out.
 
-        The scale that BatchNorm in train mode removes is determined where bytes are whole.
+        The scale that BatchNorm in train mode removes is determined where bytes are whole at one scale alone.
         """
         products, size = self.linearise(flat), float(self.wanted.norm().clamp_min(1e-300))
         along = torch.zeros_like(flat)
-        if self.network.batched and torch.equal(flat, _round(flat)):
+        if self.network.batched and torch.equal(flat, _round(flat)) and len(self._byte_scales(flat)) == 1:
             along = torch.nn.functional.normalize(self._scaled(flat, 1.0) - self._scaled(flat, 0.0), dim=0)
         return count_free_directions(
             lambda row: products.backward(products.forward(row)) + size**2 * along * (along @ row),
