@@ -22,7 +22,7 @@ def test_resnet18_is_determined_by_its_last_stage() -> None:
     assert named["stages.stage3.1.conv2"].alone == 256 // 64
     assert named["stages.stage1.0.conv1"].alone == 0
     assert named["stages.stage1.0.conv1"].below == 0  # 576 equations, 1024 places
-    assert named["stages.stage4.0.conv1"].below == int(4 * (512 + 512) / LEAST_EQUATIONS) // 64  # the scarcest of four lattices
+    assert named["stages.stage4.0.conv1"].below == int(4 * (512 + 512) / LEAST_EQUATIONS) // 64
     assert named["head.fc1"].alone == 9
     assert lowest_layer(layers, 1)[1].startswith("stages.stage2")
     assert lowest_layer(layers, 33) is None

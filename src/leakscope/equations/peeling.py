@@ -86,6 +86,7 @@ class Peel:
         self._seen: set[int] = set()
         self._corrected: Counter[int] = Counter()
         self._scale_refined = False
+        self._unverified: set[int] = set()
 
     def start(self, layer: WeightedLayer, found: ConvolutionFactors) -> None:
         """Begin at a layer that was factored; NotApplicable where this does not say enough of what is around it."""
@@ -231,8 +232,7 @@ class Peel:
                         changed = self._visit(number)
                     except NotApplicable as error:
                         self.ended = str(error)
-                        self.values = {step: value for step, value in self.values.items() if step > number}
-                        return
+                        break
                 elif not self.ended and (reader := self._unknown_maxima(number)) is not None:
                     self.ended = f"the places of the maxima of {self.network.steps[reader].name!r} are not known"
             if changed is not None and corrections < CORRECTIONS:
@@ -240,6 +240,9 @@ class Peel:
                 number = changed
             number -= 1
         self.ended = self.ended or "every layer was solved"
+        # What scarce equations gave counts where the forward pass agrees.
+        kept = self.values.items()
+        self.values = {step: value for step, value in kept if step > number and step not in self._unverified}
 
     def _unknown_maxima(self, number: int) -> int | None:
         known = (n for n in self._readers[number] if n in self.signals)
@@ -290,6 +293,7 @@ class Peel:
                 if apart > AGREES:
                     name = self.network.steps[number].name
                     raise NotApplicable(f"{name!r} was solved, but the forward pass is off by {apart:.1e}")
+                self._unverified -= {step, number}
         if changed:
             return max(changed)
         if len(self.network.steps) - 1 in ahead.values:
@@ -357,6 +361,7 @@ class Peel:
             before = self.values.get(number)
             start = None if before is None else before.permute(0, 2, 3, 1).flatten(0, 2)
             solution, weights, residual = scarce_solve(matrix, wanted, groups, doubts, start)
+            self._unverified.add(number)
             most = SOLVED_SCARCE
         else:
             solution, weights, residual = robust_solve(matrix, wanted, groups, doubts)

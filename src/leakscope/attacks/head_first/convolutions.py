@@ -98,7 +98,8 @@ class InvertValues(Stage[Case]):
             counts = (part.free_directions(row, FREE_PRODUCTS) for part, row in zip(plain, rows, strict=True))
             return tuple(itertools.chain.from_iterable(counts))
 
-        proofs = certify(case.observation, inputs, held.labels, share, free, method)
+        # The share is that of the whole update, in one precision or the other.
+        proofs = certify(case.observation, inputs, held.labels, share, free, method, replay=False)
         case.latest = case.candidate(inputs, method, residual=share, certificates=proofs, settles=share < REPLAYED)
         if share > LEFT:
             case.known = None  # searches may come nearer
