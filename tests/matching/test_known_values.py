@@ -66,3 +66,25 @@ def test_bytes_are_kept_where_the_values_agree(level: float, rounded: bool) -> N
     near = x + level * torch.sign(torch.randn(x.shape, generator=torch.Generator().manual_seed(0), dtype=x.dtype))
     left = float((known(near) - known.wanted).norm() / known.wanted.norm())
     assert torch.allclose(known.whole_bytes(near, left), x, atol=1e-6) is rounded
+
+
+def train_mode(x: Tensor) -> KnownValues:
+    net, _ = network()
+    net[1].eps = 1e-12  # type: ignore[index, assignment]  # it has a scale of its own, which a dark image shows
+    return known_of(read_gated(net, SHAPE, str(len(net) - 1), training=True), x)
+
+
+def test_bytes_tell_the_scale_that_batchnorm_removes() -> None:
+    x = image(1)
+    known = train_mode(x)
+    found = known.whole_bytes(0.7 * x.double().flatten(), left=1e-3)
+    assert torch.allclose(found.float(), x.flatten(), atol=1e-6)
+    assert known.free_directions(found, 200) == (0,)
+
+
+@pytest.mark.parametrize("factor", [0.25, 0.9])
+def test_several_scales_or_none_leave_the_scale_open(factor: float) -> None:
+    """Four times as bright an image has whole bytes, too; with .9 there are none."""
+    x = factor * (image(1) * 255 / 4).round() * 4 / 255
+    known = train_mode(x)
+    assert known.free_directions(x.double().flatten(), 200) == (1,)

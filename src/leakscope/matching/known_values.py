@@ -39,8 +39,8 @@ SMOOTHNESS = 3e-3
 #: What the right bytes may leave, relative to the image that was found: both leave the errors of the values alone.
 SAME = 2.0
 #: Where BatchNorm removes the scale of an image: the standard deviation in bytes below which bytes do not tell it, the
-#: mean square that they may be apart from whole ones (at random: 1/12), and how many times that of the best.
-CONTRAST, WHOLE, CLEARER = 4.0, 0.02, 4.0
+#: mean square that they may be apart from whole ones (at random: 1/12), and where a scale is clear.
+CONTRAST, WHOLE, CLEAR = 4.0, 0.02, 2e-3
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -167,7 +167,7 @@ class KnownValues:
         """
         if not (self.inputs.bounded and self.inputs.smooth):
             return flat
-        scales = self._byte_scales(flat) if self.network.batched else []
+        scales = self._byte_scales(flat)
         rounded, wanted = _round(self._scaled(flat, scales[0]) if scales else flat), self.wanted
         apart = float((self(rounded) - wanted).norm() / wanted.norm().clamp_min(1e-300))
         return rounded if apart < SAME * left else flat
@@ -180,6 +180,8 @@ class KnownValues:
 
         There are several for dark images, and for those of few shades: multiples of bytes are bytes.
         """
+        if not (self.network.batched and self.inputs.bounded and self.inputs.smooth):
+            return []
         wide = flat.double()
         least = 255 * self._scaled(wide, 0.0)
         slope = 255 * self._scaled(wide, 1.0) - least
@@ -197,7 +199,7 @@ class KnownValues:
                 better = float(((whole - least) @ slope) / (slope @ slope))
                 if not found or better > max(found) + 4 * step:
                     found[better] = float((least + better * slope - whole).square().mean())
-        return [scale for scale, apart in found.items() if apart <= CLEARER * min(found.values())]
+        return [scale for scale, apart in found.items() if apart <= max(CLEAR, min(found.values()))]
 
     def free_directions(self, flat: Tensor, limit: int) -> tuple[int | None, ...]:
         """Count the directions of each example that the values do not determine; None where products run out.
@@ -206,7 +208,7 @@ class KnownValues:
         """
         products, size = self.linearise(flat), float(self.wanted.norm().clamp_min(1e-300))
         along = torch.zeros_like(flat)
-        if self.network.batched and torch.equal(flat, _round(flat)) and len(self._byte_scales(flat)) == 1:
+        if torch.equal(flat, _round(flat)) and len(self._byte_scales(flat)) == 1:
             along = torch.nn.functional.normalize(self._scaled(flat, 1.0) - self._scaled(flat, 0.0), dim=0)
         return count_free_directions(
             lambda row: products.backward(products.forward(row)) + size**2 * along * (along @ row),
