@@ -584,7 +584,7 @@ def active(values: Tensor) -> Tensor:
 def agreed_ratio(known: Tensor, wanted: Tensor) -> float:
     """Return wanted / known by all entries that agree on it; NotApplicable where fewer than half do.
 
-    >>> round(agreed_ratio(torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2.0, 4.0, 7.0])), 6)
+    >>> round(agreed_ratio(torch.tensor([3.0, 2.0, 1.0]), torch.tensor([6.0, 4.0, 7.0])), 6)
     2.0
     """
     ratios = wanted / torch.where(known == 0, torch.ones_like(known), known)

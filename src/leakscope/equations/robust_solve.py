@@ -27,7 +27,7 @@ ROUNDS = 8
 def agreement(left: Tensor) -> Tensor:
     """Weigh channels by what they leave: those of a wrong mask leave far more than the others.
 
-    >>> agreement(torch.tensor([1.0, 1.0, 40.0])).round(decimals=2).tolist()
+    >>> [round(weight, 2) for weight in agreement(torch.tensor([1.0, 1.0, 40.0])).tolist()]
     [0.94, 0.94, 0.01]
     """
     return 1 / (1 + (left / (DOUBTFUL * left.median().clamp_min(1e-300))) ** 2)

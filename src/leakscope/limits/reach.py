@@ -45,7 +45,7 @@ def layer_reaches(model: nn.Module, input_shape: tuple[int, ...]) -> tuple[Layer
     >>> layers = nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, 2, 1), nn.Flatten(), nn.Linear(4, 3)
     >>> net = nn.Sequential(*layers)
     >>> [(layer.name, layer.alone, layer.below) for layer in layer_reaches(net, (1, 2, 2))]
-    [('0', 0, 15), ('2', 0, 3), ('4', 2, 3)]
+    [('0', 0, 16), ('2', 0, 3), ('4', 2, 3)]
     """
     x = probe_input(model, input_shape)
     calls = probe(model, torch.rand(x.shape, generator=torch.Generator().manual_seed(0)).to(x)).calls
