@@ -103,7 +103,9 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--attacks", type=words, help=f"default: {OURS},{BASELINE}; and sme for fedavg, {FLOOR}: what theory allows"
     )
     parser.add_argument("--attack", action="append", default=[], help="one with settings, NAME:key=value,key=value")
-    parser.add_argument("--disturb", type=words, default=[NONE], help="noise:X, clip:X, float16, prune:X, fedavg:N")
+    parser.add_argument(
+        "--disturb", type=words, default=[NONE], help="train (BatchNorm), noise:X, clip:X, float16, prune:X, fedavg:N"
+    )
     parser.add_argument("--knowledge", default="honest_server", help="a preset; adaptive_server knows the disturbance")
     parser.add_argument("--known-labels", choices=["no", "counts", "yes"], default="no")
     parser.add_argument(

@@ -109,6 +109,8 @@ def disturbed(disturbance: str, batch: int) -> tuple[Protocol, Defense | None]:
     kind, _, given = disturbance.partition(":")
     if kind == NONE:
         return FedSGD(), None
+    if kind == "train":
+        return FedSGD(batchnorm="train"), None
     if kind == "noise":
         return FedSGD(), RelativeNoise(share=float(given or 1e-3))
     if kind == "clip":
@@ -119,7 +121,9 @@ def disturbed(disturbance: str, batch: int) -> tuple[Protocol, Defense | None]:
         return FedSGD(), GradientPruning(fraction=float(given or 0.9))
     if kind == "fedavg":
         return FedAvg(epochs=int(given or 5), batch_size=batch), None
-    raise ValueError(f"--disturb: expected none, noise:X, clip:X, float16, prune:X or fedavg:N, got {disturbance!r}")
+    raise ValueError(
+        f"--disturb: expected none, train, noise:X, clip:X, float16, prune:X or fedavg:N, got {disturbance!r}"
+    )
 
 
 def named_attack(word: str) -> Attack:

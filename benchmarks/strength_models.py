@@ -86,6 +86,19 @@ def narrow_resnet(shape: tuple[int, ...], classes: int) -> nn.Module:
     )
 
 
+def vgg11(shape: tuple[int, ...], classes: int) -> nn.Module:
+    """VGG-11 with BatchNorm and one linear layer (Simonyan and Zisserman, 2015, as it is used for small images)."""
+    layers: list[nn.Module] = []
+    inputs = shape[0]
+    for outputs in (64, 0, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0):
+        if outputs:
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU()]
+            inputs = outputs
+        else:
+            layers.append(nn.MaxPool2d(2))
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes))
+
+
 VICTIMS: Mapping[str, Victim] = {
     "convnet": Victim("cifar10", _house("convnet"), "ConvNet, 3x3, 32-64-128"),
     "convnet-5x5": Victim("cifar10", strided, "ConvNet, 5x5, 48-64-96, no bias"),
@@ -96,6 +109,11 @@ VICTIMS: Mapping[str, Victim] = {
     "convnet-gelu": Victim("cifar10", _house("convnet", activation="gelu"), "ConvNet, GELU"),
     "convnet-tanh": Victim("cifar10", _house("convnet", activation="tanh"), "ConvNet, tanh"),
     "convnet-narrow": Victim("cifar10", _house("convnet", filters=16), "ConvNet, 16-32-64"),
+    "resnet18": Victim("cifar10", _house("resnet18"), "ResNet-18, 64-512"),
+    "resnet18-half": Victim("cifar10", _house("resnet18", width=32), "ResNet-18, 32-256"),
+    "vgg11": Victim("cifar10", vgg11, "VGG-11, BatchNorm"),
+    "vit-96": Victim("cifar10", _house("vit"), "standard ViT, 64 tokens of 96"),
+    "vit-192": Victim("cifar10", _house("vit", dim=192), "standard ViT, 64 tokens of 192"),
     "resnet18-narrow": Victim("cifar10", narrow_resnet, "ResNet-18, 16-128, BatchNorm eval"),
     "vit": Victim(
         "cifar10", _house("s3-vit", patch_size=4, dim=96, heads=4, layers=2), "ViT, 4x4 patches, 2 layers of 96"

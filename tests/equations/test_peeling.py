@@ -18,11 +18,12 @@ SHAPE = (3, 16, 16)
 class Subject:
     """A small ResNet18 with BatchNorm statistics of random images, and the gradient of a batch."""
 
-    def __init__(self, images: int, seed: int = 0) -> None:
+    def __init__(self, images: int, seed: int = 0, *, calibrated: bool = True) -> None:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             net = resnet18(input_shape=SHAPE, num_classes=10, width=16)
-            net(torch.rand(64, *SHAPE))
+            if calibrated:
+                net(torch.rand(64, *SHAPE))
             self.net: nn.Module = net.eval()
             self.x, self.y = torch.rand(images, *SHAPE), torch.randint(0, 10, (images,))
         self.network: GatedNetwork = read_gated(self.net, SHAPE, "head.fc1")
@@ -52,6 +53,12 @@ def test_features_are_exact_below_the_factored_layer(images: int) -> None:
     lowest = found.cuts[-1].step
     start = next(number for number, step in enumerate(subject.network.steps) if step.name == found.started)
     assert lowest < start
+
+
+def test_the_scale_of_a_fresh_network_is_left_to_its_biases() -> None:
+    """Without statistics and biases it is homogeneous, so that the forward pass says nothing of the scale."""
+    subject = Subject(1, calibrated=False)
+    assert max(subject.errors(peel(subject.network, subject.gradients, 1))) < 1e-4
 
 
 def test_derivatives_at_the_cut_are_those_of_the_loss() -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from leakscope.contracts.inputs import Box, ValueRange
 from leakscope.matching.known_values import KnownValues
+from leakscope.matching.least_squares import Preconditioner
 from leakscope.network.gates import GatedNetwork, read_gated
 
 SHAPE = (1, 6, 6)
@@ -37,7 +38,7 @@ def test_the_image_is_found_and_determined() -> None:
     _, read = network()
     x = image(1)
     known = known_of(read, x)
-    found, left = known.finish(known.descend(200), steps=20, tolerance=1e-9)
+    found, left, _ = known.finish(known.descend(200), steps=20, tolerance=1e-9)
     assert left < 1e-6
     assert float((found - x.flatten()).abs().max()) < 1e-4
     assert known.free_directions(found, 200) == (0,)
@@ -48,6 +49,23 @@ def test_what_pooling_hides_is_free() -> None:
     _, read = network(nn.AvgPool2d(2))
     x = image(2)
     assert known_of(read, x).free_directions(x.double().flatten(), 200) == (36 - 9,)
+
+
+def test_the_jacobian_is_that_of_the_products() -> None:
+    _, read = network()
+    known, x = known_of(read, image(1)), image(1).flatten()
+    direction = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    made = known.crude_jacobian(x, known.entries)
+    assert torch.allclose(direction @ made, known.to(torch.float32).linearise(x).forward(direction), atol=1e-5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_preconditioner_counts_the_same_directions(training: bool) -> None:
+    x = image(1)
+    known = train_mode(x) if training else known_of(network()[1], x)
+    helper = Preconditioner(known, x.double().flatten(), 0.0)
+    counts = [known.free_directions(x.double().flatten(), 200, given) for given in (None, helper)]
+    assert counts[0] == counts[1]
 
 
 def test_known_values_stand_for_the_layers_above_them() -> None:

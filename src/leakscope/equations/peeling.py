@@ -52,6 +52,9 @@ TWICE = 2
 LIFTED = 1e-5
 #: What the factor of each image may leave of the bias gradient that tells it.
 SCALED = 1e-3
+#: Share of the values by which a network must differ from a homogeneous one for its forward pass to tell the factor:
+#: with untrained BatchNorm it is homogeneous, and the difference is rounding (1e-9 and less).
+LEAST_SLOPE = 1e-4
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -308,8 +311,9 @@ class Peel:
             self.network.onwards(number, value * scale).values[top].flatten(1) / scale for scale in (1, 1 + slightly)
         )
         slope = (moved - given) / slightly
-        factor = 1 + ((known - given) * slope).sum(1) / slope.square().sum(1).clamp_min(1e-300)
-        factor = factor.reshape(-1, 1, 1, 1)
+        change = ((known - given) * slope).sum(1) / slope.square().sum(1).clamp_min(1e-300)
+        tells = slope.norm(dim=1) > LEAST_SLOPE * known.norm(dim=1)
+        factor = torch.where(tells, 1 + change, 1.0).reshape(-1, 1, 1, 1)
         self.values = {step: value * factor for step, value in self.values.items()}
         self.signals = {step: signal / factor for step, signal in self.signals.items()}
         return factor

@@ -166,28 +166,14 @@ class GradientMap:
             values = self.update(point).values()
             return torch.cat([place(value) for place, value in zip(coordinates, values, strict=True)])
 
-        def column(direction: Tensor) -> Tensor:
-            return jvp(observed, (flat,), (direction,))[1]
-
-        count = self.unknowns
         with sdpa_kernel(SDPBackend.MATH):
             width = observed(flat).numel()
-            sketch = _Sketch(width, columns, flat) if columns is not None and width > columns else None
-            reduce: Coordinates = through or sketch or (lambda block: block)
-            matrix: Tensor | None = None
-            chunk = max(1, min(CHUNK, CHUNK_ENTRIES // self.entries))
-            for start in range(0, count, chunk):
-                places = torch.arange(start, min(start + chunk, count), device=flat.device)
-                directions = torch.nn.functional.one_hot(places, count).to(flat)
-                block = vmap(column)(directions).detach()
-                rows = reduce(block)
-                if matrix is None:  # one block for all: thousands of pieces would leave the memory in shreds
-                    matrix = flat.new_empty(count, rows.shape[1])
-                matrix[places] = rows
-                if progress is not None:
-                    progress(int(places[-1]) + 1, count)
-        assert matrix is not None  # there is an unknown at least
-        return matrix
+            sketch = Sketch(width, columns, flat) if columns is not None and width > columns else None
+            return make_jacobian(observed, flat, through or sketch, progress)
+
+    def crude_jacobian(self, flat: Tensor, columns: int) -> Tensor:
+        """Return a Jacobian in float32 with so many columns at most, for preconditioners."""
+        return self.narrow().jacobian(flat.float(), columns=columns)
 
     def columns(self, flat: Tensor) -> int:
         pairs = zip(self._tangents(flat), self.update(flat).values(), strict=True)
@@ -210,7 +196,32 @@ def _joined(update: Tensors) -> Tensor:
     return torch.cat([value.flatten() for value in update.values()])
 
 
-class _Sketch:
+def make_jacobian(
+    observed: Coordinates, flat: Tensor, reduce: Coordinates | None = None, progress: Progress | None = None
+) -> Tensor:
+    """Return one row an unknown of what ``observed`` does at ``flat``; rows are reduced before they are kept."""
+
+    def column(direction: Tensor) -> Tensor:
+        return jvp(observed, (flat,), (direction,))[1]
+
+    count, width = flat.numel(), observed(flat).numel()
+    chunk = max(1, min(CHUNK, CHUNK_ENTRIES // width))
+    matrix: Tensor | None = None
+    for start in range(0, count, chunk):
+        places = torch.arange(start, min(start + chunk, count), device=flat.device)
+        directions = torch.nn.functional.one_hot(places, count).to(flat)
+        block = vmap(column)(directions).detach()
+        rows = block if reduce is None else reduce(block)
+        if matrix is None:  # one block for all: thousands of pieces would leave the memory in shreds
+            matrix = flat.new_empty(count, rows.shape[1])
+        matrix[places] = rows
+        if progress is not None:
+            progress(int(places[-1]) + 1, count)
+    assert matrix is not None  # there is an unknown at least
+    return matrix
+
+
+class Sketch:
     """Each column is added, with a random sign, to one of fewer columns; always the same ones."""
 
     def __init__(self, width: int, columns: int, like: Tensor) -> None:

@@ -10,14 +10,17 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.inputs import InputSpace
 from leakscope.equations.determinacy import count_free_directions
-from leakscope.matching.gradient_map import Linearisation
-from leakscope.matching.least_squares import LevenbergMarquardt
+from leakscope.matching.determinacy import ACCURATE, movement
+from leakscope.matching.gradient_map import Linearisation, Sketch, make_jacobian
+from leakscope.matching.least_squares import LevenbergMarquardt, Preconditioner
 from leakscope.matching.optimisers import schedule_factor
 from leakscope.matching.priors import total_variation
 from leakscope.matching.victim import pull_back
@@ -41,6 +44,8 @@ SAME = 2.0
 #: Where BatchNorm removes the scale of an image: the standard deviation in bytes below which bytes do not tell it, the
 #: mean square that they may be apart from whole ones (at random: 1/12), and where a scale is clear.
 CONTRAST, WHOLE, CLEAR = 4.0, 0.02, 2e-3
+#: A step that changes the square of what is left by less than this share is the last: the values' own errors are left.
+GAIN = 1e-2
 #: Damping of the first Levenberg-Marquardt step: masks are still wrong, and long steps lead astray.
 DAMPING = 0.1
 
@@ -65,7 +70,7 @@ class KnownValues:
 
     @property
     def entries(self) -> int:
-        return sum(value.numel() for value in self.known.values())
+        return self.wanted.numel()
 
     def to(self, dtype: torch.dtype) -> KnownValues:
         known = {step: value.to(dtype) for step, value in self.known.items()}
@@ -85,7 +90,15 @@ class KnownValues:
         """Return whether a max pooling lies between the inputs and what is known of them."""
         return any(step.kind == "max" for step in self.network.steps[: 1 + min(self.known)])
 
-    @property
+    @cached_property
+    def work(self) -> int:
+        """Multiplications of one forward pass of all examples up to what is compared."""
+        last = max(self.network.received(0, self._zeros(), self.known))
+        layers = (layer for layer in self.network.layers if layer.step < last)
+        sizes = (one.module.weight.numel() * math.prod(self.network.steps[one.step].shape[1:]) for one in layers)
+        return self.shape[0] * sum(sizes)
+
+    @cached_property
     def wanted(self) -> Tensor:
         seen = self.network.received(0, self._zeros(), self.known)
         return torch.cat([self._measured(step, self.known[step]) for step in seen])
@@ -132,6 +145,11 @@ class KnownValues:
             value.detach(), lambda v: pull_back(pulled, weights, v), lambda w: pull_back(value, point, w)
         )
 
+    def crude_jacobian(self, flat: Tensor, columns: int) -> Tensor:
+        """Return a Jacobian in float32 with so many columns at most, for preconditioners."""
+        narrow, near = self.to(torch.float32), flat.float()
+        return make_jacobian(narrow, near, Sketch(self.entries, columns, near) if self.entries > columns else None)
+
     def descend(self, steps: int) -> Tensor:
         """Descend from grey with Adam; total variation decides what the features do not say yet."""
         wanted = self.wanted
@@ -154,11 +172,16 @@ class KnownValues:
                 point.copy_(self.inputs.project_unit(point))
         return point.detach()
 
-    def finish(self, start: Tensor, *, steps: int, tolerance: float, damping: float = DAMPING) -> tuple[Tensor, float]:
-        """Take Levenberg-Marquardt steps; return the row and what it leaves of the values."""
-        wanted = self.wanted
-        fit = LevenbergMarquardt(steps=steps, damping=damping, dense=0, tolerance=tolerance).run(self, wanted, start)
-        return fit.x, math.sqrt(fit.objective) / float(wanted.norm().clamp_min(1e-300))
+    def leaves(self, flat: Tensor) -> float:
+        return float((self(flat) - self.wanted).norm() / self.wanted.norm().clamp_min(1e-300))
+
+    def finish(
+        self, start: Tensor, *, steps: int, tolerance: float, damping: float = DAMPING
+    ) -> tuple[Tensor, float, Preconditioner | None]:
+        """Take Levenberg-Marquardt steps; return the row, what it leaves, and a preconditioner if one was made."""
+        fit = LevenbergMarquardt(steps=steps, damping=damping, tolerance=tolerance, gain=GAIN)
+        found = fit.run(self, self.wanted, start)
+        return found.x, self.leaves(found.x), found.preconditioner
 
     def whole_bytes(self, flat: Tensor, left: float) -> Tensor:
         """Round images to whole bytes where the values do not speak against it: most images were stored so.
@@ -168,9 +191,8 @@ class KnownValues:
         if not (self.inputs.bounded and self.inputs.smooth):
             return flat
         scales = self._byte_scales(flat)
-        rounded, wanted = _round(self._scaled(flat, scales[0]) if scales else flat), self.wanted
-        apart = float((self(rounded) - wanted).norm() / wanted.norm().clamp_min(1e-300))
-        return rounded if apart < SAME * left else flat
+        rounded = _round(self._scaled(flat, scales[0]) if scales else flat)
+        return rounded if self.leaves(rounded) < SAME * left else flat
 
     def _scaled(self, flat: Tensor, scale: float) -> Tensor:
         return self.inputs.to_unit(scale * self.inputs.from_unit(flat.reshape(self.shape))).flatten()
@@ -201,7 +223,9 @@ class KnownValues:
                     found[better] = float((least + better * slope - whole).square().mean())
         return [scale for scale, apart in found.items() if apart <= max(CLEAR, min(found.values()))]
 
-    def free_directions(self, flat: Tensor, limit: int) -> tuple[int | None, ...]:
+    def free_directions(
+        self, flat: Tensor, limit: int, preconditioner: Preconditioner | None = None
+    ) -> tuple[int | None, ...]:
         """Count the directions of each example that the values do not determine; None where products run out.
 
         The scale that BatchNorm in train mode removes is determined where bytes are whole at one scale alone.
@@ -210,12 +234,20 @@ class KnownValues:
         along = torch.zeros_like(flat)
         if torch.equal(flat, _round(flat)) and len(self._byte_scales(flat)) == 1:
             along = torch.nn.functional.normalize(self._scaled(flat, 1.0) - self._scaled(flat, 0.0), dim=0)
-        return count_free_directions(
+        counts = count_free_directions(
             lambda row: products.backward(products.forward(row)) + size**2 * along * (along @ row),
             lambda row: math.hypot(float(products.forward(row).norm()) / size, float(along @ row)),
             self.shape,
             flat,
             limit=limit,
+            precondition=preconditioner,
+        )
+        if preconditioner is None:
+            return counts
+        # A preconditioner makes weak directions as quick as strong ones, so that their weakness must be looked for.
+        moved = movement(products, EXPLAINED * size, self.shape, preconditioner)
+        return tuple(
+            None if count == 0 and move > ACCURATE else count for count, move in zip(counts, moved, strict=True)
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from leakscope.equations.conjugate_gradients import iterate
-from leakscope.matching.gradient_map import GradientMap, Linearisation
+from leakscope.matching.gradient_map import Linearisation
 
 #: Of the mean diagonal of J'J: below it float32 cannot tell a direction from rounding.
 FLOAT32_FLOOR = 1e-7
@@ -74,6 +74,8 @@ class SmoothMap(Protocol):
 
     def linearise(self, flat: Tensor, /) -> Linearisation: ...
 
+    def crude_jacobian(self, flat: Tensor, columns: int, /) -> Tensor: ...
+
 
 class Solved(NamedTuple):
     step: Tensor
@@ -99,8 +101,8 @@ class Fit:
 class Preconditioner:
     """An approximate inverse of J'J + lambda I (and a prior's share) from a float32 Jacobian at one point."""
 
-    def __init__(self, mapping: GradientMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
-        matrix = mapping.narrow().jacobian(at.float(), columns=max(CRUDE_SKETCH * mapping.unknowns, SMALL))
+    def __init__(self, mapping: SmoothMap, at: Tensor, damping: float, prior: Roughness | None = None) -> None:
+        matrix = mapping.crude_jacobian(at, max(CRUDE_SKETCH * mapping.unknowns, SMALL))
         # Tiny gradients must not underflow when they are squared.
         self._scale = float(matrix.abs().max())
         usable = 0 < self._scale < math.inf
@@ -171,13 +173,15 @@ class LevenbergMarquardt:
     """Hold the settings of the search; :meth:`run` does the work.
 
     ``damping`` is mu, divided by ten after a step that lowers the objective and multiplied by ten after one that does
-    not. ``dense``: most unknowns for which the Jacobian is made. ``tolerance``: relative residual at the end.
+    not. ``dense``: most unknowns for which the Jacobian is made. ``tolerance``: relative residual at the end. A step
+    that changes the objective by less than the share ``gain`` is the last, if mu is as small as at first.
     """
 
     steps: int = 30
     damping: float = 1e-3
     dense: int = 5000
     tolerance: float = 1e-13
+    gain: float = 0.0
 
     def run(
         self,
@@ -216,15 +220,16 @@ class LevenbergMarquardt:
             spent += newton.iterations
             trial, trial_value = objective(x + newton.step)
             length = float(newton.step.square().mean().sqrt())
+            stays = mu <= self.damping and abs(value - trial_value) < self.gain * value
             if trial_value < value:
                 x, residual, value = x + newton.step, trial, trial_value
                 mu = max(mu / 10, 1e-14)
                 products = mapping.linearise(x)
             else:
                 mu *= 10
-            at_rest = value <= enough or length < REST
+            at_rest = value <= enough or length < REST or stays
             small = mapping.unknowns <= self.dense and mapping.unknowns * mapping.entries <= MAX_WORK
-            if not newton.met and not at_rest and small and isinstance(mapping, GradientMap):
+            if not newton.met and not at_rest and small:
                 # The step is taken as far as it goes; from the new point on, the Jacobian helps.
                 helper = Preconditioner(mapping, x, mu * diagonal, prior)
                 diagonal = helper.mean_diagonal or diagonal

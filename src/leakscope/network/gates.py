@@ -265,7 +265,10 @@ def apply_step(step: Step, values: list[Tensor], gate: Tensor | None, *, bias: b
         return step.function(x)
     module: Any = step.module
     result: Tensor
-    if bias:
+    if bias and isinstance(module, BATCH_NORMS) and module.training:
+        # Without running statistics, which change in place and cannot be differentiated many directions at a time.
+        result = F.batch_norm(x, None, None, module.weight, module.bias, training=True, eps=module.eps)
+    elif bias:
         result = module.forward(x)  # past hooks, which would change one of both ways only
     elif isinstance(module, nn.Linear):
         result = F.linear(x, module.weight)

@@ -8,7 +8,8 @@ cut is the observed one is right.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,8 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.embedding import Embedding
 from leakscope.equations.peeling import Cut, Peel, peel
-from leakscope.matching.known_values import KnownValues
+from leakscope.matching.known_values import GAIN, KnownValues
+from leakscope.matching.least_squares import Preconditioner
 from leakscope.network.gates import GatedNetwork, read_gated
 from leakscope.network.layers import Head, find_head
 
@@ -32,10 +34,16 @@ from leakscope.network.layers import Head, find_head
 RIGHT_LABEL = 1e-2
 #: Levenberg-Marquardt steps from near to where float32 ends: about 150 products each.
 NEWTON_STEPS = 12
-#: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share.
+#: Rounds of half as many more where the values are nearly explained: what they leave then falls by a fixed share. From
+#: a descent that leaves as little, least squares come to the image in five steps; from 3e-2 most do not.
 ROUNDS, NEARLY = 3, 1e-2
-#: Steps of the descent below a max pooling for each of the others: its places are found by descent alone.
-POOLED = 4
+#: Lengths of descents in ``iterations``, one after the other until one leads on: untrained networks need the first,
+#: images of a batch the last. Below a max pooling, whose places are found by descent alone, each is longer by POOLED.
+LENGTHS, POOLED = (1 / 3, 1, 10 / 3), 4
+#: Multiplications of forward passes that a descent longer than ``iterations`` may take, for all images: some minutes.
+LONG_WORK = 2e12
+#: What an image may leave of values that are exact to rounding and its amplification by the peel.
+SOLVED_VALUES = 1e-3
 #: The share of the update that images may leave before searches are tried, too: noise in the place of images leaves 1.
 LEFT = 0.3
 #: Products that may be spent on counting free directions: the equations are well conditioned or of no use.
@@ -77,25 +85,30 @@ class InvertValues(Stage[Case]):
         return case.known is not None
 
     def propose(self, case: Case) -> Iterator[Candidate]:
-        known, held, steps = case.known, case.held, case.attack.iterations
+        known, held = case.known, case.held
         assert known is not None
         assert held is not None
         narrow = known.to(torch.float32)
         plain = parts = narrow.parts
+        steps = case.attack.iterations
         if narrow.pooled:
             parts, steps = narrow.whitened().parts, POOLED * steps
-        count, tell = len(parts), case.told(steps * len(parts))
-        rows = list[Tensor]()
+        lengths = [round(length * steps) for length in LENGTHS]
+        lengths = [length for length in lengths if length <= max(steps, LONG_WORK / narrow.work)]
+        count, tell = len(parts), case.told(sum(lengths) * len(parts))
+        rows, helpers = list[Tensor](), list[Preconditioner | None]()
         for number, part in enumerate(parts, start=1):
-            row, left = _find(part, steps)
+            row, left, helper = _find(part, lengths)
             rows.append(row)
+            helpers.append(helper)
             if tell is not None:
-                tell(steps * number, steps * count, left)
+                tell(sum(lengths) * number, sum(lengths) * count, left)
         inputs = known.inputs.project(known.inputs.from_unit(torch.cat(rows).double().reshape(known.shape)))
         share, method = case.whole(inputs), f"values at {held.layer}"
 
         def free() -> tuple[int | None, ...]:
-            counts = (part.free_directions(row, FREE_PRODUCTS) for part, row in zip(plain, rows, strict=True))
+            found = zip(plain, rows, helpers, strict=True)
+            counts = (part.free_directions(row, FREE_PRODUCTS, helper) for part, row, helper in found)
             return tuple(itertools.chain.from_iterable(counts))
 
         # The share is that of the whole update, in one precision or the other.
@@ -106,15 +119,26 @@ class InvertValues(Stage[Case]):
         yield case.latest
 
 
-def _find(known: KnownValues, steps: int) -> tuple[Tensor, float]:
-    """Find one example by descent and least squares; these go on while they come nearer and bytes do not fit yet."""
-    found, left = known.finish(known.descend(steps), steps=NEWTON_STEPS, tolerance=EXPLAINED)
-    for _ in range(ROUNDS):
-        whole = known.whole_bytes(found, left)
-        if whole is not found or not EXPLAINED < left < NEARLY:
-            return whole, left
-        found, left = known.finish(found, steps=NEWTON_STEPS // 2, tolerance=EXPLAINED, damping=left)
-    return known.whole_bytes(found, left), left
+def _find(known: KnownValues, lengths: Sequence[int]) -> tuple[Tensor, float, Preconditioner | None]:
+    """Find one example by descents of these lengths, each followed by least squares if it leads on; keep the best."""
+    best, least, helper = torch.empty(0), math.inf, None
+    for steps in lengths:
+        found = known.descend(steps)
+        if known.leaves(found) > NEARLY and steps < lengths[-1]:
+            continue
+        found, left, latest = known.finish(found, steps=NEWTON_STEPS, tolerance=EXPLAINED)
+        for _ in range(ROUNDS):
+            if known.whole_bytes(found, left) is not found or not EXPLAINED < left < NEARLY:
+                break
+            before = left
+            found, left, latest = known.finish(found, steps=NEWTON_STEPS // 2, tolerance=EXPLAINED, damping=left)
+            if left > (1 - GAIN) * before:
+                break
+        if left < least:
+            best, least, helper = known.whole_bytes(found, left), left, latest or helper
+        if left < SOLVED_VALUES:
+            break
+    return best, least, helper
 
 
 def recover_at_convolution(observation: Observation) -> tuple[Embedding, KnownValues]:
