@@ -254,10 +254,11 @@ Record = Callable[[int, Gradient], None]
 
 
 @contextmanager
-def own_randomness(generator: torch.Generator) -> Iterator[None]:
-    """For models that draw random numbers of their own: from the client's generator, leaving the global one alone."""
+def own_randomness(source: torch.Generator | int) -> Iterator[None]:
+    """For models that draw random numbers of their own: from a generator or a seed, leaving the global one alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        seed = source if isinstance(source, int) else int(torch.randint(2**62, (1,), generator=source))
+        torch.random.default_generator.manual_seed(seed)
         yield
 
 

@@ -18,6 +18,11 @@ from leakscope.contracts.errors import UserError
 Place = tuple[int, Tensor]
 
 
+def tensor_bytes(value: Tensor) -> memoryview:
+    """Return the content of a tensor, the same on every device and for every memory layout."""
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
+
 class Spool:
     """A file of tensors without a name: nobody else can open it, and it is gone with the process."""
 
@@ -29,9 +34,8 @@ class Spool:
         places: dict[str, Place] = {}
         with self._lock:
             for name, value in tensors.items():
-                content = value.detach().cpu().contiguous()
-                places[name] = self._file.seek(0, os.SEEK_END), content.to("meta")
-                self._file.write(content.flatten().view(torch.uint8).numpy().data)
+                places[name] = self._file.seek(0, os.SEEK_END), value.detach().contiguous().to("meta")
+                self._file.write(tensor_bytes(value))
         devices = {value.device for value in tensors.values()}
         return StoredTensors(self, places, devices.pop() if len(devices) == 1 else None)
 

@@ -8,10 +8,10 @@ from typing import ClassVar
 
 from leakscope.contracts.defense import Gradient
 from leakscope.contracts.observation import LocalTraining, UpdateKind
-from leakscope.contracts.protocol import ClientSide
+from leakscope.contracts.protocol import ClientSide, batch_gradient
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
-from leakscope.federation.client import OneMessage, batch_gradient
+from leakscope.federation.client import OneMessage
 
 
 @dataclass(frozen=True, kw_only=True)

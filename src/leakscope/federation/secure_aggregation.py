@@ -19,11 +19,11 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
-from leakscope.contracts.protocol import ClientSide, Protocol
+from leakscope.contracts.protocol import ClientSide, Protocol, own_randomness
 from leakscope.contracts.registry import folded
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
-from leakscope.federation.client import batchnorm_statistics, own_randomness, protected
+from leakscope.federation.client import batchnorm_statistics, protected
 from leakscope.federation.fedavg import FedAvg
 from leakscope.federation.fedsgd import FedSGD
 

@@ -20,7 +20,7 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.protocol import Protocol, check_batch, client_copy
+from leakscope.contracts.protocol import Protocol, check_batch, client_copy, own_randomness
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.client import UpdateNotFinite
@@ -183,8 +183,7 @@ def initial_copy(model: nn.Module) -> nn.Module:
 def mean_loss(model: nn.Module, clients: Sequence[Client], task: Task) -> float:
     """Return the mean loss over all examples, in the model's own mode; not finite where the model is broken."""
     total, count = 0.0, 0
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)  # for models that draw random numbers of their own
+    with torch.no_grad(), own_randomness(0):
         for x, y in clients:
             # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
             chunks = -(-len(x) // LOSS_CHUNK)
@@ -318,8 +317,7 @@ class CentralTraining(Training):
         rate = self.lr * (0.1 ** ((number - 1) // self.decay_every) if self.decay_every else 1.0)
         optimiser = torch.optim.SGD([p for p in after.parameters() if p.requires_grad], rate, self.momentum)
         total, draws = 0.0, round_generator(seed, number, 0)
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)  # for models that draw random numbers of their own
+        with own_randomness(seed):
             for rows in torch.randperm(len(x), generator=draws).tensor_split(-(-len(x) // self.batch_size)):
                 optimiser.zero_grad()
                 loss = self.task.loss(outputs_of(after(x[rows])), y[rows], "mean")
