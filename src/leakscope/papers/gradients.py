@@ -61,8 +61,7 @@ def run_counting(scale: str, seed: int, progress: base.Progress | None = None) -
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
         setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
         note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
-        facts = (setting, "least hidden units", published, [bound], note)
-        rows.append(base.measured_row(*facts, tolerance=0.0005, kind="exact"))
+        rows.append(base.Line(setting, "least hidden units", published, note, 0.0005, "exact").measured([bound]))
         if progress is not None:
             progress(len(rows), len(BOUNDS), bound)
     return rows

@@ -215,7 +215,7 @@ def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) ->
     for number, setting in enumerate(settings):
         examples = base.examples_or_reason(setting.data, split="train")
         if isinstance(examples, str):
-            rows.append(base.not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
+            rows.append(base.Line(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data]).not_run(examples))
             continue
         client = next(clients(setting, 1, seed, examples))
         # Short searches for the visiting order are no steps of the attack that is timed, so the order is given.
@@ -231,12 +231,10 @@ def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) ->
             each = found.reconstruction.info["seconds"] / attack.iterations if found.reconstruction else math.nan
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
-            title, note = (
-                f"{setting}, {name}",
-                f"{each:.3f} s a step on this machine, {whole} steps; published on a V100",
-            )
-            rows.append(base.measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
-            rows.append(base.measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
+            title = f"{setting}, {name}"
+            note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
+            rows.append(base.Line(title, "hours for 100 attacks", published, note).measured([each * whole / 36]))
+            rows.append(base.Line(title, "peak memory (MB)", None).measured([found.peak_memory_mb or 0.0]))
         if progress is not None:
             progress(number + 1, len(settings), rows[-2].measured or 0.0)
     return rows
@@ -250,7 +248,7 @@ def run_table_6(scale: str, seed: int, progress: base.Progress | None = None) ->
     count = {"smoke": 1, "small": 2, "paper": 100}[scale]
     examples = base.examples_or_reason(setting.data, split="train")
     if isinstance(examples, str):
-        return [base.not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
+        return [base.Line(f"round {number}", COSINE, TABLE_6.get(number)).not_run(examples) for number in rounds]
     everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
     each = 2 if scale == "smoke" else 10
     training = FederatedTraining(rounds=max(rounds), clients_per_round=each, protocol=local.protocol)
