@@ -27,6 +27,3 @@ class FedSGD(OneMessage):
 
     def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
         return batch_gradient(client, self.reduction), LocalTraining(epochs=1)
-
-    def _reduction(self) -> Reduction:
-        return self.reduction

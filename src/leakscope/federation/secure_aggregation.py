@@ -58,6 +58,10 @@ class SecureAggregation(Protocol):
     def kind(self) -> UpdateKind:  # type: ignore[override]
         return self.protocol.kind
 
+    @property
+    def reduction(self) -> Reduction:
+        return self.protocol.reduction
+
     def check(self, model: Any, x: Any) -> None:
         self.protocol.check(model, x)
         if isinstance(x, torch.Tensor) and x.dim() > 1 and len(x) < self.clients:
@@ -118,7 +122,7 @@ class SecureAggregation(Protocol):
         return [len(part) for part in torch.arange(examples).tensor_split(self.clients)]
 
     def _shares(self, sizes: list[int]) -> list[float]:
-        if self._reduction() == "sum":
+        if self.reduction == "sum":
             return [1.0] * len(sizes)
         return [size / sum(sizes) for size in sizes]
 
@@ -131,6 +135,3 @@ class SecureAggregation(Protocol):
             return recipe
         batch = None if recipe.batch_size is None else sum(min(recipe.batch_size, size) for size in sizes)
         return replace(recipe, batch_size=batch, batch_order=None)
-
-    def _reduction(self) -> Reduction:
-        return self.protocol._reduction()

@@ -258,7 +258,7 @@ class DefendedTraining(Training):
                 sent = self.protocol.send(client)
             except UpdateNotFinite as error:
                 raise Diverged(f"round {number}: {error}") from error
-            share = len(own) / total / (len(own) if self.protocol.adds_examples else 1)
+            share = len(own) / total / (len(own) if self.protocol.reduction == "sum" else 1)
             _step(after, sent, self.lr * share)
         assert after is not None  # there is a client, or check_clients had refused
         if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
