@@ -91,7 +91,7 @@ class _Client:
         self._load(weights)
         draws = torch.Generator().manual_seed(0)
         with own_randomness(draws):
-            return batch_gradient(ClientSide(self._model, self._x, self._y, self._task, Defense(), draws))
+            return batch_gradient(ClientSide(self._model, self._x, self._y, self._task, Defense(), draws, self._model))
 
     def loss(self, weights: Weights) -> float:
         self._load(weights)

@@ -42,7 +42,7 @@ class ClientSide:
     task: Task
     defense: Defense
     generator: torch.Generator
-    shared: nn.Module | None = None
+    shared: nn.Module
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -103,7 +103,7 @@ class Protocol(Described, ABC):
         space = _input_space(x, value_range) if inputs is None else inputs
         messages, recipe = self._exchange(client, knowledge)
         return Observation(
-            model=model if client.shared is None else client.shared,
+            model=client.shared,
             messages=messages,
             inputs=space if knowledge.normalisation else space.unknown(),
             num_classes=math.prod(outputs),

@@ -97,7 +97,7 @@ class Vertical(Protocol):
             losses.append(float("nan") if played.loss is None else played.loss)
             if progress is not None:
                 progress(len(losses), rounds, losses[-1])
-        final = copy.deepcopy(model if client.shared is None else client.shared)
+        final = copy.deepcopy(client.shared)
         final.load_state_dict(client.model.state_dict())
         return TrainingRun(MappingProxyType({rounds + 1: final}), tuple(losses))
 
