@@ -90,7 +90,7 @@ def find_patches(model: nn.Module, input_shape: tuple[int, ...], trained: Collec
         raise NotApplicable(f"the update says nothing of the first layer {call.name!r}")
     pixels = _pixels(model, call, probe.detach())
     positions = _positions(model, call, record.outputs, len(pixels[0]), trained)
-    return PatchEmbedding(call.name, weight, bias if bias in trained else None, *pixels, *positions)
+    return PatchEmbedding(call.name, weight, bias if bias in trained else None, *(*pixels, *positions))
 
 
 def _first_layer(calls: Sequence[Call]) -> Call:

@@ -16,6 +16,7 @@ the published network starts; from PyTorch's smaller weights plain gradient desc
 """
 
 import dataclasses
+import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -215,28 +216,26 @@ def _attacked(
         return base.Findings([*rows, base.Line(control, PSNR, None).not_run(examples)])
     order = torch.randperm(len(examples), generator=draws(seed, "samples"))
     rows, grids = [], []
-    observation: Observation | None = None
-    for number, trial in enumerate(trials, start=1):
-        some = examples.subset(order[: trial.scene.samples])
-        if number == 1 or trial.scene != trials[number - 2].scene:
-            observation = None  # two at a time may be too much for the memory
-            observation = trial.scene.observe(some, seed)
-        assert observation is not None
-        found = base.attacked(observation, trial.attack, some.x, some.y, seed)
-        # In the order that the announced batches give.
-        truth, pictures = (some.value_range.to_unit(x) for x in (some.x, base.recovered(found)))
-        values = psnr(truth, pictures.clamp(0, 1)).tolist()
-        rows.append(base.Line(trial.setting, PSNR, trial.published, trial.note).measured(values))
-        if trial.shown:
-            captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
-            run = f"K={trial.scene.batch} of {trial.scene.samples}"
-            title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
-            hidden, first, ours = private or examples.private, truth[:SHOWN], pictures.clamp(0, 1)[:SHOWN]
-            grids.append(
-                base.PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden)
-            )
-        if progress is not None:
-            progress(number, len(trials), sum(values) / len(values))
+    for scene, group in itertools.groupby(trials, key=lambda trial: trial.scene):
+        some = examples.subset(order[: scene.samples])
+        observation = scene.observe(some, seed)
+        for trial in group:
+            found = base.attacked(observation, trial.attack, some.x, some.y, seed)
+            # In the order that the announced batches give.
+            truth, pictures = (some.value_range.to_unit(x) for x in (some.x, base.recovered(found)))
+            values = psnr(truth, pictures.clamp(0, 1)).tolist()
+            rows.append(base.Line(trial.setting, PSNR, trial.published, trial.note).measured(values))
+            if trial.shown:
+                captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
+                run = f"K={scene.batch} of {scene.samples}"
+                title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
+                hidden, first, ours = private or examples.private, truth[:SHOWN], pictures.clamp(0, 1)[:SHOWN]
+                grids.append(
+                    base.PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden)
+                )
+            if progress is not None:
+                progress(len(rows), len(trials), sum(values) / len(values))
+        del observation  # two at a time may be too much for the memory
     some = examples.subset(order[: trials[0].scene.samples])
     values = without_information(some.value_range.to_unit(some.x))
     rows.append(base.Line(control, PSNR, None, "what any attack must beat").measured(values))
