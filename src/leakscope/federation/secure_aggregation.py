@@ -24,8 +24,7 @@ from leakscope.contracts.registry import folded
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
 from leakscope.federation.client import batchnorm_statistics, protected
-from leakscope.federation.fedavg import FedAvg
-from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.fedavg import FedAvg, FedSGD
 
 _BY_NAME: Mapping[str, type[FedSGD] | type[FedAvg]] = {"fedsgd": FedSGD, "fedavg": FedAvg}
 

@@ -23,8 +23,7 @@ from leakscope.contracts.protocol import Protocol, check_batch, client_copy, own
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.client import UpdateNotFinite
-from leakscope.federation.fedavg import FedAvg
-from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.fedavg import FedAvg, FedSGD
 
 Client = tuple[Tensor, Tensor]
 Progress = Callable[[int, int, float], None]
