@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import stdev
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -164,12 +163,9 @@ class PaperTable(Entry):
     title: str
     scales: Mapping[str, str]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))
-
 
 def paper_tables(
-    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] = MappingProxyType({})
+    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] | None = None
 ) -> tuple[PaperTable, ...]:
     """Make tables of what ``published/tables.toml`` says of them and the functions that run them, by table.
 
