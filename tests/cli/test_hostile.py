@@ -110,6 +110,7 @@ def test_a_spec_may_say_everything_that_a_case_is_made_from() -> None:
         ({"output_shape": [10**9]}, "expected at most 1,073,741,824 bytes"),
         ({"training": {"epochs": 10**9, "batch_size": 1}}, "training.local steps: expected at most 1,000,000 of them"),
         ({"training": {"epochs": "many"}}, "training.epochs: Input should be a valid integer"),
+        ({"training": {"speed": 1}}, "training.speed: Unexpected keyword argument"),
         ({"training": {"batch_order": [[0, 5]]}}, "training.batch_order: expected batches of sample numbers in 0..1"),
         ({"knowledge": {"labels": 3}}, "labels: expected"),
     ],
