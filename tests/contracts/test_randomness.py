@@ -98,7 +98,7 @@ def test_files_of_earlier_versions_and_wrong_words(tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps(facts))
     assert Observation.load(tmp_path / "old", net()).randomness is None
     (tmp_path / "old.json").write_text(json.dumps({**facts, "randomness": "dice"}))
-    with pytest.raises(ValueError, match="randomness: expected"):
+    with pytest.raises(ValueError, match="randomness: Input should be 'system' or 'seeded'"):
         Observation.load(tmp_path / "old", net())
 
 

@@ -135,7 +135,7 @@ def test_precode_is_shared_by_all_and_drawn_by_the_client() -> None:
 
 def client(model: nn.Module, count: int) -> ClientSide:
     x, y = batch(count)
-    return ClientSide(model.eval(), x, y, Classification(), Defense(), seeded())
+    return ClientSide(model.eval(), x, y, Classification(), Defense(), seeded(), model)
 
 
 def alone(one: ClientSide) -> list[Gradient]:

@@ -28,7 +28,7 @@ from leakscope.papers import (
     reproduce,
     verdict,
 )
-from leakscope.papers.base import measured_row
+from leakscope.papers.base import Line
 
 
 def test_every_table_is_described_and_has_the_three_scales() -> None:
@@ -87,7 +87,7 @@ def test_the_interval_decides_or_nothing_does(
 )
 def test_few_hits_are_no_match(published: float, hits: int, count: int, expected: str) -> None:
     values = [100.0] * hits + [0.0] * (count - hits)
-    row = measured_row("", "label accuracy (%)", published, values, kind="shares")
+    row = Line("", "label accuracy (%)", published, kind="shares").measured(values)
     assert row.verdict == expected
     assert row.tolerance == pytest.approx(published / 10)
     assert row.interval is not None
@@ -95,11 +95,11 @@ def test_few_hits_are_no_match(published: float, hits: int, count: int, expected
 
 
 def test_one_value_or_two_decide_nothing_and_an_exact_one_does() -> None:
-    assert measured_row("", "PSNR (dB)", 20.0, [20.0]).verdict == "too few to tell"
-    assert measured_row("", "PSNR (dB)", 20.0, [18.0, 22.0]).verdict == "too few to tell"
-    assert measured_row("", "PSNR (dB)", 20.0, [19.0, 20.0, 20.5, 20.0, 19.5, 20.5]).verdict == "matches"
-    assert measured_row("", "PSNR (dB)", 20.0, [30.0, 31.0, 30.5, 29.0]).verdict == "above"
-    assert measured_row("", "bound", 4.002, [4.0018], tolerance=0.0005, kind="exact").verdict == "matches"
+    assert Line("", "PSNR (dB)", 20.0).measured([20.0]).verdict == "too few to tell"
+    assert Line("", "PSNR (dB)", 20.0).measured([18.0, 22.0]).verdict == "too few to tell"
+    assert Line("", "PSNR (dB)", 20.0).measured([19.0, 20.0, 20.5, 20.0, 19.5, 20.5]).verdict == "matches"
+    assert Line("", "PSNR (dB)", 20.0).measured([30.0, 31.0, 30.5, 29.0]).verdict == "above"
+    assert Line("", "bound", 4.002, tolerance=0.0005, kind="exact").measured([4.0018]).verdict == "matches"
 
 
 def test_a_table_says_how_it_was_made_and_names_nobody() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from leakscope.data import load_data
 from leakscope.papers import reproduce, sme
-from leakscope.papers.base import measured_row
+from leakscope.papers.base import Line
 
 pytestmark = pytest.mark.slow
 
@@ -27,9 +27,9 @@ def test_published_numbers_are_those_of_the_paper() -> None:
 
 
 def test_a_cell_without_a_published_number_stands_alone() -> None:
-    row = measured_row("setting", "PSNR (dB)", None, [20.0, 22.0])
+    row = Line("setting", "PSNR (dB)", None).measured([20.0, 22.0])
     assert (row.verdict, row.measured, row.published, row.count) == ("measured", 21.0, None, 2)
-    assert measured_row("setting", "PSNR (dB)", 30.0, [20.0, 22.0, 21.0]).verdict == "below"
+    assert Line("setting", "PSNR (dB)", 30.0).measured([20.0, 22.0, 21.0]).verdict == "below"
 
 
 def test_published_settings_are_the_presets() -> None:

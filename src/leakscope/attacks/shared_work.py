@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from leakscope.contracts.observation import Observation, WorkStore
+from leakscope.contracts.spool import tensor_bytes
 from leakscope.labels import RecoveredLabels, label_candidates
 from leakscope.matching import Match, Matcher, Victim
 
@@ -128,5 +129,5 @@ def _digest(tables: Iterable[Mapping[str, Tensor]]) -> str:
         digest.update(b"\ntable")
         for name, value in table.items():
             digest.update(f"\n{name} {value.dtype} {tuple(value.shape)} {value.device} ".encode())
-            digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            digest.update(tensor_bytes(value))
     return digest.hexdigest()

@@ -18,12 +18,11 @@ from leakscope.contracts.channel import Channel
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
-from leakscope.contracts.protocol import BATCHNORM, Protocol, client_copy
+from leakscope.contracts.protocol import BATCHNORM, Protocol, client_copy, own_randomness
 from leakscope.contracts.task import Task, outputs_of
 from leakscope.equations.embedding import Embedding, recover_embedding
 from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.federation import Vertical
-from leakscope.federation.client import own_randomness
 from leakscope.limits import Floor, affordable_floor, cramer_rao, vertical_limits
 from leakscope.matching import GradientMap, UnrolledSteps
 from leakscope.matching.recipe import client_steps, replay_recipe

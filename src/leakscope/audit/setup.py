@@ -14,13 +14,14 @@ from leakscope.audit.controls import SAME_RECORD
 from leakscope.audit.parts import Part, lines, without_addresses
 from leakscope.audit.sections import TrainingSpec
 from leakscope.audit.spec import AuditSpec
-from leakscope.audit.utility import Course, load_examples, make_course, precision, tensor_bytes, tensors_hash
+from leakscope.audit.utility import Course, load_examples, make_course, precision, tensors_hash
 from leakscope.audit.yaml_text import SpecError
 from leakscope.contracts.checks import JOBS, brief
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.protocol import check_batch
+from leakscope.contracts.spool import tensor_bytes
 from leakscope.data import Examples, split_by_group, split_dirichlet, split_iid
 from leakscope.federation import FedAvg, FederatedTraining, cached_training
 from leakscope.federation.checkpoints import answer_to

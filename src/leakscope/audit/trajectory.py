@@ -13,10 +13,9 @@ from torch import Tensor
 
 from leakscope.audit.findings import Subject, finite
 from leakscope.contracts.defense import Defense
-from leakscope.contracts.protocol import ClientSide, client_copy
+from leakscope.contracts.protocol import ClientSide, batch_gradient, client_copy, own_randomness
 from leakscope.contracts.task import outputs_of
 from leakscope.federation import FedAvg
-from leakscope.federation.client import batch_gradient, own_randomness
 from leakscope.federation.fedavg import Trajectory
 from leakscope.limits import GRADIENTS_WORK, cosine_profile, drift_bound, effort_of, leading_shares
 
@@ -92,7 +91,7 @@ class _Client:
         self._load(weights)
         draws = torch.Generator().manual_seed(0)
         with own_randomness(draws):
-            return batch_gradient(ClientSide(self._model, self._x, self._y, self._task, Defense(), draws))
+            return batch_gradient(ClientSide(self._model, self._x, self._y, self._task, Defense(), draws, self._model))
 
     def loss(self, weights: Weights) -> float:
         self._load(weights)

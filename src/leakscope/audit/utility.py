@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from leakscope.audit.sections import DataSpec, UtilitySpec
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.errors import UserError
-from leakscope.contracts.protocol import Protocol, client_copy
+from leakscope.contracts.protocol import Protocol, client_copy, own_randomness
+from leakscope.contracts.spool import tensor_bytes
 from leakscope.contracts.task import Task, outputs_of
 from leakscope.data import DATA, Examples, load_data, split_iid
 from leakscope.federation import DefendedTraining, Diverged
@@ -160,8 +161,7 @@ def _tested(model: nn.Module, x: Tensor, y: Tensor, task: Task) -> tuple[float, 
     loss = mean_loss(model, [(x, y)], task)
     if not task.discrete:
         return loss, math.nan
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
+    with torch.no_grad(), own_randomness(0):
         right = [
             task.right(targets, task.decode(outputs_of(model(inputs.clone()))))
             for inputs, targets in zip(x.split(LOSS_CHUNK), y.split(LOSS_CHUNK), strict=True)
@@ -194,11 +194,6 @@ def load_examples(asked: DataSpec) -> Examples:
     if asked.mean is not None and asked.std is not None:
         data = data.normalised(asked.mean, asked.std)
     return data
-
-
-def tensor_bytes(value: Tensor) -> bytes:
-    """Return the content of a tensor, the same on every device and for every memory layout."""
-    return bytes(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def tensors_hash(prefix: str, *tensors: Tensor) -> str:

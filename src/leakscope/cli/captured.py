@@ -306,13 +306,13 @@ def _stored(observation: Path, model: str | None, options: list[str]) -> Any:
     if typed:
         raise UserError(f"{', '.join(typed)}: expected without an observation, which has its own facts")
     tensors, facts = read_observation_files(observation)
-    name = model or facts["model_name"]
+    name = model or facts.model_name
     # A file may name a reference model, but never a factory: that would be code chosen by a data file.
     if not isinstance(name, str) or (model is None and name not in MODELS):
         raise UserError(f"{observation}: does not name a reference model; pass --model")
     # A model with more weights than the file holds is not the one observed, and need not be made to see that.
     held = sum(value.numel() for value in tensors.values())
-    shape, classes = tuple(facts["inputs"]["shape"]), facts["num_classes"]
+    shape, classes = tuple(facts.inputs.shape), facts.num_classes
     return Observation.load(observation, build_model(name, input_shape=shape, num_classes=classes, most=held))
 
 

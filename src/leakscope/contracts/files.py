@@ -9,27 +9,61 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
 from torch import Tensor, nn
 
 from leakscope.contracts.channel import Channel
-from leakscope.contracts.checks import BYTES, FACTS_BYTES, FLOAT, MAX_AXES, brief, expected, is_whole, refuse
+from leakscope.contracts.checks import BYTES, FACTS_BYTES, FLOAT, MAX_AXES, brief, refuse
 from leakscope.contracts.disk import atomic_write, private_folder, read_json, read_whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import space_from_facts
 from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.made import Made, problems_of_made
-from leakscope.contracts.observation import LocalTraining, Message, Observation
-from leakscope.contracts.task import TASKS, CustomLoss, Task
+from leakscope.contracts.made import Made
+from leakscope.contracts.observation import BatchNormMode, LocalTraining, Message, Observation, UpdateKind
+from leakscope.contracts.task import TASKS, CustomLoss, Reduction, Task
 
 #: 2: input spaces and tasks (0.5); 3: how the observation was made.
 FORMAT_VERSION = 3
 #: Fields of an observation that JSON holds as they are.
 _PLAIN = ("model_name", "num_classes", "num_examples", "reduction", "batchnorm")
-_FACTS = {*_PLAIN, "format", "inputs", "output_shape", "task", "knowledge", "channel", "training", "messages", "made"}
+Sizes = Annotated[list[PositiveInt], Field(min_length=1, max_length=MAX_AXES)]
+
+
+class _Facts(BaseModel):
+    model_config = ConfigDict(strict=True, protected_namespaces=())
+
+
+class SpaceFacts(_Facts, extra="allow"):
+    shape: Sizes
+
+
+class MessageFacts(_Facts):
+    kind: UpdateKind
+    indices: tuple[int, ...] | None
+    partial: bool = False
+
+
+class Facts(_Facts):
+    """What the JSON file says, before anything is built from it."""
+
+    inputs: SpaceFacts
+    output_shape: Sizes
+    num_classes: PositiveInt
+    num_examples: PositiveInt | None
+    task: dict[str, Any]
+    knowledge: dict[str, Any]
+    channel: dict[str, Any] | None
+    training: LocalTraining
+    messages: list[MessageFacts]
+    reduction: Reduction
+    batchnorm: BatchNormMode
+    model_name: str | None
+    made: Made | None
+    randomness: Literal["system", "seeded"] | None = None  # versions up to 0.5 did not say
 
 
 def tensor_file(path: str | os.PathLike[str]) -> Path:
@@ -96,31 +130,26 @@ def load_observation(path: str | os.PathLike[str], model: nn.Module) -> Observat
         messages = tuple(
             Message(
                 update=tensors_below(tensors, f"message/{number}/update/"),
-                kind=entry["kind"],
-                indices=None if entry["indices"] is None else tuple(entry["indices"]),
-                partial=bool(entry.get("partial", False)),
+                **dict(entry),
                 batchnorm_statistics=tensors_below(tensors, f"message/{number}/batchnorm/") or None,
             )
-            for number, entry in enumerate(facts["messages"])
+            for number, entry in enumerate(facts.messages)
         )
-        training = dict(facts["training"])
-        if training.get("batch_order") is not None:
-            training["batch_order"] = tuple(tuple(step) for step in training["batch_order"])
         return Observation(
             model=skeleton,
             messages=messages,
-            inputs=space_from_facts(facts["inputs"]),
-            output_shape=tuple(facts["output_shape"]),
+            inputs=space_from_facts(facts.inputs.model_dump()),
+            output_shape=tuple(facts.output_shape),
             # Only names of the table: a file never names code.
-            task=TASKS.find(facts["task"]["name"]).target.build(facts["task"]["options"]),
-            knowledge=Knowledge(**facts["knowledge"]),
-            channel=None if facts["channel"] is None else Channel(**facts["channel"]),
+            task=TASKS.find(facts.task["name"]).target.build(facts.task["options"]),
+            knowledge=Knowledge(**facts.knowledge),
+            channel=None if facts.channel is None else Channel(**facts.channel),
             labels=tensors.get("labels"),
             label_counts=tensors.get("label_counts"),
-            training=LocalTraining(**training),
-            randomness=facts.get("randomness"),  # versions up to 0.5 did not say
-            made=Made.from_facts(facts["made"]),
-            **{name: facts[name] for name in _PLAIN},
+            training=facts.training,
+            randomness=facts.randomness,
+            made=facts.made,
+            **{name: getattr(facts, name) for name in _PLAIN},
         )
     except (KeyError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise UserError(f"{path}: a fact in the .json file is not as expected ({brief(error)})") from error
@@ -139,7 +168,7 @@ def _with_weights(path: str | os.PathLike[str], model: nn.Module, weights: dict[
     return skeleton
 
 
-def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tensor], Facts]:
     """Tensors and facts of a saved observation; one clear ValueError whatever is wrong with the files."""
     target = tensor_file(path)
     beside = target.with_suffix(".json")
@@ -158,43 +187,18 @@ def read_observation_files(path: str | os.PathLike[str]) -> tuple[dict[str, Tens
         facts = _of_format_1(facts)
     if facts.get("format") == 2:
         facts = {**facts, "format": FORMAT_VERSION, "made": None}
-    if missing := _FACTS - set(facts):
-        raise UserError(f"{beside}: missing {', '.join(sorted(missing))}")
-    if facts["format"] != FORMAT_VERSION:
-        raise UserError(f"{target}: format {brief(facts['format'])}, this version reads {FORMAT_VERSION}")
-    refuse(f"{beside}: a fact is not as expected", _fact_problems(facts))
-    return tensors, facts
-
-
-def _fact_problems(facts: Mapping[str, Any]) -> list[str]:
-    """What of the facts is of the wrong kind or size, before a model is built from them."""
-    shape = facts["inputs"].get("shape") if isinstance(facts["inputs"], dict) else None
-    problems = expected("a list of positive sizes", _sizes, **{"inputs.shape": shape})
-    for name, (what, fits) in _KINDS.items():
-        problems += expected(what, fits, **{name: facts[name]})
-    problems += [f"made: {line}" for line in problems_of_made(facts["made"])]
-    if problems:
-        return problems
-    numbers = math.prod(facts["inputs"]["shape"]) + math.prod(facts["output_shape"]) + facts["num_classes"]
-    problem = BYTES.problem(FLOAT * numbers * (facts["num_examples"] or 1), "Is num_examples, or a shape, mistaken?")
-    return [] if problem is None else [f"inputs and outputs of all examples: {problem}"]
-
-
-def _sizes(value: Any) -> bool:
-    return isinstance(value, list) and 0 < len(value) <= MAX_AXES and all(map(is_whole, value))
-
-
-_KINDS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
-    "output_shape": ("a list of positive sizes", _sizes),
-    **dict.fromkeys(("knowledge", "task", "training"), ("a mapping", lambda value: isinstance(value, dict))),
-    "channel": ("a mapping or null", lambda value: value is None or isinstance(value, dict)),
-    "messages": ("a list of mappings", lambda rows: isinstance(rows, list) and all(isinstance(r, dict) for r in rows)),
-    "num_examples": ("a whole number, or null", lambda value: value is None or is_whole(value)),
-    "num_classes": ("a whole number of at least 1", is_whole),
-    "reduction": ("'mean' or 'sum'", lambda value: value in ("mean", "sum")),
-    "batchnorm": ("'eval' or 'train'", lambda value: value in ("eval", "train")),
-    "model_name": ("a name or null", lambda value: value is None or isinstance(value, str)),
-}
+    if facts.get("format") != FORMAT_VERSION:
+        raise UserError(f"{target}: format {brief(facts.get('format'))}, this version reads {FORMAT_VERSION}")
+    where = f"{beside}: a fact is not as expected"
+    try:
+        read = Facts.model_validate_json(json.dumps(facts))  # as JSON, whose lists may be tuples and nothing else
+    except ValidationError as error:
+        refuse(where, [": ".join([".".join(map(str, one["loc"])), one["msg"]]) for one in error.errors()], most=20)
+        raise
+    numbers = math.prod(read.inputs.shape) + math.prod(read.output_shape) + read.num_classes
+    problem = BYTES.problem(FLOAT * numbers * (read.num_examples or 1), "Is num_examples, or a shape, mistaken?")
+    refuse(where, [] if problem is None else [f"inputs and outputs of all examples: {problem}"])
+    return tensors, read
 
 
 def _of_format_1(facts: dict[str, Any]) -> dict[str, Any]:

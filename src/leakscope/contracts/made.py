@@ -1,11 +1,10 @@
 """How an observation came about: what a file of it says of itself."""
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field
 
 from leakscope import __version__
 
@@ -34,20 +33,3 @@ class Made:
 
     def facts(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
-
-    @classmethod
-    def from_facts(cls, facts: Mapping[str, Any] | None) -> Self | None:
-        """What a file without :func:`problems_of_made` says; None where it says nothing, as up to format 2.
-
-        >>> Made.from_facts(Made(by="a test", sources=("home/update.pt",)).facts()).sources
-        ('update.pt',)
-        """
-        return None if facts is None else TypeAdapter(cls).validate_python(facts)
-
-
-def problems_of_made(facts: Any) -> list[str]:
-    try:
-        Made.from_facts(facts)
-    except ValidationError as error:
-        return [": ".join([*map(str, one["loc"]), one["msg"]]) for one in error.errors(include_url=False)]
-    return []

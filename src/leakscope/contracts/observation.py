@@ -10,9 +10,10 @@ import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, get_args
+from typing import Any, ClassVar, Literal, Protocol, get_args
 
 import torch
+from pydantic import ConfigDict
 from torch import Tensor, nn
 
 import leakscope
@@ -45,6 +46,7 @@ class LocalTraining:
     momentum: float | None = None
     batch_order: tuple[tuple[int, ...], ...] | None = None
 
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid", strict=True)  # for what a file says
     #: The field of Knowledge that grants each fact.
     GRANTED_BY = MappingProxyType(
         {"epochs": "local_epochs", "batch_size": "batch_size", "learning_rate": "learning_rate"}

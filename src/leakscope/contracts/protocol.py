@@ -42,7 +42,7 @@ class ClientSide:
     task: Task
     defense: Defense
     generator: torch.Generator
-    shared: nn.Module | None = None
+    shared: nn.Module
 
     @property
     def trained(self) -> dict[str, nn.Parameter]:
@@ -103,7 +103,7 @@ class Protocol(Described, ABC):
         space = _input_space(x, value_range) if inputs is None else inputs
         messages, recipe = self._exchange(client, knowledge)
         return Observation(
-            model=model if client.shared is None else client.shared,
+            model=client.shared,
             messages=messages,
             inputs=space if knowledge.normalisation else space.unknown(),
             num_classes=math.prod(outputs),
@@ -117,7 +117,7 @@ class Protocol(Described, ABC):
             channel=self.channel(client.defense, len(x)) if knowledge.defense else None,
             defense=client.defense if knowledge.defense else None,
             auxiliary=auxiliary if knowledge.auxiliary_data else None,
-            reduction=self._reduction(),
+            reduction=self.reduction,
             batchnorm=self.batchnorm,
             model_name=model_name,
             randomness="system" if generator is None else "seeded",
@@ -153,9 +153,9 @@ class Protocol(Described, ABC):
         return dict(messages[0].update)
 
     @property
-    def adds_examples(self) -> bool:
-        """Whether an update is the sum over a client's examples rather than their mean."""
-        return self._reduction() == "sum"
+    def reduction(self) -> Reduction:
+        """Whether an update is the mean over a client's examples or their sum."""
+        return "mean"
 
     def check(self, model: nn.Module, x: Tensor) -> None:
         """ValueError where this protocol cannot train such a model on such inputs."""
@@ -182,14 +182,11 @@ class Protocol(Described, ABC):
 
     def channel(self, defense: Defense, examples: int) -> Channel | None:
         """What becomes of a message of this protocol under a defence; None where nobody has worked that out."""
-        return defense.channel(examples=examples, reduction=self._reduction())
+        return defense.channel(examples=examples, reduction=self.reduction)
 
     @abstractmethod
     def _exchange(self, client: ClientSide, knowledge: Knowledge) -> tuple[tuple[Message, ...], LocalTraining]:
         """What is sent, as far as the knowledge reveals it, and the whole recipe."""
-
-    def _reduction(self) -> Reduction:
-        return "mean"
 
 
 def default_knowledge(protocols: Sequence[Protocol]) -> Knowledge:
@@ -254,10 +251,11 @@ Record = Callable[[int, Gradient], None]
 
 
 @contextmanager
-def own_randomness(generator: torch.Generator) -> Iterator[None]:
-    """For models that draw random numbers of their own: from the client's generator, leaving the global one alone."""
+def own_randomness(source: torch.Generator | int) -> Iterator[None]:
+    """For models that draw random numbers of their own: from a generator or a seed, leaving the global one alone."""
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(int(torch.randint(2**62, (1,), generator=generator)))
+        seed = source if isinstance(source, int) else int(torch.randint(2**62, (1,), generator=source))
+        torch.random.default_generator.manual_seed(seed)
         yield
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
+import os
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -15,6 +14,14 @@ from torch import Tensor
 
 from leakscope.contracts.errors import UserError
 
+#: Where a tensor begins in the file, and a tensor of its shape and type without content.
+Place = tuple[int, Tensor]
+
+
+def tensor_bytes(value: Tensor) -> memoryview:
+    """Return the content of a tensor, the same on every device and for every memory layout."""
+    return value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data
+
 
 class Spool:
     """A file of tensors without a name: nobody else can open it, and it is gone with the process."""
@@ -22,39 +29,24 @@ class Spool:
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile(prefix="leakscope-")  # noqa: SIM115 - it closes when nobody reads it
         self._lock = threading.Lock()
-        self._end = 0
 
     def add(self, tensors: Mapping[str, Tensor]) -> StoredTensors:
-        places = {name: self._write(value.detach().cpu().contiguous()) for name, value in tensors.items()}
+        places: dict[str, Place] = {}
+        with self._lock:
+            for name, value in tensors.items():
+                places[name] = self._file.seek(0, os.SEEK_END), value.detach().contiguous().to("meta")
+                self._file.write(tensor_bytes(value))
         devices = {value.device for value in tensors.values()}
         return StoredTensors(self, places, devices.pop() if len(devices) == 1 else None)
 
-    def _write(self, value: Tensor) -> _Place:
+    def read(self, place: Place) -> Tensor:
+        start, like = place
+        content = bytearray(like.nbytes)
         with self._lock:
-            place = _Place(self._end, value.dtype, tuple(value.shape))
-            self._file.seek(self._end)
-            self._file.write(value.flatten().view(torch.uint8).numpy().data)
-            self._end += place.size
-        return place
-
-    def read(self, place: _Place) -> Tensor:
-        content = bytearray(place.size)
-        with self._lock:
-            self._file.seek(place.start)
+            self._file.seek(start)
             self._file.readinto(content)
-        flat = torch.frombuffer(content, dtype=place.dtype) if content else torch.empty(0, dtype=place.dtype)
-        return flat.reshape(place.shape)
-
-
-@dataclass(frozen=True)
-class _Place:
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def size(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
+        flat = torch.frombuffer(content, dtype=like.dtype) if content else torch.empty(0, dtype=like.dtype)
+        return flat.reshape(like.shape)
 
 
 class StoredTensors(Mapping[str, Tensor]):
@@ -66,7 +58,7 @@ class StoredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(
-        self, spool: Spool, places: Mapping[str, _Place], device: Any = None, dtype: torch.dtype | None = None
+        self, spool: Spool, places: Mapping[str, Place], device: Any = None, dtype: torch.dtype | None = None
     ) -> None:
         self._spool, self._places = spool, dict(places)
         self._device, self._dtype = device, dtype
@@ -88,8 +80,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     def layout(self) -> dict[str, Tensor]:
         """Tensors without content, for their shapes and precision; nothing is read."""
-        dtypes = {name: self._dtype or place.dtype for name, place in self._places.items()}
-        return {n: torch.empty(p.shape, dtype=dtypes[n], device="meta") for n, p in self._places.items()}
+        return {name: like.to(dtype=self._dtype) for name, (_, like) in self._places.items()}
 
     def in_order(self, names: Sequence[str]) -> StoredTensors:
         return StoredTensors(self._spool, {name: self._places[name] for name in names}, self._device, self._dtype)

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace, ValueRange
+from leakscope.contracts.spool import tensor_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +101,7 @@ class Examples:
         digest.update(repr(facts).encode())
         for tensor in (self.x, self.y, self.group):
             if tensor is not None:
-                digest.update(tensor.detach().cpu().contiguous().numpy().tobytes())
+                digest.update(tensor_bytes(tensor))
         return digest.hexdigest()
 
 

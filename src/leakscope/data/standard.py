@@ -165,24 +165,20 @@ _CREDITS = "CIFAR: Alex Krizhevsky, Learning Multiple Layers of Features from Ti
 
 @dataclass(frozen=True)
 class _Kind:
+    """``files`` of each split as the Python version names them; those of the binary version end in .bin besides."""
+
     name: str
     folders: tuple[str, ...]
-    binary: dict[str, tuple[str, ...]]
-    python: dict[str, tuple[str, ...]]
+    files: dict[str, tuple[str, ...]]
     label_bytes: int
     names_file: str
     meta_file: str
 
 
-def _five(pattern: str) -> tuple[str, ...]:
-    return tuple(pattern.format(number) for number in range(1, 6))
-
-
 _CIFAR10 = _Kind(
     name="cifar10",
     folders=("cifar-10-batches-bin", "cifar-10-batches-py"),
-    binary={"train": _five("data_batch_{}.bin"), "test": ("test_batch.bin",)},
-    python={"train": _five("data_batch_{}"), "test": ("test_batch",)},
+    files={"train": tuple(f"data_batch_{number}" for number in range(1, 6)), "test": ("test_batch",)},
     label_bytes=1,
     names_file="batches.meta.txt",
     meta_file="batches.meta",
@@ -190,8 +186,7 @@ _CIFAR10 = _Kind(
 _CIFAR100 = _Kind(
     name="cifar100",
     folders=("cifar-100-binary", "cifar-100-python"),
-    binary={"train": ("train.bin",), "test": ("test.bin",)},
-    python={"train": ("train",), "test": ("test",)},
+    files={"train": ("train",), "test": ("test",)},
     label_bytes=2,
     names_file="{}_label_names.txt",
     meta_file="meta",
@@ -246,11 +241,13 @@ def _files(kind: _Kind, path: AnyPath | None, split: str) -> list[Path]:
     if not root.is_dir():
         raise UserError(f"data {kind.name!r}: {root}: no such file or folder")
     for folder in (root, *(root / name for name in kind.folders)):
-        for names in (kind.binary[split], kind.python[split]):
-            if files := [folder / name for name in names if (folder / name).is_file()]:
-                return files
+        for ending in (".bin", ""):
+            files = [folder / f"{name}{ending}" for name in kind.files[split]]
+            if there := [file for file in files if file.is_file()]:
+                return there
+    first = kind.files[split][0]
     raise UserError(
-        f"data {kind.name!r}: {root}: expected {kind.binary[split][0]} or {kind.python[split][0]} in it, "
+        f"data {kind.name!r}: {root}: expected {first}.bin or {first} in it, "
         f"or in {' or '.join(kind.folders)} below it, found none. Pass the folder with the standard files."
     )
 

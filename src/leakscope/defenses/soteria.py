@@ -47,9 +47,9 @@ class Soteria(Defense):
 
     def protect_copy(self, model: nn.Module) -> nn.Module:
         if self.layer is not None and self.fraction:
-            hold = _Input()
-            change_input(model, hold)
-            change_output(model.get_submodule(self.layer), _Prune(self.fraction, hold))
+            pruning = _Pruning(self.fraction)
+            change_input(model, pruning.hold)
+            change_output(model.get_submodule(self.layer), pruning.prune)
         return model
 
     def channel(self, *, examples: int = 1, reduction: Reduction = "mean") -> Channel | None:
@@ -59,31 +59,25 @@ class Soteria(Defense):
 
 
 @dataclass(eq=False)
-class _Input:
-    """Holds what the model reads, so that the representation can be differentiated by it."""
-
-    x: list[Tensor] = field(default_factory=list)
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return x
-        self.x[:] = [x.detach().requires_grad_()]
-        return self.x[0]
-
-
-@dataclass(eq=False)
-class _Prune:
-    """Gives the layer's outputs with another derivative by its weight."""
+class _Pruning:
+    """Holds what the model reads, by which the representation is differentiated when the layer gives its outputs."""
 
     fraction: float
-    hold: _Input
+    inputs: list[Tensor] = field(default_factory=list)
 
-    def __call__(self, layer: nn.Module, representation: Tensor, output: Tensor) -> Tensor:
+    def hold(self, x: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return x
+        self.inputs[:] = [x.detach().requires_grad_()]
+        return self.inputs[0]
+
+    def prune(self, layer: nn.Module, representation: Tensor, output: Tensor) -> Tensor:
+        """Give the layer's outputs with another derivative by its weight."""
         assert isinstance(layer, nn.Linear)
         if not torch.is_grad_enabled():
             return output
-        (x,) = self.hold.x
-        self.hold.x.clear()
+        (x,) = self.inputs
+        self.inputs.clear()
         if representation.dim() != 2:
             raise UserError(f"soteria: expected a layer that reads (examples, n), got {tuple(representation.shape)}")
         pruned = pruned_representation(representation, x, self.fraction)

@@ -3,8 +3,7 @@
 from leakscope.contracts.protocol import Protocol
 from leakscope.contracts.registry import Entry, Registry
 from leakscope.federation.checkpoints import cached_training
-from leakscope.federation.fedavg import FedAvg
-from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.fedavg import FedAvg, FedSGD
 from leakscope.federation.secure_aggregation import SecureAggregation
 from leakscope.federation.training import (
     CentralTraining,

@@ -25,6 +25,8 @@ from leakscope import __version__
 from leakscope.contracts.defense import Defense
 from leakscope.contracts.disk import atomic_write, cache_home, private_folder
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.protocol import own_randomness
+from leakscope.contracts.spool import tensor_bytes
 from leakscope.contracts.task import outputs_of
 from leakscope.federation.training import Client, Progress, Training, TrainingRun, check_clients, initial_copy
 
@@ -124,8 +126,7 @@ def answer_to(model: nn.Module, x: Tensor) -> Tensor:
     Take inputs in double precision, so that the number of threads does not show in the digits that count. Return an
     empty tensor where the model cannot read them.
     """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)
+    with torch.no_grad(), own_randomness(0):
         try:
             outputs = outputs_of(copy.deepcopy(model).double().eval()(x))
         except (RuntimeError, ValueError, TypeError, IndexError):
@@ -140,7 +141,7 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 def _add(digest: Any, value: Tensor) -> None:
     digest.update(f"{value.dtype} {tuple(value.shape)}\n".encode())
-    digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    digest.update(tensor_bytes(value))
 
 
 def _file(home: Path, number: int) -> Path:

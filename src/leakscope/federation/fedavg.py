@@ -1,4 +1,4 @@
-"""FedAvg: the client trains for some epochs and sends the difference of weights, before minus after.
+"""FedSGD and FedAvg: the client sends one gradient, or trains and sends the weights before minus after.
 
 McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017.
 """
@@ -18,10 +18,25 @@ from leakscope.contracts.checks import COUNT
 from leakscope.contracts.defense import Defense, Gradient, as_defense, composed
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.observation import LocalTraining, UpdateKind
-from leakscope.contracts.protocol import ClientSide, Record, own_randomness, train_locally, visits
+from leakscope.contracts.protocol import ClientSide, Record, batch_gradient, own_randomness, train_locally, visits
 from leakscope.contracts.settings import setting
-from leakscope.contracts.task import Task
+from leakscope.contracts.task import Reduction, Task
 from leakscope.federation.client import OneMessage
+
+
+@dataclass(frozen=True, kw_only=True)
+class FedSGD(OneMessage):
+    """One gradient of the client's loss, averaged (``mean``) or added (``sum``) over the batch."""
+
+    kind: ClassVar[UpdateKind] = "gradient"
+
+    reduction: Reduction = setting("mean", "Whether the examples' gradients are averaged or added.")
+
+    def findings(self) -> tuple[str, ...]:
+        return ("floor", "embedding", "utility")
+
+    def _train(self, client: ClientSide) -> tuple[Gradient, LocalTraining]:
+        return batch_gradient(client, self.reduction), LocalTraining(epochs=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,13 +19,12 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind
-from leakscope.contracts.protocol import ClientSide, Protocol
+from leakscope.contracts.protocol import ClientSide, Protocol, own_randomness
 from leakscope.contracts.registry import folded
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Reduction
-from leakscope.federation.client import batchnorm_statistics, own_randomness, protected
-from leakscope.federation.fedavg import FedAvg
-from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.client import batchnorm_statistics, protected
+from leakscope.federation.fedavg import FedAvg, FedSGD
 
 _BY_NAME: Mapping[str, type[FedSGD] | type[FedAvg]] = {"fedsgd": FedSGD, "fedavg": FedAvg}
 
@@ -57,6 +56,10 @@ class SecureAggregation(Protocol):
     @property
     def kind(self) -> UpdateKind:  # type: ignore[override]
         return self.protocol.kind
+
+    @property
+    def reduction(self) -> Reduction:
+        return self.protocol.reduction
 
     def check(self, model: Any, x: Any) -> None:
         self.protocol.check(model, x)
@@ -118,7 +121,7 @@ class SecureAggregation(Protocol):
         return [len(part) for part in torch.arange(examples).tensor_split(self.clients)]
 
     def _shares(self, sizes: list[int]) -> list[float]:
-        if self._reduction() == "sum":
+        if self.reduction == "sum":
             return [1.0] * len(sizes)
         return [size / sum(sizes) for size in sizes]
 
@@ -131,6 +134,3 @@ class SecureAggregation(Protocol):
             return recipe
         batch = None if recipe.batch_size is None else sum(min(recipe.batch_size, size) for size in sizes)
         return replace(recipe, batch_size=batch, batch_order=None)
-
-    def _reduction(self) -> Reduction:
-        return self.protocol._reduction()

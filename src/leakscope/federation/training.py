@@ -19,13 +19,11 @@ from leakscope.contracts.checks import is_whole, refuse, whole
 from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.inputs import Box, InputSpace
-from leakscope.contracts.knowledge import Knowledge
-from leakscope.contracts.protocol import Protocol, check_batch, client_copy
+from leakscope.contracts.protocol import Protocol, check_batch, client_copy, own_randomness
 from leakscope.contracts.settings import Described, setting
 from leakscope.contracts.task import Classification, Task, outputs_of
 from leakscope.federation.client import UpdateNotFinite
-from leakscope.federation.fedavg import FedAvg
-from leakscope.federation.fedsgd import FedSGD
+from leakscope.federation.fedavg import FedAvg, FedSGD
 
 Client = tuple[Tensor, Tensor]
 Progress = Callable[[int, int, float], None]
@@ -122,26 +120,21 @@ class FederatedTraining(Training):
         self, model: nn.Module, clients: Sequence[Client], number: int, *, seed: int = 0, defense: Defense | None = None
     ) -> tuple[nn.Module, float]:
         chosen = self.draw_clients(len(clients), number, seed)
-        model = shared_model(self, model, clients[chosen[0]], defense)
-        probe = client_copy(model, self.protocol.batchnorm)
-        loss = mean_loss(probe, [clients[client] for client in chosen], self.task)
-        total = sum(len(clients[client][1]) for client in chosen)
-        # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
-        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        mean = {name: torch.zeros(p.shape, dtype=torch.float64) for name, p in trained.items()}
-        for client in chosen:
-            x, y = clients[client]
+        total = sum(len(clients[place][1]) for place in chosen)
+        mean: Gradient = {}
+        for place in chosen:
+            (x, y), draws = clients[place], round_generator(seed, number, place)
             try:
-                observation = self.protocol.observe(
-                    *(model, x, y, defense, Knowledge.eavesdropper, round_generator(seed, number, client)),
-                    task=self.task,
-                    inputs=self.inputs,
-                )
+                client, _ = self.protocol.client_side(model, x, y, defense, draws, self.task, inputs=self.inputs)
+                sent = self.protocol.send(client)
             except ValueError as error:
-                raise UserError(f"round {number}, client {client}: {error}") from error
-            for name, delta in observation.message.update.items():
-                mean[name] += delta.to("cpu", torch.float64) * (len(y) / total)
-        after = copy.deepcopy(model)
+                raise UserError(f"round {number}, client {place}: {error}") from error
+            for name, delta in sent.items():
+                # Summed in double precision on the CPU: the mean owes nothing to the device or the number of clients.
+                mean[name] = mean.get(name, 0.0) + delta.to("cpu", torch.float64) * (len(y) / total)
+        after = copy.deepcopy(client.shared)
+        probe = client_copy(after, self.protocol.batchnorm)
+        loss = mean_loss(probe, [clients[place] for place in chosen], self.task)
         _step(after, mean, 1.0)
         return after, loss
 
@@ -153,14 +146,6 @@ class FederatedTraining(Training):
         """
         drawn = torch.randperm(count, generator=named_generator("server", seed, number))[: self.clients_per_round]
         return tuple(sorted(drawn.tolist()))
-
-
-def shared_model(training: FederatedTraining, model: nn.Module, client: Client, defense: Defense | None) -> nn.Module:
-    if defense is None or "protect_model" not in defense.hooks:
-        return model
-    draws, task, inputs = torch.Generator(), training.task, training.inputs
-    shared = training.protocol.client_side(model, *client, defense, draws, task, inputs=inputs)[0].shared
-    return model if shared is None else shared
 
 
 def round_generator(seed: int, number: int, client: int) -> torch.Generator:
@@ -183,8 +168,7 @@ def initial_copy(model: nn.Module) -> nn.Module:
 def mean_loss(model: nn.Module, clients: Sequence[Client], task: Task) -> float:
     """Return the mean loss over all examples, in the model's own mode; not finite where the model is broken."""
     total, count = 0.0, 0
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(0)  # for models that draw random numbers of their own
+    with torch.no_grad(), own_randomness(0):
         for x, y in clients:
             # Chunks of nearly equal size: BatchNorm in train mode cannot read a left-over single example.
             chunks = -(-len(x) // LOSS_CHUNK)
@@ -251,7 +235,7 @@ class DefendedTraining(Training):
             draws = round_generator(seed, number, place)
             client, _ = self.protocol.client_side(model, x[own], y[own], defense, draws, self.task, inputs=self.inputs)
             if after is None:  # where the defence changes the model, that one is trained
-                after = copy.deepcopy(model if client.shared is None else client.shared)
+                after = copy.deepcopy(client.shared)
             losses.append(len(own) / total * mean_loss(client.model, [(client.x, client.y)], self.task))
             if not math.isfinite(losses[-1]):
                 raise Diverged(f"round {number}: the loss is {losses[-1]}")
@@ -259,7 +243,7 @@ class DefendedTraining(Training):
                 sent = self.protocol.send(client)
             except UpdateNotFinite as error:
                 raise Diverged(f"round {number}: {error}") from error
-            share = len(own) / total / (len(own) if self.protocol.adds_examples else 1)
+            share = len(own) / total / (len(own) if self.protocol.reduction == "sum" else 1)
             _step(after, sent, self.lr * share)
         assert after is not None  # there is a client, or check_clients had refused
         if not all(bool(torch.isfinite(p).all()) for p in after.parameters()):
@@ -318,8 +302,7 @@ class CentralTraining(Training):
         rate = self.lr * (0.1 ** ((number - 1) // self.decay_every) if self.decay_every else 1.0)
         optimiser = torch.optim.SGD([p for p in after.parameters() if p.requires_grad], rate, self.momentum)
         total, draws = 0.0, round_generator(seed, number, 0)
-        with torch.random.fork_rng(devices=[]):
-            torch.random.default_generator.manual_seed(seed)  # for models that draw random numbers of their own
+        with own_randomness(seed):
             for rows in torch.randperm(len(x), generator=draws).tensor_split(-(-len(x) // self.batch_size)):
                 optimiser.zero_grad()
                 loss = self.task.loss(outputs_of(after(x[rows])), y[rows], "mean")

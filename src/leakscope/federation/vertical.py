@@ -23,10 +23,10 @@ from leakscope.contracts.defense import Defense, Gradient
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.observation import LocalTraining, Message, UpdateKind, gathered
-from leakscope.contracts.protocol import ClientSide, Protocol
+from leakscope.contracts.protocol import ClientSide, Protocol, batch_gradient, own_randomness
 from leakscope.contracts.settings import setting
 from leakscope.contracts.task import Task, outputs_of
-from leakscope.federation.client import batch_gradient, batchnorm_statistics, own_randomness, protected
+from leakscope.federation.client import batchnorm_statistics, protected
 from leakscope.federation.training import Progress, TrainingRun
 from leakscope.models.split import VerticalModel
 
@@ -97,7 +97,7 @@ class Vertical(Protocol):
             losses.append(float("nan") if played.loss is None else played.loss)
             if progress is not None:
                 progress(len(losses), rounds, losses[-1])
-        final = copy.deepcopy(model if client.shared is None else client.shared)
+        final = copy.deepcopy(client.shared)
         final.load_state_dict(client.model.state_dict())
         return TrainingRun(MappingProxyType({rounds + 1: final}), tuple(losses))
 

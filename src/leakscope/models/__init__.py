@@ -6,8 +6,7 @@
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from torch import nn
 
 from leakscope.contracts.checks import BYTES, FLOAT, MAX_AXES, PARAMETERS, brief
 from leakscope.contracts.errors import UserError
+from leakscope.contracts.protocol import own_randomness
 from leakscope.contracts.registry import Entry, Registry, import_object
 from leakscope.contracts.task import Shape
 from leakscope.models import classic
@@ -107,7 +107,7 @@ def build_model(
                 f"model {spec!r}: it is a model already, expected a function or class that builds one. "
                 "Wrap it in a function that returns it."
             )
-        with _private_random_state(seed):
+        with own_randomness(seed):
             return call_factory(spec, factory, facts, options)
     entry = MODELS.find(spec)
     _refuse_unknown(spec, options, entry.options())
@@ -118,7 +118,7 @@ def build_model(
     PARAMETERS.check(f"model {spec!r}", size, "Choose smaller options or smaller inputs.")
     if most is not None and size > most:
         raise UserError(f"model {spec!r}: expected at most {most:,} parameters, got {size:,}")
-    with _private_random_state(seed):
+    with own_randomness(seed):  # initial weights come from torch's default generator
         return entry.target(input_shape=shape, num_classes=classes, **options)
 
 
@@ -133,16 +133,8 @@ def parameter_count(model: nn.Module) -> int:
 
 def model_factory(spec: str, seed: int = 0) -> Any:
     """Import what ``package.module:factory`` names. Importing may draw random numbers; they come from ``seed``."""
-    with _private_random_state(seed):
+    with own_randomness(seed):
         return import_object("model", spec)
-
-
-@contextmanager
-def _private_random_state(seed: int) -> Iterator[None]:
-    """Borrow torch's default generator, from which initial weights come, and give it back as it was."""
-    with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
-        yield
 
 
 def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -273,7 +273,7 @@ def parallel_rows(weight: Tensor, bias: Tensor | None) -> ParallelRows | None:
         return None
     tolerance = PARALLEL if weight.shape[1] > WIDE else PARALLEL_NARROW
     sample = alive[_evenly(len(alive), SAMPLED_ROWS)]
-    part = _normalised(weight[sample][:, _evenly(weight.shape[1], SAMPLED_COLUMNS)])
+    part = nn.functional.normalize(weight[sample][:, _evenly(weight.shape[1], SAMPLED_COLUMNS)], eps=1e-30)
     near = (part @ part.T).abs() > 1 - 2 * tolerance  # a sample of the columns tells less exactly
     leader = int(sample[int(near.sum(1).argmax())])
     cosines = (weight[alive] @ weight[leader]) / (lengths[alive] * lengths[leader])
@@ -295,7 +295,7 @@ def rank_one(weight: Tensor) -> bool:
     alive = weight[torch.linalg.vector_norm(weight, dim=1) > 0].double()
     if weight.shape[1] < LEAST_INPUTS or len(alive) < LEAST_UNITS:
         return False
-    rows = _normalised(alive)
+    rows = nn.functional.normalize(alive, eps=1e-30)
     constant = float(rows[0].std()) < EQUAL * float(rows[0].abs().mean())
     return not constant and bool(((rows @ rows[0]).abs() > 1 - RANK_ONE).all())
 
@@ -391,7 +391,3 @@ def _evenly(count: int, most: int) -> Tensor:
 
 def _varies(values: Tensor) -> bool:
     return float(values.std()) > 0.01 * abs(float(values.mean()))
-
-
-def _normalised(rows: Tensor) -> Tensor:
-    return rows / torch.linalg.vector_norm(rows, dim=1, keepdim=True).clamp_min(1e-30)

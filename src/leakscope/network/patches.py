@@ -22,7 +22,7 @@ SAME_ROW = 1e-4
 SAME_VALUE = 1e-4
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False)
 class PatchEmbedding:
     """A layer over patches, and the parameter that is added to its outputs, for one image.
 
@@ -34,10 +34,10 @@ class PatchEmbedding:
     layer: str
     weight: str
     bias: str | None
-    position: str
     pixel: Tensor
     scale: Tensor
     shift: Tensor
+    position: str
     rows: Tensor
     factor: float
     units_first: bool
@@ -88,20 +88,9 @@ def find_patches(model: nn.Module, input_shape: tuple[int, ...], trained: Collec
     weight, bias = (names.get(id(getattr(call.module, kind))) for kind in ("weight", "bias"))
     if weight is None or weight not in trained:
         raise NotApplicable(f"the update says nothing of the first layer {call.name!r}")
-    pixel, scale, shift = _pixels(model, call, probe.detach())
-    position, rows, factor, units_first = _positions(model, call, record.outputs, len(pixel), trained)
-    return PatchEmbedding(
-        layer=call.name,
-        weight=weight,
-        bias=bias if bias in trained else None,
-        position=position,
-        pixel=pixel,
-        scale=scale,
-        shift=shift,
-        rows=rows,
-        factor=factor,
-        units_first=units_first,
-    )
+    pixels = _pixels(model, call, probe.detach())
+    positions = _positions(model, call, record.outputs, len(pixels[0]), trained)
+    return PatchEmbedding(call.name, weight, bias if bias in trained else None, *(*pixels, *positions))
 
 
 def _first_layer(calls: Sequence[Call]) -> Call:

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import stdev
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -164,12 +163,9 @@ class PaperTable(Entry):
     title: str
     scales: Mapping[str, str]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "scales", MappingProxyType(dict(self.scales)))
-
 
 def paper_tables(
-    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] = MappingProxyType({})
+    paper: str, targets: Mapping[str, Callable[..., Any]], sizes: Mapping[str, Any] | None = None
 ) -> tuple[PaperTable, ...]:
     """Make tables of what ``published/tables.toml`` says of them and the functions that run them, by table.
 
@@ -208,29 +204,35 @@ def recovered(found: Assessment) -> Tensor:
     return found.reconstruction.inputs
 
 
-def measured_row(
-    setting: str,
-    measure: str,
-    published: float | None,
-    values: Sequence[float],
-    note: str = "",
-    *,
-    tolerance: float | None = None,
-    kind: Kind = "sample",
-) -> Row:
-    """Average ``values`` and judge their interval against the published number where it exists.
+@dataclass(frozen=True)
+class Line:
+    """Hold a row before it is measured.
 
     ``tolerance`` is what the paper's own spread or digits leave open, by default the share :data:`TOLERANCE` of its
     number. Values are a sample; "shares" are each 0 or 100 %, and one that is "exact" was computed, not sampled.
     """
-    mean = sum(values) / len(values)
-    spread = (mean, mean) if kind == "exact" else share_interval(values) if kind == "shares" else mean_interval(values)
-    if published is None:
-        return Row(setting, measure, None, mean, spread, len(values), "measured", note)
-    allowed = TOLERANCE * abs(published) if tolerance is None else tolerance
-    return Row(
-        setting, measure, published, mean, spread, len(values), verdict(published, spread, allowed), note, allowed
-    )
+
+    setting: str
+    measure: str
+    published: float | None
+    note: str = ""
+    tolerance: float | None = None
+    kind: Kind = "sample"
+
+    def measured(self, values: Sequence[float]) -> Row:
+        """Average ``values`` and judge their interval against the published number where it exists."""
+        mean = sum(values) / len(values)
+        intervals = {"sample": mean_interval, "shares": share_interval, "exact": lambda _: (mean, mean)}
+        spread: Interval | None = intervals[self.kind](values)
+        judged: Verdict = "measured"
+        allowed: float | None = None
+        if self.published is not None:
+            allowed = TOLERANCE * abs(self.published) if self.tolerance is None else self.tolerance
+            judged = verdict(self.published, spread, allowed)
+        return Row(self.setting, self.measure, self.published, mean, spread, len(values), judged, self.note, allowed)
+
+    def not_run(self, reason: str) -> Row:
+        return Row(self.setting, self.measure, self.published, None, None, 0, "not run", f"not run: {reason}")
 
 
 def verdict(published: float, interval: Interval | None, tolerance: float) -> Verdict:
@@ -270,22 +272,6 @@ def share_interval(values: Sequence[float]) -> Interval:
     return 100 * float(found.low), 100 * float(found.high)
 
 
-def not_run(setting: str, measure: str, published: float | None, reason: str) -> Row:
-    return Row(setting, measure, published, None, None, 0, "not run", f"not run: {reason}")
-
-
-@dataclass(frozen=True)
-class Line:
-    """Hold a row before it is measured; the values of a ``share`` are each 0 or 100 %."""
-
-    setting: str
-    measure: str
-    published: float | None
-    note: str = ""
-    tolerance: float | None = None
-    share: bool = False
-
-
 @dataclass(frozen=True, eq=False)
 class Group:
     """Group rows that the same trials fill, by the name of a trial's value; a text for ``trials`` says why none ran.
@@ -305,7 +291,7 @@ def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None
     for group in groups:
         lines, trials = group.lines, group.trials
         if isinstance(trials, str):
-            rows += [not_run(line.setting, line.measure, line.published, trials) for line in lines.values()]
+            rows += [line.not_run(trials) for line in lines.values()]
             continue
         values: dict[str, list[float]] = defaultdict(list)
         for trial in trials:
@@ -315,8 +301,5 @@ def measured_rows(groups: Iterable[Group], total: int, progress: Progress | None
             if progress is not None:
                 shown = values[group.main or next(iter(lines))]
                 progress(done, total, sum(shown) / len(shown))
-        for name, numbers in values.items():
-            line = lines[name]
-            facts = (line.setting, line.measure, line.published, numbers, line.note)
-            rows.append(measured_row(*facts, tolerance=line.tolerance, kind="shares" if line.share else "sample"))
+        rows += [lines[name].measured(numbers) for name, numbers in values.items()]
     return rows

@@ -16,6 +16,7 @@ the published network starts; from PyTorch's smaller weights plain gradient desc
 """
 
 import dataclasses
+import itertools
 import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -182,7 +183,7 @@ def run_table_10(scale: str, seed: int, progress: base.Progress | None = None) -
     examples = base.examples_or_reason("cifar10", split="test")
     findings = _attacked(tuple(trials_10(RECONSTRUCTIONS[scale])), examples, seed, progress)
     reason = "context only: another algorithm under the same name"
-    context = [base.not_run(name, PSNR, value, reason) for name, value in CONTEXT.items()]
+    context = [base.Line(name, PSNR, value).not_run(reason) for name, value in CONTEXT.items()]
     return dataclasses.replace(findings, rows=[*findings.rows, *context])
 
 
@@ -211,35 +212,33 @@ def _attacked(
 ) -> base.Findings:
     control = "no information, mean of the other pictures"
     if isinstance(examples, str):
-        rows = [base.not_run(trial.setting, PSNR, trial.published, examples) for trial in trials]
-        return base.Findings([*rows, base.not_run(control, PSNR, None, examples)])
+        rows = [base.Line(trial.setting, PSNR, trial.published).not_run(examples) for trial in trials]
+        return base.Findings([*rows, base.Line(control, PSNR, None).not_run(examples)])
     order = torch.randperm(len(examples), generator=draws(seed, "samples"))
     rows, grids = [], []
-    observation: Observation | None = None
-    for number, trial in enumerate(trials, start=1):
-        some = examples.subset(order[: trial.scene.samples])
-        if number == 1 or trial.scene != trials[number - 2].scene:
-            observation = None  # two at a time may be too much for the memory
-            observation = trial.scene.observe(some, seed)
-        assert observation is not None
-        found = base.attacked(observation, trial.attack, some.x, some.y, seed)
-        # In the order that the announced batches give.
-        truth, pictures = (some.value_range.to_unit(x) for x in (some.x, base.recovered(found)))
-        values = psnr(truth, pictures.clamp(0, 1)).tolist()
-        rows.append(base.measured_row(trial.setting, PSNR, trial.published, values, trial.note))
-        if trial.shown:
-            captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
-            run = f"K={trial.scene.batch} of {trial.scene.samples}"
-            title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
-            hidden, first, ours = private or examples.private, truth[:SHOWN], pictures.clamp(0, 1)[:SHOWN]
-            grids.append(
-                base.PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden)
-            )
-        if progress is not None:
-            progress(number, len(trials), sum(values) / len(values))
+    for scene, group in itertools.groupby(trials, key=lambda trial: trial.scene):
+        some = examples.subset(order[: scene.samples])
+        observation = scene.observe(some, seed)
+        for trial in group:
+            found = base.attacked(observation, trial.attack, some.x, some.y, seed)
+            # In the order that the announced batches give.
+            truth, pictures = (some.value_range.to_unit(x) for x in (some.x, base.recovered(found)))
+            values = psnr(truth, pictures.clamp(0, 1)).tolist()
+            rows.append(base.Line(trial.setting, PSNR, trial.published, trial.note).measured(values))
+            if trial.shown:
+                captions = tuple(f"{value:.1f} dB" for value in values[:SHOWN])
+                run = f"K={scene.batch} of {scene.samples}"
+                title = trial.setting if run in trial.setting else f"{trial.setting}, run with {run}"
+                hidden, first, ours = private or examples.private, truth[:SHOWN], pictures.clamp(0, 1)[:SHOWN]
+                grids.append(
+                    base.PictureGrid(title=title, originals=first, recovered=ours, captions=captions, private=hidden)
+                )
+            if progress is not None:
+                progress(len(rows), len(trials), sum(values) / len(values))
+        del observation  # two at a time may be too much for the memory
     some = examples.subset(order[: trials[0].scene.samples])
     values = without_information(some.value_range.to_unit(some.x))
-    rows.append(base.measured_row(control, PSNR, None, values, "what any attack must beat"))
+    rows.append(base.Line(control, PSNR, None, "what any attack must beat").measured(values))
     return base.Findings(rows, pictures=tuple(grids))
 
 
@@ -293,7 +292,7 @@ def run_table_11(scale: str, seed: int, progress: base.Progress | None = None) -
     size = TRAININGS[scale]
     examples = base.examples_or_reason("cifar10", split="train", limit=size.scene.samples)
     if isinstance(examples, str):
-        return base.Findings([base.not_run(name, LOSS, value, examples) for name, value in TABLE_11.items()])
+        return base.Findings([base.Line(name, LOSS, value).not_run(examples) for name, value in TABLE_11.items()])
     lines: dict[str, tuple[float, ...]] = {}
     rows, table = [], defenses(size)
     for number, (name, defense) in enumerate(table.items()):
@@ -335,7 +334,7 @@ def _loss_row(name: str, losses: list[float], size: Training, defense: Defense, 
     if problem or not all(math.isfinite(loss) for loss in losses):
         note = "; ".join((problem or "the loss is not finite", *words))
         return base.Row(name, LOSS, TABLE_11[name], None, None, len(losses), "above", note)
-    return base.measured_row(name, LOSS, TABLE_11[name], losses, "; ".join(words))
+    return base.Line(name, LOSS, TABLE_11[name], "; ".join(words)).measured(losses)
 
 
 TABLES = base.paper_tables("cafe", {"table10": run_table_10, "faces": run_faces, "table11": run_table_11})

@@ -61,8 +61,7 @@ def run_counting(scale: str, seed: int, progress: base.Progress | None = None) -
         bound = hidden_units_bound(batch, FEATURES, CLASSES)
         setting = f"batch {batch}, {FEATURES} inputs, {CLASSES} classes"
         note = f"exact; that is {math.ceil(bound)} whole units, about {batch} by the rule of thumb"
-        facts = (setting, "least hidden units", published, [bound], note)
-        rows.append(base.measured_row(*facts, tolerance=0.0005, kind="exact"))
+        rows.append(base.Line(setting, "least hidden units", published, note, 0.0005, "exact").measured([bound]))
         if progress is not None:
             progress(len(rows), len(BOUNDS), bound)
     return rows
@@ -82,7 +81,7 @@ def run_filters(scale: str, seed: int, progress: base.Progress | None = None) ->
         assert found.truth is not None
         return float((base.recovered(found).clamp(0, 1) - found.truth.x).abs().sum())
 
-    return _measured(_Table("cifar100", "one-layer-cnn", 1, distance, settings), size, seed, progress)
+    return _measured("cifar100", "one-layer-cnn", 1, distance, settings, size, seed, progress)
 
 
 def run_units(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
@@ -98,39 +97,38 @@ def run_units(scale: str, seed: int, progress: base.Progress | None = None) -> l
         # A cap, lest one exact image stand for a whole batch.
         return fmean(min(value, 100.0) for value in found.psnr or ())
 
-    return _measured(_Table("mnist", "mlp", BATCH, quality, settings), size, seed, progress)
+    return _measured("mnist", "mlp", BATCH, quality, settings, size, seed, progress)
 
 
-@dataclass(frozen=True)
-class _Table:
-    """Describe a measured table; a setting is a row without its method, and options of the model."""
-
-    data: str
-    model: str
-    batch: int
-    judge: Callable[[Assessment], float]
-    settings: list[tuple[base.Line, dict[str, Any]]]
-
-
-def _measured(table: _Table, size: Scale, seed: int, progress: base.Progress | None) -> list[base.Row]:
-    examples = base.examples_or_reason(table.data, split="test")
+def _measured(
+    data: str,
+    model: str,
+    batch: int,
+    judge: Callable[[Assessment], float],
+    settings: list[tuple[base.Line, dict[str, Any]]],
+    size: Scale,
+    seed: int,
+    progress: base.Progress | None,
+) -> list[base.Row]:
+    """Run both methods on each setting: a row without its method, and options of the model."""
+    examples = base.examples_or_reason(data, split="test")
 
     def trials(options: dict[str, Any], method: str, examples: Examples) -> Iterator[dict[str, float]]:
-        for index in _batches(examples, size.trials, table.batch, seed):
+        for index in _batches(examples, size.trials, batch, seed):
             x = _resized(examples.subset(index), size.side)
-            net = build_model(table.model, input_shape=x.shape[1:], seed=seed, **options)
+            net = build_model(model, input_shape=x.shape[1:], seed=seed, **options)
             attack: Attack = LearnFromGradients(iterations=size.iterations) if method == METHODS[0] else GaussNewton()
             # In double precision, for distances here go below single.
             y = examples.y[index]
-            yield {method: table.judge(base.attacked(FedSGD().observe(net.double(), x, y), attack, x, y, seed))}
+            yield {method: judge(base.attacked(FedSGD().observe(net.double(), x, y), attack, x, y, seed))}
 
     def groups() -> Iterator[base.Group]:
-        for (line, options), method in itertools.product(table.settings, METHODS):
+        for (line, options), method in itertools.product(settings, METHODS):
             whole = dataclasses.replace(line, setting=f"{line.setting}, {method}")
             values = examples if isinstance(examples, str) else trials(options, method, examples)
             yield base.Group({method: whole}, values, main=method)
 
-    return base.measured_rows(groups(), len(table.settings) * len(METHODS) * size.trials, progress)
+    return base.measured_rows(groups(), len(settings) * len(METHODS) * size.trials, progress)
 
 
 def _resized(part: Examples, side: int) -> Tensor:

@@ -56,7 +56,7 @@ def run(scale: str, seed: int, progress: Progress | None = None) -> list[Row]:
         for title, _, published in PUBLISHED:
             examples = readable[title]
             lines = {
-                method: Line(f"{title}, {method}", MEASURE, value, _note(method, size), share=True)
+                method: Line(f"{title}, {method}", MEASURE, value, _note(method, size), kind="shares")
                 for method, value in published.items()
             }
             yield Group(lines, examples if isinstance(examples, str) else trials(examples), main="DLG")

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -124,7 +123,7 @@ def attacks(setting: Setting, scale: str, kinds: tuple[str, ...]) -> dict[str, A
         "SME, defaults": SME(**cut),
         "DLFA": DLFA(**cut),
     }
-    return {kind: table[kind] for kind in kinds}
+    return {kind: table[kind] for kind in kinds if kind in table}
 
 
 @dataclass(frozen=True)
@@ -150,20 +149,20 @@ class Cell:
 
 PSNR, COSINE, SHARE, OBJECTIVE = "PSNR (dB)", "largest cosine", "smallest share in two directions", "1 - cosine"
 _LARGE, _PAPER = (0, 1, 100), (0, 0, 100)
+#: The first row of table 2 also gives the objective the search ended with.
+_SIMILARITY = {f"IG {OBJECTIVE}": 0.044, f"SME {OBJECTIVE}": 0.019}
 TABLE_1 = (
     Cell(Setting(epochs=10, examples=50, batch_size=50), {COSINE: 0.997, SHARE: 0.996}, (1, 10, 100), spread=0.002),
     Cell(Setting(epochs=20, examples=50, batch_size=10), {COSINE: None, SHARE: None}, (0, 10, 100)),
 )
 TABLE_2 = (
-    Cell(Setting(), {"IG": 27.8, "DLFA": 24.9, "SME": 30.3, "SME, defaults": 30.3}, spread=0.3),
+    Cell(Setting(), {"IG": 27.8, "DLFA": 24.9, "SME": 30.3, "SME, defaults": 30.3, **_SIMILARITY}, spread=0.3),
     Cell(Setting(examples=50), {"IG": None, "DLFA": 21.7, "SME": None, "SME, defaults": None}, _PAPER),
     Cell(Setting(epochs=20, examples=50), {"IG": 17.0, "SME": 21.5, "SME, defaults": 21.5}, _LARGE),
     Cell(Setting(data="cifar100"), {"IG": 26.0, "DLFA": 26.7, "SME": 28.5, "SME, defaults": 28.5}),
     Cell(Setting(data="cifar100", examples=50), {"IG": None, "DLFA": 20.3, "SME": None, "SME, defaults": None}, _PAPER),
     Cell(Setting(data="cifar100", epochs=20, examples=50), {"IG": 14.8, "SME": 21.7, "SME, defaults": 21.7}, _PAPER),
 )
-#: The first row of table 2 also gives the objective the search ended with.
-_SIMILARITY = {"IG": 0.044, "SME": 0.019}
 _ALONE: Mapping[str, None] = {"IG": None, "SME": None, "SME, defaults": None}
 TABLE_7 = (
     Cell(Setting(model="s3-mlp"), _ALONE, title="MLP, "),
@@ -186,9 +185,9 @@ def run_table_1(scale: str, seed: int, progress: base.Progress | None = None) ->
 
 
 def run_reconstruction(
-    cells: tuple[Cell, ...], scale: str, seed: int, progress: base.Progress | None, similarity: bool = False
+    cells: tuple[Cell, ...], scale: str, seed: int, progress: base.Progress | None
 ) -> list[base.Row]:
-    """Return PSNR of each attack on each cell; with ``similarity`` also 1 - cosine at the end, for the first cell."""
+    """Return PSNR of each attack on each cell, and 1 - cosine at the end where it is published."""
 
     def measure(cell: Cell, client: Client) -> dict[str, float]:
         observation = observe(cell.setting, client, cell.setting.network(client.number))
@@ -196,15 +195,14 @@ def run_reconstruction(
         for name, attack in attacks(cell.setting, scale, tuple(cell.published)).items():
             found = client.attacked(observation, attack)
             values[name] = fmean(found.psnr or ())
-            if similarity and cell is cells[0] and name in _SIMILARITY and found.reconstruction is not None:
-                values[f"{name} {OBJECTIVE}"] = float(found.reconstruction.info["distance"])
+            if (objective := f"{name} {OBJECTIVE}") in cell.published and found.reconstruction is not None:
+                values[objective] = float(found.reconstruction.info["distance"])
         return values
 
     def words(cell: Cell, name: str) -> tuple[str, str]:
         return f"{cell}, {name.removesuffix(OBJECTIVE).strip()}", OBJECTIVE if OBJECTIVE in name else PSNR
 
-    extra = {f"{name} {OBJECTIVE}": value for name, value in _SIMILARITY.items()} if similarity else {}
-    return _run(cells, scale, seed, progress, measure, words, extra)
+    return _run(cells, scale, seed, progress, measure, words)
 
 
 def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) -> list[base.Row]:
@@ -215,7 +213,7 @@ def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) ->
     for number, setting in enumerate(settings):
         examples = base.examples_or_reason(setting.data, split="train")
         if isinstance(examples, str):
-            rows.append(base.not_run(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data], examples))
+            rows.append(base.Line(f"{setting}, SME", "hours for 100 attacks", TABLE_3[setting.data]).not_run(examples))
             continue
         client = next(clients(setting, 1, seed, examples))
         # Short searches for the visiting order are no steps of the attack that is timed, so the order is given.
@@ -231,12 +229,10 @@ def run_table_3(scale: str, seed: int, progress: base.Progress | None = None) ->
             each = found.reconstruction.info["seconds"] / attack.iterations if found.reconstruction else math.nan
             whole = {"DLFA": 400}.get(name, 1000)
             published = TABLE_3[setting.data] if name == "SME" else None
-            title, note = (
-                f"{setting}, {name}",
-                f"{each:.3f} s a step on this machine, {whole} steps; published on a V100",
-            )
-            rows.append(base.measured_row(title, "hours for 100 attacks", published, [each * whole / 36], note))
-            rows.append(base.measured_row(title, "peak memory (MB)", None, [found.peak_memory_mb or 0.0]))
+            title = f"{setting}, {name}"
+            note = f"{each:.3f} s a step on this machine, {whole} steps; published on a V100"
+            rows.append(base.Line(title, "hours for 100 attacks", published, note).measured([each * whole / 36]))
+            rows.append(base.Line(title, "peak memory (MB)", None).measured([found.peak_memory_mb or 0.0]))
         if progress is not None:
             progress(number + 1, len(settings), rows[-2].measured or 0.0)
     return rows
@@ -250,7 +246,7 @@ def run_table_6(scale: str, seed: int, progress: base.Progress | None = None) ->
     count = {"smoke": 1, "small": 2, "paper": 100}[scale]
     examples = base.examples_or_reason(setting.data, split="train")
     if isinstance(examples, str):
-        return [base.not_run(f"round {number}", COSINE, TABLE_6.get(number), examples) for number in rounds]
+        return [base.Line(f"round {number}", COSINE, TABLE_6.get(number)).not_run(examples) for number in rounds]
     everyone = list(clients(local, 4 if scale == "smoke" else 100, seed, examples))
     each = 2 if scale == "smoke" else 10
     training = FederatedTraining(rounds=max(rounds), clients_per_round=each, protocol=local.protocol)
@@ -279,18 +275,16 @@ def _run(
     progress: base.Progress | None,
     measure: Callable[[Cell, Client], dict[str, float]],
     words: Callable[[Cell, str], tuple[str, str]],
-    extra: Mapping[str, float] = MappingProxyType({}),
 ) -> list[base.Row]:
-    """``measure`` every client of every cell; one row a cell and name. ``extra``: more published numbers of cell 1."""
+    """``measure`` every client of every cell; one row a cell and name."""
 
     def group(cell: Cell) -> base.Group:
         examples = base.examples_or_reason(cell.setting.data, split="train")
         people = [] if isinstance(examples, str) else list(clients(cell.setting, cell.count(scale), seed, examples))
         note = f"{len(people)} of {cell.clients[-1]} clients{', search cut short' if scale == 'smoke' else ''}"
-        published = {**cell.published, **(extra if cell is cells[0] else {})}
         lines = {
-            name: base.Line(*words(cell, name), value, note, None if name in extra else cell.spread)
-            for name, value in published.items()
+            name: base.Line(*words(cell, name), value, note, None if OBJECTIVE in name else cell.spread)
+            for name, value in cell.published.items()
         }
         trials = examples if isinstance(examples, str) else map(partial(measure, cell), people)
         return base.Group(lines, trials)
@@ -303,7 +297,7 @@ TABLES = base.paper_tables(
     "sme",
     {
         **{"table1": run_table_1, "table3": run_table_3, "table6": run_table_6},
-        "table2": partial(run_reconstruction, TABLE_2, similarity=True),
+        "table2": partial(run_reconstruction, TABLE_2),
         "table7": partial(run_reconstruction, TABLE_7),
     },
 )

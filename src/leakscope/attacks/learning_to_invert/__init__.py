@@ -232,7 +232,7 @@ class PlayedClient:
 
     def update(self, x: Tensor, y: Tensor, generator: torch.Generator) -> Gradient:
         self.model.load_state_dict(self.weights)  # local steps move the weights, BatchNorm its statistics
-        client = ClientSide(self.model, x, y, self.task, self.defense, generator)
+        client = ClientSide(self.model, x, y, self.task, self.defense, generator, self.observation.model)
         with own_randomness(generator):
             update = self._trained(client)
         return self.defense.protect_message(update, generator)

@@ -233,7 +233,7 @@ def run_table_5(scale: str, seed: int, progress: base.Progress | None = None) ->
     rows = [row for row in rows if scale != "smoke" or row["defence"] in _SMOKE]
     examples = base.examples_or_reason("cifar10", split="train", limit=size.images)
     if isinstance(examples, str):
-        return [base.not_run(_place(row), LOSS, float(row["final_training_loss"]), examples) for row in rows]
+        return [base.Line(_place(row), LOSS, float(row["final_training_loss"])).not_run(examples) for row in rows]
     measured = []
     for number, row in enumerate(rows):
         measured.append(_loss_row(row, examples, size, seed))
@@ -256,7 +256,7 @@ def _loss_row(row: Mapping[str, str], examples: Examples, size: Course, seed: in
     note = f"{size.rounds} rounds on {len(course.train)} images, learning rate {rates} of {len(size.rates)}"
     if any(one["diverged"] for one in told):
         return base.Row(_place(row), LOSS, number, None, None, len(told), "above", f"the training broke down; {note}")
-    return base.measured_row(_place(row), LOSS, number, [one["loss"] for one in told], note)
+    return base.Line(_place(row), LOSS, number, note).measured([one["loss"] for one in told])
 
 
 def _place(row: Mapping[str, str]) -> str:
