@@ -26,20 +26,24 @@ FileName = str | os.PathLike[str]
 _CONTROLS = {code: "\ufffd" for code in range(32) if chr(code) not in "\t\n\r"} | {127: "\ufffd"}
 
 
+def environment(**options: Any) -> Environment:
+    """The templates of this room; a name that is not there is an error."""
+    loader = FunctionLoader(partial(shipped_text, "leakscope.report"))
+    found = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
+    found.tests |= {"finite": math.isfinite, "nan": math.isnan, "infinite": math.isinf}
+    return found
+
+
 def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
-    loader = FunctionLoader(partial(shipped_text, "leakscope.report"))
-    environment = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    environment.filters |= {"fixed": words.fixed, "short": words.short, "head": words.head}
-    environment.filters |= {"counted": counted, "number": number}
-    environment.filters |= {"proved": certificate_words, "all_proved": strongest_words}
-    environment.tests["finite"] = math.isfinite
+    html = environment(autoescape=True)
+    html.filters |= {"fixed": words.fixed, "short": words.short, "head": words.head}
+    html.filters |= {"counted": counted, "number": number}
+    html.filters |= {"proved": certificate_words, "all_proved": strongest_words}
     script = shipped_text("leakscope.report", "table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     style = Markup(shipped_text("leakscope.report", "style.css"))
-    page = environment.get_template(template).render(**context, style=style, script=Markup(script), script_hash=digest)
+    page = html.get_template(template).render(**context, style=style, script=Markup(script), script_hash=digest)
     # A lone surrogate from a JSON escape cannot be written as UTF-8.
     return page.translate(_CONTROLS).encode("utf-8", "replace").decode("utf-8")
 
