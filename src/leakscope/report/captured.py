@@ -10,9 +10,8 @@ from typing import Any
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
-from leakscope.report.sentences import flag_remedy, shared_words
+from leakscope.report.sentences import shared_words
 from leakscope.report.template import FileName, fill, write_page
-from leakscope.results.records import counted, highest
 
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
@@ -53,26 +52,24 @@ def assessment_line(result: Any) -> str:
 
 def render_captured(result: Any, title: str, pictures: bool = False) -> str:
     """The HTML page of a :class:`leakscope.audit.assess.Assessment`; ``pictures`` shows the originals too."""
-    reconstruction, observation = result.reconstruction, result.observation
-    shape = tuple(observation.input_shape)
+    found, seen = result.reconstruction, result.observation
     headline, _, lead = confidence_words(result).partition(": ")
     context = {
         "title": title,
         "headline": headline,
         "lead": f"{lead[:1].upper()}{lead[1:]}",
-        "tiles": _tiles(result),
+        "result": result,
+        "found": found,
+        "seen": seen,
+        "count": len(found.inputs),
         "examples": _examples(result, pictures),
-        "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
-        "picture_note": channel_note(shape),
+        "more": max(0, len(found.inputs) - MAX_SHOWN),
+        "picture_note": channel_note(tuple(seen.input_shape)),
         "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
-        "rows": _rows(result),
-        "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
-        "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],
-        "notes": list(result.notes),
-        "diagnosis": reconstruction.diagnosis,
-        "threat": observation.knowledge.describe(),
-        "made": _made(observation),
-        "facts": _facts(result),
+        "rows": [("what the attack recovered", result), *((BASELINES[one.name], one) for one in result.baselines)],
+        "measured": MEASURED if result.evaluation is not None else {},
+        "meanings": FLAGS,
+        "entries": f"{sum(value.numel() for value in seen.message.update.values()):,}",
     }
     return fill("captured.html.j2", context)
 
@@ -80,19 +77,6 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
 def write_captured(result: Any, path: FileName, title: str, pictures: bool = False) -> Path:
     """Write the page of an attack on a captured update to ``path``."""
     return write_page(path, render_captured(result, title, pictures))
-
-
-def _tiles(result: Any) -> list[tuple[str, str]]:
-    reconstruction = result.reconstruction
-    count = len(reconstruction.inputs)
-    tiles = [
-        ("Inputs", str(count)),
-        ("Left unexplained", words.short(result.unexplained)),
-        ("Certified", f"{reconstruction.certified} of {count}" if reconstruction.certificates else "none"),
-    ]
-    if result.evaluation is None:
-        return [*tiles, ("Time", words.duration(reconstruction.info["seconds"]))]
-    return [*tiles, ("Best PSNR", f"{words.fixed(highest(row['psnr'] for row in result.evaluation.rows), 1)} dB")]
 
 
 def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
@@ -121,45 +105,3 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
             }
         )
     return examples
-
-
-def _rows(result: Any) -> list[dict[str, Any]]:
-    pairs = [("what the attack recovered", result.unexplained, result.evaluation)]
-    pairs += [(BASELINES[one.name], one.unexplained, one.evaluation) for one in result.baselines]
-    return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
-
-
-def _means(evaluation: Any) -> list[str]:
-    if evaluation is None:
-        return []
-    cells = []
-    for name, (_, digits) in MEASURED.items():
-        values = [row[name] for row in evaluation.rows]
-        cells.append(words.fixed(sum(values) / len(values) if values else float("nan"), digits))
-    return cells
-
-
-def _made(observation: Any) -> list[tuple[str, str]]:
-    made = observation.made
-    if made is None:
-        return [("Made by", "not said: the file is of an older version")]
-    rows = [("Made by", f"{made.by}, leakscope {made.version}"), ("From", ", ".join(made.sources))]
-    rows += [("Sign", f"{made.sign}: {made.sign_reason}")] if made.sign is not None else []
-    return [(name, value) for name, value in rows if value] + [("Read", note) for note in made.notes]
-
-
-def _facts(result: Any) -> list[tuple[str, str]]:
-    observation, message = result.observation, result.observation.message
-    entries = sum(value.numel() for value in message.update.values())
-    kinds = {"gradient": "gradient", "weight_delta": "weights before minus weights after"}
-    return [
-        ("Attack", repr(result.attack)),
-        ("Seed", str(result.reconstruction.info["seed"])),
-        ("Model", observation.model_name or "of your own"),
-        ("Update", f"{kinds[message.kind]}, {counted(len(message.update), 'tensor')}, {entries:,} numbers"),
-        ("Examples", str(observation.num_examples or words.DASH)),
-        ("Shape of an example", " × ".join(map(str, observation.input_shape))),
-        ("BatchNorm", f"{observation.batchnorm} mode"),
-        ("Statistics of the batch", "known" if message.batchnorm_statistics is not None else "not known"),
-        ("Value range", "known" if observation.inputs.bounded else "not known: pictures show values in [0, 1]"),
-    ]

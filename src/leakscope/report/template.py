@@ -17,8 +17,8 @@ from markupsafe import Markup
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
-from leakscope.report.sentences import certificate_words, strongest_words
-from leakscope.results.records import counted, number
+from leakscope.report.sentences import certificate_words, flag_remedy, strongest_words
+from leakscope.results.records import counted, highest, number
 
 FileName = str | os.PathLike[str]
 
@@ -37,8 +37,9 @@ def environment(**options: Any) -> Environment:
 def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
     html = environment(autoescape=True)
-    html.filters |= {"fixed": words.fixed, "short": words.short, "head": words.head}
-    html.filters |= {"counted": counted, "number": number}
+    shown = (words.duration, words.figure, words.fixed, words.head, words.percent, words.short, words.span)
+    told = (counted, flag_remedy, highest, number)
+    html.filters |= {one.__name__: one for one in (*shown, *told)}
     html.filters |= {"proved": certificate_words, "all_proved": strongest_words}
     script = shipped_text("leakscope.report", "table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
