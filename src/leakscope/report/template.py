@@ -17,8 +17,8 @@ from markupsafe import Markup
 from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
-from leakscope.report.sentences import certificate_words, flag_remedy, strongest_words
-from leakscope.results.records import counted, highest, number
+from leakscope.report.sentences import certificate_details, certificate_words, flag_remedy, strongest_words
+from leakscope.results.records import counted, highest, number, texts
 
 FileName = str | os.PathLike[str]
 
@@ -37,10 +37,10 @@ def environment(**options: Any) -> Environment:
 def fill(template: str, context: dict[str, Any]) -> str:
     """``template`` with ``context``, the style sheet, the script and a policy that admits just them."""
     html = environment(autoescape=True)
-    shown = (words.duration, words.figure, words.fixed, words.head, words.percent, words.short, words.span)
-    told = (counted, flag_remedy, highest, number)
-    html.filters |= {one.__name__: one for one in (*shown, *told)}
-    html.filters |= {"proved": certificate_words, "all_proved": strongest_words}
+    formats = ("duration", "explain_flag", "figure", "fixed", "head", "label_name", "percent", "short", "span")
+    html.filters |= {name: getattr(words, name) for name in formats}
+    html.filters |= {one.__name__: one for one in (counted, flag_remedy, highest, number, texts)}
+    html.filters |= {"proof": certificate_details, "proved": certificate_words, "all_proved": strongest_words}
     script = shipped_text("leakscope.report", "table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
     style = Markup(shipped_text("leakscope.report", "style.css"))
