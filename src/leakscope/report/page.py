@@ -65,7 +65,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
     named = verdict.settings
-    summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
     matrix = matrix_section(rows, named)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
@@ -88,8 +87,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "data": meta["data"],
         "attempts": [row for row in rows if row.counts],
         "settings": named,
-        "summary": settings.settings_table(named, summaries, meta["data"]),
-        "all_measures": settings.all_measures(named, summaries),
+        "summary": settings.settings_section(named, summarise(rows, verdict), meta["data"]),
         "matrix": matrix,
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure, interval
-from leakscope.report import svg, words
-from leakscope.report.words import figure, fixed, percent, span
+from leakscope.report import svg
+from leakscope.report.words import fixed, span
 from leakscope.results.baselines import Baselines
 from leakscope.results.defense_study import IGNORES
 from leakscope.results.names import parts_of, telling_options
-from leakscope.results.records import Row, highest, mean, number
+from leakscope.results.records import NAN, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.summary import MeasureSummary, SettingSummary
+from leakscope.results.summary import SettingSummary
 
 PSNR = MEASURES["psnr"]
 
@@ -24,32 +24,23 @@ def main_measures(measures: Iterable[Measure]) -> list[Measure]:
     return [m for m in measures if m is not PSNR and (m.limit is not None or m.of != "inputs")]
 
 
-def settings_table(
+def settings_section(
     settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary], data: Any
 ) -> dict[str, Any]:
-    """One line a setting, for each example its strongest attack; ``data`` are the facts on the data set."""
-    present = {entry.name for summary in summaries for entry in summary.measures}
-    measures = main_measures(measure for measure in MEASURES.values() if measure.name in present)
+    """Each setting with the summaries of its measures by name; ``data`` are the facts on the data set."""
+    lines = [
+        (setting, {entry.name: entry for entry in summary.measures})
+        for setting, summary in zip(settings, summaries, strict=True)
+    ]
+    present = {name for _, entries in lines for name in entries}
     # A blind guess picks one of the candidates that every reconstruction is compared with.
     count = min(number(data.get("count")), MAX_CANDIDATES)
-    chance = f"chance {percent(1 / count) if count >= 1 else words.DASH}"
-    lines = []
-    for setting, summary in zip(settings, summaries, strict=True):
-        means = {entry.name: entry.mean for entry in summary.measures}
-        blind = "" if math.isnan(setting.label_baseline) else f"chance {percent(setting.label_baseline)}"
-        shown = {measure.name: (figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures}
-        # An example that any attempt identifies is identified, by the strongest or not.
-        known = {"identification": (percent(setting.identification), chance)}
-        known["label_accuracy"] = percent(setting.label_accuracy), blind
-        line = {
-            "setting": setting,
-            "interval": span(setting.interval, len(setting.examples)),
-            "best": highest(example.psnr for example in setting.examples),
-            "lift": mean(example.lift for example in setting.examples),
-            "measures": [known.get(name, cell) for name, cell in shown.items()],
-        }
-        lines.append(line)
-    return {"columns": [measure.title for measure in measures], "psnr": PSNR.title, "lines": lines}
+    return {
+        "lines": lines,
+        "main": main_measures(measure for measure in MEASURES.values() if measure.name in present),
+        "psnr": PSNR.title,
+        "chance": 1 / count if count >= 1 else NAN,
+    }
 
 
 def charts(settings: Sequence[SettingVerdict], policy: float) -> dict[str, Any]:
@@ -73,40 +64,6 @@ def charts(settings: Sequence[SettingVerdict], policy: float) -> dict[str, Any]:
         "wide": svg.dot_plot(rows, policy=policy, identity="dots-wide", width=960, label_width=room),
         "narrow": svg.dot_plot(rows, policy=policy, identity="dots-narrow", width=340, label_width=0),
     }
-
-
-def all_measures(
-    settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary]
-) -> list[tuple[SettingVerdict, list[Any]]]:
-    """Each setting with a line a measure; no lines where nothing was measured at all."""
-    return [
-        (setting, [(entry.measure, _cells(entry)) for entry in summary.measures if setting.examples])
-        for setting, summary in zip(settings, summaries, strict=True)
-    ]
-
-
-def _cells(entry: MeasureSummary) -> list[tuple[str, str]]:
-    """Mean, interval, both without information, and the count, each with why it is missing."""
-    digits = entry.measure.digits
-    why, baseline_why = entry.reason or "", entry.baseline_reason or ""
-    cells = [
-        (figure(entry.mean, digits), why),
-        (span(entry.interval, entry.count, digits), why),
-        (figure(entry.baseline, digits), baseline_why),
-        (span(entry.baseline_interval, entry.baseline_count, digits), baseline_why),
-    ]
-    shown = [(text, reason if text == words.DASH else "") for text, reason in cells]
-    # Fewer examples than there are: the reason belongs to the number, too.
-    return [*shown, (_count(entry.count, entry.baseline_count), why or baseline_why)]
-
-
-def _count(count: int, baseline_count: int) -> str:
-    """How many examples were measured, and how many without information where that differs.
-
-    >>> _count(4, 4), _count(4, 3), _count(4, 0)
-    ('4', '4, without 3', '4')
-    """
-    return f"{count}, without {baseline_count}" if baseline_count not in (0, count) else str(count)
 
 
 #: Lifts in dB from which on a cell is coloured, each more strongly.

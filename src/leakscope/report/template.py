@@ -18,7 +18,7 @@ from leakscope.contracts.disk import atomic_write, private_folder
 from leakscope.contracts.tables import shipped_text
 from leakscope.report import words
 from leakscope.report.sentences import certificate_details, certificate_words, flag_remedy, strongest_words
-from leakscope.results.records import counted, highest, number, texts
+from leakscope.results.records import counted, highest, mean, number, texts
 
 FileName = str | os.PathLike[str]
 
@@ -39,7 +39,7 @@ def fill(template: str, context: dict[str, Any]) -> str:
     html = environment(autoescape=True)
     formats = ("duration", "explain_flag", "figure", "fixed", "head", "label_name", "percent", "short", "span")
     html.filters |= {name: getattr(words, name) for name in formats}
-    html.filters |= {one.__name__: one for one in (counted, flag_remedy, highest, number, texts)}
+    html.filters |= {one.__name__: one for one in (counted, flag_remedy, highest, mean, number, texts)}
     html.filters |= {"proof": certificate_details, "proved": certificate_words, "all_proved": strongest_words}
     script = shipped_text("leakscope.report", "table.js")
     digest = base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
