@@ -11,8 +11,8 @@ from markupsafe import Markup, escape
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
 from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
-from leakscope.report.words import DASH, TEXTS, figure, fixed, span
-from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Choice, Study, StudyRow, Worth
+from leakscope.report.words import DASH, TEXTS, figure, fixed
+from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Study, StudyRow
 from leakscope.results.reasons import Scenario
 from leakscope.results.setting_verdict import SettingVerdict
 
@@ -20,25 +20,35 @@ from leakscope.results.setting_verdict import SettingVerdict
 MAX_PICTURES = 4
 
 
-def study_section(
-    study: Study | None, settings: Sequence[SettingVerdict], matrix: Mapping[str, Any], gallery: Gallery
-) -> dict[str, Any] | None:
+def study_section(study: Study | None, settings: Sequence[SettingVerdict], gallery: Gallery) -> dict[str, Any] | None:
     """Everything the template shows of the study; None where nothing was trained."""
     if study is None:
         return None
     named = {setting.scenario: setting for setting in settings}
     rows = [row for row in study.rows if row.scenario in named]
     protocols = {row.protocol: [other for other in rows if other.protocol == row.protocol] for row in rows}
+    digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
+
+    def utility_ends(row: StudyRow) -> str:
+        seeds = 0 if row.training is None else len(row.training.seeds)
+        if seeds < 2:
+            return "one seed" if seeds else DASH
+        return " to ".join(figure(end, digits) for end in sorted(sign * end for end in row.utility_interval))
+
     return {
         "utility": utility_words(study).capitalize(),
         "tolerance": figure(study.tolerance, None if study.accuracy else 3),
         **{"same_leakage": f"{SAME_LEAKAGE:g}", "legible": f"{LEGIBLE:g}"},
+        **{"named": named, "rows": rows, "protocols": protocols, "choices": study.choices, "worths": study.worths},
         "fronts": [_front(study, own, named, place) for place, own in enumerate(protocols.values())],
-        "lines": [_line(row, study, named) for row in rows],
-        "choices": [_choice(choice, study, named, len(protocols) > 1) for choice in study.choices],
-        "heat": _heat(matrix, settings, rows),
+        "utility_of": lambda row: figure(sign * row.utility, digits),
+        "utility_ends": utility_ends,
+        "cost": lambda row: cost_words(row, study),
+        "place": lambda row: place_words(row, named),
+        "goal": goal,
+        "choice": lambda row: choice_words(row, study),
+        "doubts": lambda row: "" if row is None else "; ".join(map(reason_text, row.doubts)),
         "pictures": _pictures(gallery, rows, named),
-        "worths": [_worth(worth, named) for worth in study.worths if worth.scenario in named],
         "notes": _notes(rows, named),
     }
 
@@ -71,34 +81,6 @@ def _front(
     }
 
 
-def _line(row: StudyRow, study: Study, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
-    digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
-    seeds, losses = ((), ()) if row.training is None else (row.training.seeds, row.training.losses)
-    return {
-        "setting": named[row.scenario],
-        "row": row,
-        "leakage": fixed(row.leakage),
-        "leakage_interval": span(row.leakage_interval, row.examples),
-        "highest": fixed(row.highest),
-        "identified": figure(row.identified, None),
-        "utility": figure(sign * row.utility, digits),
-        "utility_interval": _seeds(row.utility_interval, len(seeds), digits, sign),
-        "loss": fixed(math.fsum(losses) / len(losses), 3) if losses else DASH,
-        "cost": cost_words(row, study),
-        "epsilon": "" if row.training is None or math.isnan(row.training.epsilon) else f"ε {row.training.epsilon:.3g}",
-        "allowed": fixed(row.allowed_psnr),
-        "place": place_words(row, named),
-        "doubts": "; ".join(map(reason_text, row.doubts)),
-    }
-
-
-def _seeds(ends: tuple[float, float], seeds: int, digits: int | None, sign: float) -> str:
-    if seeds < 2:
-        return "one seed" if seeds else DASH
-    low, high = sorted(sign * end for end in ends)
-    return f"{figure(low, digits)} to {figure(high, digits)}"
-
-
 def cost_words(row: StudyRow, study: Study) -> str:
     """What is lost to training without a defence, in words.
 
@@ -124,19 +106,6 @@ def place_words(row: StudyRow, named: Mapping[Scenario, SettingVerdict]) -> str:
     better = named.get(Scenario(row.protocol, row.beaten_by or ""))
     overlap = "" if row.beaten_clearly else ", though intervals overlap"
     return f"beaten by {better.name if better else row.beaten_by}{overlap}"
-
-
-def _choice(choice: Choice, study: Study, named: Mapping[Scenario, SettingVerdict], several: bool) -> dict[str, Any]:
-    protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
-    alike = ", ".join(named[other.scenario].name for other in choice.alike if other.scenario in named)
-    return {
-        "goal": goal(choice.limits),
-        "where": f" under {protocol}" if several else "",
-        "setting": None if choice.row is None else named[choice.row.scenario],
-        "text": choice_words(choice.row, study),
-        "alike": f"as cheap: {alike}" if alike else "",
-        "doubts": "" if choice.row is None else "; ".join(map(reason_text, choice.row.doubts)),
-    }
 
 
 def goal(limits: Sequence[float]) -> str:
@@ -168,16 +137,6 @@ def choice_words(row: StudyRow | None, study: Study) -> str:
     return f"at most {fixed(row.highest)} dB; it costs {cost} and leaves {left}"
 
 
-def _heat(matrix: Mapping[str, Any], settings: Sequence[SettingVerdict], rows: Sequence[StudyRow]) -> dict[str, Any]:
-    """Attack by defence, turned so that defences are lines: there are more of them than attacks."""
-    shown = {row.scenario for row in rows}
-    places = [(place, setting) for place, setting in enumerate(settings) if setting.scenario in shown]
-    return {
-        "attacks": [(line["name"], line["options"], line["attack"]) for line in matrix["lines"]],
-        "lines": [(setting, [line["cells"][place] for line in matrix["lines"]]) for place, setting in places],
-    }
-
-
 def _pictures(
     gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]
 ) -> dict[str, Any] | None:
@@ -198,16 +157,6 @@ def _pictures(
             cells.append((example, guess))
         lines.append((named[row.scenario], cells))
     return {"originals": list(originals.items()), "lines": lines} if any(originals.values()) else None
-
-
-def _worth(worth: Worth, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
-    return {
-        "setting": named[worth.scenario],
-        "attack": worth.attack_name,
-        "gain": f"{'+' if worth.gain >= 0 else ''}{fixed(worth.gain)}",
-        "interval": span(worth.interval, worth.examples),
-        "examples": worth.examples,
-    }
 
 
 def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]) -> list[str]:

@@ -66,7 +66,6 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
     named = verdict.settings
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
-    matrix = matrix_section(rows, named)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -88,14 +87,14 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "attempts": [row for row in rows if row.counts],
         "settings": named,
         "summary": settings.settings_section(named, summarise(rows, verdict), meta["data"]),
-        "matrix": matrix,
+        "matrix": matrix_section(rows, named),
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
         "embedding": embedding_section(findings, named),
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
-        "study": study_section(study_store(store, verdict), named, matrix, gallery),
+        "study": study_section(study_store(store, verdict), named, gallery),
         "curves": jobs.curves_section(store, rows),
         "jobs": jobs.jobs_section(rows, meta["data"]),
         "findings": findings,
