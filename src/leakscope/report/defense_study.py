@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
-from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
+from leakscope.report.svg import Scale, drawn, ticks
 from leakscope.report.words import DASH, TEXTS, figure, fixed
 from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Study, StudyRow
 from leakscope.results.reasons import Scenario
@@ -223,26 +223,27 @@ def front_plot(
 
     ``share``: utility in percent. ``guess``: what can be had without any update. What is not finite is left out.
     """
-    drawn = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
-    title = "What each defence leaks, against what the model still learns"
-    out = [opening(identity, width, height, title, " ".join(mark.sentence for mark in drawn))]
-    if not drawn:
-        return Markup(out[0] + nothing(width, "nothing to draw"))
+    known = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
+    chart: dict[str, Any] = {"identity": identity, "width": width, "height": height}
+    chart["title"] = "What each defence leaks, against what the model still learns"
+    chart["description"] = " ".join(mark.sentence for mark in known)
+    if not known:
+        return drawn("plot", {**chart, "empty": "nothing to draw"}, curves=())
     left, right, top, bottom = 46, width - 26, 34, height - 52
-    x = _axis([v for m in drawn for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
-    y = _axis([guess, *(v for m in drawn for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
-    out += [level(y(tick), f"{tick:g}", x) for tick in ticks(y.low, y.high, 6)]
-    for tick in ticks(x.low, x.high, 6 if width > 500 else 4):
-        words = f"{100 * tick:g} %" if share else f"{tick:g}"
-        out.append(text_at("tick", x(tick), bottom + 18, words, "middle"))
-    out.append(text_at("axis", left - 34, 16, "leakage, dB (lower is safer)"))
-    out.append(text_at("axis", f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"))
-    if math.isfinite(guess):
-        out.append(line_at("guess", left, right, y(guess), y(guess)))
-    out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
-    places = _label_places(drawn, x, y, (width, bottom))
-    out += [_mark(mark, x, y, place) for mark, place in zip(drawn, places, strict=True)]
-    return Markup("".join(out) + "</svg>")
+    x = _axis([v for m in known for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
+    y = _axis([guess, *(v for m in known for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
+    marked = ticks(x.low, x.high, 6 if width > 500 else 4)
+    below = f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"
+    chart |= {
+        "x": x,
+        "levels": [(y(tick), f"{tick:g}") for tick in ticks(y.low, y.high, 6)],
+        "ticks": [(x(v), bottom + 18, f"{100 * v:g} %" if share else f"{v:g}", "middle") for v in marked],
+        "axes": [(left - 34, 16, "leakage, dB (lower is safer)", ""), below],
+    }
+    places = _label_places(known, x, y, (width, bottom))
+    facts = {"guess": guess, "stairs": _stairs([mark for mark in known if mark.kind == "front"], x, y)}
+    labelled = list(zip(known, places, strict=True))
+    return drawn("front", chart, x=x, y=y, marks=labelled, radius=_RADIUS, far=_RINGS[1], **facts)
 
 
 def _axis(values: Sequence[float], start: float, end: float, least: float) -> Scale:
@@ -252,14 +253,13 @@ def _axis(values: Sequence[float], start: float, end: float, least: float) -> Sc
     return Scale(low - room, high + room, start, end)
 
 
-def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> str:
-    """Draw steps from mark to mark, never claiming what lies between."""
+def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """Return steps from mark to mark, never claiming what lies between; none where there is one mark."""
     ordered = sorted(front, key=lambda mark: (mark.utility, mark.leakage))
-    points = [(x(ordered[0].utility), y(ordered[0].leakage))] if ordered else []
+    points = [(x(ordered[0].utility), y(ordered[0].leakage))] if len(ordered) > 1 else []
     for one, other in pairwise(ordered):
         points += [(x(one.utility), y(other.leakage)), (x(other.utility), y(other.leakage))]
-    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    return f'<polyline class="front-line" points="{line}"/>' if len(points) > 1 else ""
+    return points
 
 
 def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, room: tuple[float, float]) -> list[Box]:
@@ -296,17 +296,3 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     """
     apart = (one[0] + one[2] <= other[0], other[0] + other[2] <= one[0])
     return not any((*apart, one[1] + one[3] <= other[1], other[1] + other[3] <= one[1]))
-
-
-def _mark(mark: Mark, x: Scale, y: Scale, label: Box) -> str:
-    at, height = x(mark.utility), y(mark.leakage)
-    parts = [f'<g class="setting {mark.kind}"><title>{escape(mark.sentence)}</title>']
-    if math.isfinite(sum(mark.utility_interval)):
-        parts.append(line_at("spread", x(mark.utility_interval[0]), x(mark.utility_interval[1]), height, height))
-    if math.isfinite(sum(mark.leakage_interval)):
-        parts.append(line_at("spread", at, at, y(mark.leakage_interval[0]), y(mark.leakage_interval[1])))
-    middle, centre = label[0] + label[2] / 2, label[1] + label[3] / 2
-    if math.hypot(middle - at, centre - height) > _RINGS[1]:  # too far to be read as its own without a line
-        parts.append(line_at("leader", at, middle, height, centre))
-    parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{_RADIUS:g}"/>')
-    return "".join(parts) + text_at("label", label[0], label[1] + 10, mark.label) + "</g>"
