@@ -19,8 +19,8 @@ from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import item_lines
 from leakscope.contracts.protocol import BATCHNORM, client_copy
 from leakscope.contracts.task import outputs_of
+from leakscope.report.sarif import Place, Source, place_of
 from leakscope.results.records import UTILITY, counted, mapping, plain, without_folders
-from leakscope.results.source import Place, Source, place_of
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
 
 #: Settings of attacks that say how long they try.

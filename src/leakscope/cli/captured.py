@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.output import takes
-from leakscope.cli.parsing import parse_numbers, parse_part, parse_shape
+from leakscope.cli.output import parse_numbers, parse_part, parse_shape, takes
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:

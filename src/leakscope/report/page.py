@@ -10,7 +10,7 @@ import yaml
 
 from leakscope.contracts.disk import atomic_write
 from leakscope.metrics import MEASURES
-from leakscope.report import jobs, settings, words
+from leakscope.report import settings, words
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
@@ -23,8 +23,7 @@ from leakscope.results.defense_study import study_store
 from leakscope.results.policy import Policy
 from leakscope.results.records import FindingRow, Row, counted, highest, items, mapping, number, texts
 from leakscope.results.store import Store
-from leakscope.results.summary import summarise
-from leakscope.results.verdict import Verdict, judge_store
+from leakscope.results.verdict import Verdict, judge_store, summarise
 
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
@@ -95,10 +94,10 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
         "study": study_section(study_store(store, verdict), named, gallery),
-        "curves": jobs.curves_section(store, rows),
-        "jobs": jobs.jobs_section(rows, meta["data"]),
+        "curves": settings.curves_section(store, rows),
+        "jobs": settings.jobs_section(rows, meta["data"]),
         "findings": findings,
-        "fates": jobs.fates(findings, meta["plan"].get("findings")),
+        "fates": settings.fates(findings, meta["plan"].get("findings")),
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
         "measures": MEASURES.values(),

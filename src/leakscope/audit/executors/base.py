@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from leakscope.audit.attempts import Advance, Bench, Outcome
-from leakscope.audit.budget import Budget
 from leakscope.audit.estimate import SILENT_SECONDS, Estimator, try_out
-from leakscope.audit.plan import Job
+from leakscope.audit.plan import Budget, Job
 from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
