@@ -215,9 +215,9 @@ def inspect(
     if as_json:
         print(json.dumps({"model": model, "weights": None if weights is None else weights.name, **found.as_dict()}))
     else:
-        from leakscope.cli.console import print_inspection
+        from leakscope.cli.console import make_console, write
 
-        print_inspection(title, found)
+        write("inspection", make_console(), title=title, found=found)
     if found.suspicious:
         raise typer.Exit(SUSPICIOUS)
 
@@ -283,28 +283,10 @@ def _document(sizing: Sizing) -> dict[str, Any]:
 
 
 def _print(sizing: Sizing) -> None:
-    from leakscope.cli.console import make_console, print_table, say
-    from leakscope.results.records import counted
+    from leakscope.cli.console import make_console, write
 
-    heads = ("setting", "attack or finding", "jobs", "s a job", "core-hours", "timed")
-    rows = [
-        (
-            *(cell.setting, cell.attack, f"{cell.jobs:,}"),
-            "-" if cell.seconds is None else f"{'≥ ' if cell.timed == 'at least' else ''}{cell.seconds:.2g}",
-            f"{cell.core_hours:.3g}",
-            cell.timed,
-        )
-        for cell in sizing.cells
-    ]
-    print_table(None, heads, rows)
-    console = make_console()
-    say(console, f"Jobs: {sizing.jobs:,} on {counted(sizing.clients, 'client')}.")
-    say(console, f"Core-hours: {sizing.core_hours:.3g} on processors like this one. {_confidence(sizing)}")
-    say(console, f"Memory of a worker: at least {sizing.memory_mb:,.0f} MB. Disk: about {sizing.disk_mb:,.1f} MB.")
-    for count in dict.fromkeys((1, sizing.workers or 1)):
-        say(console, f"With {counted(count, 'worker')}: about {_span(sizing.hours(count))}.")
-    for note in sizing.notes:
-        say(console, f"Note: {note}")
+    spans = {count: _span(sizing.hours(count)) for count in (1, sizing.workers or 1)}
+    write("plan", make_console(), sizing=sizing, confidence=_confidence(sizing), spans=spans)
 
 
 def _confidence(sizing: Sizing) -> str:

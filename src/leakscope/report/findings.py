@@ -53,23 +53,19 @@ def _entry(setting: SettingVerdict, updates: list[FindingRow], reasons: list[str
         return {"setting": setting, "sentence": "", "notes": notes}
     if len(updates) > MAX_LINES:
         notes.insert(0, f"The first {MAX_LINES} of {len(updates)} updates are drawn; the numbers are of all.")
+    # Of several updates the sentence is on the most exposed: a mean would hide it.
+    worst = max(updates, key=lambda update: -2.0 if math.isnan(cosine := update.value("max_cosine")) else cosine)
+    subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
+    best, start, sent = (worst.value(f"{place}_cosine") for place in ("max", "start", "message"))
     few = all(update.value("steps") <= _DIRECTIONS for update in updates)
     return {
         "setting": setting,
-        "sentence": _meaning(updates),
+        "sentence": meaning(best, start=start, sent=sent, subject=subject),
         **_plots(updates[:MAX_LINES], setting.name),
         "share_note": "At most two steps always lie in two directions." if few else "",
         "numbers": _numbers(updates),
         "notes": notes,
     }
-
-
-def _meaning(updates: Sequence[FindingRow]) -> str:
-    """Of several updates the sentence is on the most exposed: a mean would hide it."""
-    worst = max(updates, key=lambda update: -2.0 if math.isnan(best := update.value("max_cosine")) else best)
-    subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
-    best, start, sent = (worst.value(f"{place}_cosine") for place in ("max", "start", "message"))
-    return meaning(best, start=start, sent=sent, subject=subject)
 
 
 def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, subject: str = "this update") -> str:

@@ -5,11 +5,8 @@ from dataclasses import dataclass
 
 from leakscope.limits.report import Limits
 from leakscope.limits.vertical import VerticalLimits
-from leakscope.report.template import environment
+from leakscope.report.template import cells_of, text_template
 from leakscope.report.words import likeness
-
-#: What stands between two cells, and what stands for it in a name that has it.
-_BAR, _BAR_IN_NAME = "¦", "\0"
 
 
 @dataclass(frozen=True)
@@ -51,17 +48,12 @@ def met(value: bool | None) -> str:
 
 
 def _filled(template: str, limits: Limits | VerticalLimits) -> tuple[Table, ...]:
-    page = environment(autoescape=False, finalize=lambda value: str(value).replace(_BAR, _BAR_IN_NAME))
-    page.filters |= {"brief": brief, "met": met, "likeness": likeness}
-    return tuple(map(_table, page.get_template(template).render(limits=limits).removeprefix("= ").split("\n= ")))
+    text = text_template(template, {"brief": brief, "met": met, "likeness": likeness}).render(limits=limits)
+    return tuple(map(_table, text.removeprefix("= ").split("\n= ")))
 
 
 def _table(text: str) -> Table:
     title, *lines = filter(None, text.splitlines())
     note = next((line.removeprefix("> ") for line in lines if line.startswith("> ")), None)
-    cells = [tuple(map(_cell, line.split(_BAR))) for line in lines if not line.startswith("> ")]
+    cells = [cells_of(line) for line in lines if not line.startswith("> ")]
     return Table(title, cells[0] if cells else (), tuple(cells[1:]), note)
-
-
-def _cell(text: str) -> str:
-    return text.strip().replace(_BAR_IN_NAME, _BAR)

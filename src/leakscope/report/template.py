@@ -7,11 +7,12 @@ import base64
 import hashlib
 import math
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FunctionLoader, StrictUndefined
+from jinja2 import Environment, FunctionLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from leakscope.contracts.disk import atomic_write, private_folder
@@ -32,6 +33,25 @@ def environment(**options: Any) -> Environment:
     found = Environment(loader=loader, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, **options)
     found.tests |= {"finite": math.isfinite, "nan": math.isnan, "infinite": math.isinf}
     return found
+
+
+#: What stands between two cells of a text table, and what stands in values for it and for the end of a line.
+BAR = "¦"
+_INSIDE = {"¦": "\0", "\n": "\1"}
+
+
+def text_template(name: str, filters: Mapping[str, Any]) -> Template:
+    """A template of text in lines and cells, which values cannot break: see :func:`cells_of`."""
+    kept = str.maketrans(_INSIDE)
+    page = environment(autoescape=False, finalize=lambda value: str(value).translate(kept))
+    page.filters |= {"counted": counted, **filters}
+    return page.get_template(name)
+
+
+def cells_of(line: str) -> tuple[str, ...]:
+    """Split a line of a text template into its cells, as they were given to it."""
+    back = str.maketrans({inside: outside for outside, inside in _INSIDE.items()})
+    return tuple(cell.strip().translate(back) for cell in line.split(BAR))
 
 
 def fill(template: str, context: dict[str, Any]) -> str:

@@ -187,13 +187,14 @@ def _expectations(
     total = max((row.position + 1 for row in rows), default=0)
     total, entries = max(total, int(plan.get("total", 0))), plan.get("settings", [])
     facts: dict[str, Any] = {"examples": int(plan.get("examples", 0)), "budget": _ended_budget(plan)}
-    spared, _ = _spared(plan)
+    (spared, _), standard, waived = _spared(plan), mapping(plan.get("standard")), set(policy.waive)
     cells = {
         cell: Expected(
             int(entry["jobs"]),
             findings=int(entry.get("findings", 0)),
             spared=spared.get(cell, 0),
-            required=_required(plan, entry["protocol"], policy),
+            # Standard attacks that the policy does not waive; plans of older versions do not name them.
+            required=None if (names := standard.get(entry["protocol"])) is None else frozenset(texts(names)) - waived,
             **facts,
         )
         for entry in entries
@@ -201,12 +202,6 @@ def _expectations(
     }
     with_floor = {entry["protocol"] for entry in entries if entry.get("has_floor")}
     return total, {**dict.fromkeys(grid, Expected(widest)), **cells}, with_floor
-
-
-def _required(plan: Mapping[str, Any], protocol: str, policy: Policy) -> frozenset[str] | None:
-    """Name standard attacks that the policy does not waive; None in plans of older versions, which do not name them."""
-    names = mapping(plan.get("standard")).get(protocol)
-    return None if names is None else frozenset(texts(names)) - set(policy.waive)
 
 
 def setting_lines(verdict: Verdict) -> list[dict[str, Any]]:

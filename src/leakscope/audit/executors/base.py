@@ -183,11 +183,19 @@ class Crew(ABC, Generic[W]):
         self._assign(worker)
 
     def _assign(self, worker: W) -> None:
-        if self._estimator is not None:
-            self._try_out(worker, self._estimator)
+        if (estimator := self._estimator) is not None:
+            # All are timed before the estimate is told and the jobs themselves begin.
+            if (job := estimator.next()) is not None:
+                self._begin(worker, "try", job)
+            elif all(colleague.job is None for colleague in self._workers):
+                self._estimator = None
+                estimator.tell(self._emit, self._count)
+                self._wake()
             return
         if not self._budget.allows():
-            self._leave_the_rest()
+            self._waiting.clear()  # nothing more is begun; what is under way gets to end
+            for colleague in self._workers:
+                colleague.group.clear()
         job = self._next(worker)
         while job is not None and self._budget.spares(job):
             job = self._next(worker)
@@ -198,21 +206,6 @@ class Crew(ABC, Generic[W]):
     def _begin(self, worker: W, kind: str, job: Job) -> None:
         worker.job, worker.trying, worker.since = job, kind == "try", time.monotonic()
         self._send(worker, kind, job)
-
-    def _leave_the_rest(self) -> None:
-        """Begin nothing more; what is under way gets to end."""
-        self._waiting.clear()
-        for worker in self._workers:
-            worker.group.clear()
-
-    def _try_out(self, worker: W, estimator: Estimator) -> None:
-        """Let it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
-        if (job := estimator.next()) is not None:
-            self._begin(worker, "try", job)
-        elif all(colleague.job is None for colleague in self._workers):
-            self._estimator = None
-            estimator.tell(self._emit, self._count)
-            self._wake()
 
     def _wake(self) -> None:
         """Give every worker that is ready and idle something to do."""
