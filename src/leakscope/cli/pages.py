@@ -41,8 +41,8 @@ def reproduce(
     from leakscope.cli.console import make_console, print_reproduction
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
+    from leakscope.report.captured import write_reproduction
     from leakscope.report.export import document
-    from leakscope.report.reproduction import write_reproduction
 
     with step_progress(table, show=output.progress) as progress:
         result = run(table, scale=scale.value, progress=progress)

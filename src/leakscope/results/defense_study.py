@@ -223,7 +223,7 @@ def _row(
     for row in attempts:
         for example in row.examples:
             least[example.index].append(example.value("rmse"))
-    errors = [min(known) for tries in least.values() if (known := [e for e in tries if not math.isnan(e)])]
+    errors = [min(finite) for tries in least.values() if (finite := [e for e in tries if not math.isnan(e)])]
     utilities = () if training is None else training.utilities
     seeds = [{} if one is None else dict(zip(one.seeds, one.utilities, strict=True)) for one in (undefended, training)]
     lost = [seeds[0][seed] - value for seed, value in seeds[1].items() if seed in seeds[0]]
