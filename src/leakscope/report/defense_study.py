@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -61,23 +60,13 @@ def utility_words(study: Study) -> str:
 def _front(
     study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict], place: int
 ) -> dict[str, Any]:
-    same = ("utility", "leakage", "utility_interval", "leakage_interval")
-    marks = [
-        Mark(
-            label=named[row.scenario].name,
-            title=named[row.scenario].defense_short,
-            kind="untested" if not row.comparable else "front" if row.on_front else "beaten",
-            **{name: getattr(row, name) for name in same},
-        )
-        for row in rows
-    ]
     words = "test accuracy" if study.accuracy else "less the test loss"
     guess = next((row.guess for row in rows if not math.isnan(row.guess)), math.nan)
     facts: dict[str, Any] = {"utility": words, "share": study.accuracy, "guess": guess}
     return {
         "protocol": named[rows[0].scenario].protocol_short,
-        "wide": front_plot(marks, identity=f"front-{place}", **facts),
-        "narrow": front_plot(marks, identity=f"front-narrow-{place}", width=360, height=400, **facts),
+        "wide": front_plot(rows, named, identity=f"front-{place}", **facts),
+        "narrow": front_plot(rows, named, identity=f"front-narrow-{place}", width=360, height=400, **facts),
     }
 
 
@@ -181,36 +170,9 @@ _DIRECTIONS = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 1
 Box = tuple[float, float, float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """One setting. ``kind`` is how it is drawn: "front", "beaten", or "untested" where no attack knew the defence."""
-
-    label: str
-    title: str
-    utility: float
-    leakage: float
-    utility_interval: tuple[float, float]
-    leakage_interval: tuple[float, float]
-    kind: str
-
-    @property
-    def sentence(self) -> str:
-        """Say what it shows.
-
-        >>> ends = (0.9, 0.92), (10.0, 14.0)
-        >>> facts = {"utility_interval": ends[0], "leakage_interval": ends[1], "kind": "front"}
-        >>> Mark(label="S2", title="noise", utility=0.91, leakage=12.0, **facts).sentence
-        'S2 noise: leaks 12.0 dB (10.0 to 14.0) at utility 0.91 (0.9 to 0.92), front.'
-        """
-        low, high = self.leakage_interval
-        least, most = self.utility_interval
-        leaks = f"leaks {self.leakage:.1f} dB ({low:.1f} to {high:.1f})"
-        learns = f"at utility {self.utility:.3g} ({least:.3g} to {most:.3g})"
-        return f"{self.label} {self.title}: {leaks} {learns}, {self.kind}."
-
-
 def front_plot(
-    marks: Sequence[Mark],
+    rows: Sequence[StudyRow],
+    named: Mapping[Scenario, SettingVerdict],
     *,
     identity: str,
     utility: str,
@@ -223,12 +185,11 @@ def front_plot(
 
     ``share``: utility in percent. ``guess``: what can be had without any update. What is not finite is left out.
     """
-    known = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
+    known = [row for row in rows if math.isfinite(row.utility) and math.isfinite(row.leakage)]
     chart: dict[str, Any] = {"identity": identity, "width": width, "height": height}
     chart["title"] = "What each defence leaks, against what the model still learns"
-    chart["description"] = " ".join(mark.sentence for mark in known)
     if not known:
-        return drawn("plot", {**chart, "empty": "nothing to draw"}, curves=())
+        return drawn("plot", {**chart, "description": "", "empty": "nothing to draw"}, curves=())
     left, right, top, bottom = 46, width - 26, 34, height - 52
     x = _axis([v for m in known for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
     y = _axis([guess, *(v for m in known for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
@@ -240,9 +201,10 @@ def front_plot(
         "ticks": [(x(v), bottom + 18, f"{100 * v:g} %" if share else f"{v:g}", "middle") for v in marked],
         "axes": [(left - 34, 16, "leakage, dB (lower is safer)", ""), below],
     }
-    places = _label_places(known, x, y, (width, bottom))
-    facts = {"guess": guess, "stairs": _stairs([mark for mark in known if mark.kind == "front"], x, y)}
-    labelled = list(zip(known, places, strict=True))
+    settings = [named[row.scenario] for row in known]
+    places = _label_places([(x(row.utility), y(row.leakage)) for row in known], settings, (width, bottom))
+    facts = {"guess": guess, "stairs": _stairs([row for row in known if row.comparable and row.on_front], x, y)}
+    labelled = list(zip(settings, known, places, strict=True))
     return drawn("front", chart, x=x, y=y, marks=labelled, radius=_RADIUS, far=_RINGS[1], **facts)
 
 
@@ -253,7 +215,7 @@ def _axis(values: Sequence[float], start: float, end: float, least: float) -> Sc
     return Scale(low - room, high + room, start, end)
 
 
-def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> list[tuple[float, float]]:
+def _stairs(front: Sequence[StudyRow], x: Scale, y: Scale) -> list[tuple[float, float]]:
     """Return steps from mark to mark, never claiming what lies between; none where there is one mark."""
     ordered = sorted(front, key=lambda mark: (mark.utility, mark.leakage))
     points = [(x(ordered[0].utility), y(ordered[0].leakage))] if len(ordered) > 1 else []
@@ -262,19 +224,20 @@ def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> list[tuple[float, floa
     return points
 
 
-def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, room: tuple[float, float]) -> list[Box]:
+def _label_places(
+    places: Sequence[tuple[float, float]], settings: Sequence[SettingVerdict], room: tuple[float, float]
+) -> list[Box]:
     """A box for each label that covers no mark and no other label, as far as there is one near enough."""
-    taken = [(x(m.utility) - _RADIUS, y(m.leakage) - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for m in marks]
-    for mark in marks:
-        length = _LETTER * len(mark.label)
-        at = x(mark.utility), y(mark.leakage)
+    taken = [(across - _RADIUS, height - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for across, height in places]
+    for at, setting in zip(places, settings, strict=True):
+        length = _LETTER * len(setting.name)
         boxes = [_box(*at, length, ring, direction) for ring in _RINGS for direction in _DIRECTIONS]
         inside = [
             box for box in boxes if box[0] >= 0 and box[0] + length <= room[0] and 0 <= box[1] <= room[1] - _HEIGHT
         ]
         free = (box for box in inside if not any(_overlap(box, other) for other in taken))
         taken.append(next(free, (inside or boxes)[0]))
-    return taken[len(marks) :]
+    return taken[len(places) :]
 
 
 def _box(x: float, y: float, length: float, ring: float, direction: float) -> Box:

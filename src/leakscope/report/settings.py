@@ -50,22 +50,10 @@ def charts(settings: Sequence[SettingVerdict], policy: float) -> dict[str, Any]:
     """The dot plot twice, for wide and for narrow screens; the style sheet shows one of them."""
     if not settings:
         return {"wide": "", "narrow": ""}
-    rows = [
-        svg.DotRow(
-            label=f"{setting.name} {setting.defense_short} · {setting.protocol_short}",
-            outcome=setting.outcome,
-            value=setting.mean_psnr,
-            low=setting.interval[0],
-            high=setting.interval[1],
-            baseline=setting.baseline_psnr,
-            points=tuple(example.psnr for example in setting.examples),
-        )
-        for setting in settings
-    ]
-    room = min(380, max(120, 20 + 8 * max(len(row.label) for row in rows)))
+    room = min(380, max(120, 20 + 8 * max(len(svg.label_of(setting)) for setting in settings)))
     return {
-        "wide": svg.dot_plot(rows, policy=policy, identity="dots-wide", width=960, label_width=room),
-        "narrow": svg.dot_plot(rows, policy=policy, identity="dots-narrow", width=340, label_width=0),
+        "wide": svg.dot_plot(settings, policy=policy, identity="dots-wide", width=960, label_width=room),
+        "narrow": svg.dot_plot(settings, policy=policy, identity="dots-narrow", width=340, label_width=0),
     }
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from markupsafe import Markup
 
 from leakscope.report.template import environment
+from leakscope.results.setting_verdict import SettingVerdict
 
 MAX_POINTS = 160
 #: Height of a line of a label, and how many characters of one fit above a row of a narrow chart.
@@ -18,35 +19,6 @@ LINE, _ABOVE = 16, 40
 #: Beyond this PSNR pictures look the same; an exact copy must not squeeze everything else into a corner.
 MAX_DECIBEL = 60.0
 NOTHING = "nothing finite"
-
-
-@dataclass(frozen=True, kw_only=True)
-class DotRow:
-    """One line of the dot plot; NaN where there is nothing to draw."""
-
-    label: str
-    outcome: str
-    value: float
-    low: float
-    high: float
-    baseline: float
-    points: tuple[float, ...] = ()
-
-    @property
-    def sentence(self) -> str:
-        """What it shows, in words.
-
-        >>> nan = float("nan")
-        >>> DotRow(label="S1", outcome="leaks", value=30.25, low=28.0, high=32.0, baseline=nan).sentence
-        'S1: leaks, mean 30.2 dB, interval 28.0 to 32.0 dB.'
-        """
-        words = f"{self.label}: {self.outcome}"
-        words += f", mean {self.value:.1f} dB" if math.isfinite(self.value) else ", no finite mean"
-        if math.isfinite(self.low) and math.isfinite(self.high):
-            words += f", interval {self.low:.1f} to {self.high:.1f} dB"
-        if math.isfinite(self.baseline):
-            words += f", zero-information baseline {self.baseline:.1f} dB"
-        return words + "."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,30 +114,35 @@ class Scale:
         return (self.start + self.end) / 2
 
 
-def dot_plot(rows: Sequence[DotRow], *, policy: float, identity: str, width: int, label_width: int) -> Markup:
+def dot_plot(
+    settings: Sequence[SettingVerdict], *, policy: float, identity: str, width: int, label_width: int
+) -> Markup:
     """Draw mean, interval, examples, baseline and policy; ``label_width`` 0 puts labels above the rows."""
     room = max(8, (label_width - 20) // 8) if label_width else _ABOVE
-    labels = [_wrapped(row.label, room) for row in rows]
+    labels = [_wrapped(label_of(setting), room) for setting in settings]
     left, pitch, top = (label_width, 34, 26) if label_width else (14, 50, 26)
     ends = list(accumulate((pitch + LINE * (len(label) - 1) for label in labels), initial=top))
     middles = [(start + end) / 2 if label_width else end - 14.0 for start, end in pairwise(ends)]
-    shown = [v for r in rows for v in (r.value, r.low, r.high, r.baseline, policy, *r.points) if math.isfinite(v)]
+    values = [v for s in settings for v in (s.mean_psnr, *s.interval, s.baseline_psnr, *(e.psnr for e in s.examples))]
+    shown = [v for v in (policy, *values) if settings and math.isfinite(v)]
     low = min([0.0, *shown])
     high = max([25.0, *(min(v + 2, max(MAX_DECIBEL, policy + 5)) for v in shown)])
     beyond = f" ({high:g} and more at the edge)" if any(v > high for v in shown) else ""
     bottom, x = ends[-1], Scale(low, high, left, width - 22)
-    allowed = [f"The policy allows less than {policy:g} dB."] if math.isfinite(policy) else []
     marks = ticks(low, high, 8 if label_width else 4)
     chart = {
         **{"identity": identity, "width": width, "height": bottom + 42},
         "title": "PSNR of the strongest attack for each setting",
-        "description": " ".join([*allowed, *(row.sentence for row in rows)]),
         "ticks": [(x(mark), bottom + 16, f"{mark:g}", "middle") for mark in marks],
         "axes": [(x.middle, bottom + 34, f"PSNR, dB{beyond}", "middle")],
     }
     facts = {"marks": [(x(mark), top) for mark in marks], "bottom": bottom, "policy": policy, "x": x}
-    lines = list(zip(rows, labels, middles, strict=True))
+    lines = list(zip(settings, labels, middles, strict=True))
     return drawn("dots", chart, rows=lines, label_width=label_width, height=LINE, **facts)
+
+
+def label_of(setting: SettingVerdict) -> str:
+    return f"{setting.name} {setting.defense_short} · {setting.protocol_short}"
 
 
 def _wrapped(label: str, room: int) -> list[str]:
