@@ -15,8 +15,6 @@ from leakscope.cli.output import ALLOW_CODE, Output, parse_shape, takes
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from leakscope.audit.estimate import Sizing
 
 Options = dict[str, Any]
@@ -85,12 +83,6 @@ def limits(
             print_limits(title, limits)
 
 
-def _one_gradient(net: nn.Module, shape: tuple[int, ...], batch: int, options: Options, facts: Options) -> Any:
-    from leakscope.limits import limits as compute
-
-    return compute(net, shape, batch, **facts, **options)
-
-
 def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: Options, facts: Options) -> Any:
     if options["channel"] is not None or options["exact"]:
         raise UserError(
@@ -112,6 +104,7 @@ def _of_model(
     rounds: int | None,
     options: Options,
 ) -> tuple[str, Any]:
+    from leakscope.limits import limits as compute
     from leakscope.models import build_model
     from leakscope.models.split import VerticalModel
 
@@ -121,7 +114,7 @@ def _of_model(
     if not isinstance(net, VerticalModel):
         if samples is not None or rounds is not None:
             raise UserError(f"--samples and --rounds: expected for a vertical model only, and {name!r} is none")
-        return f"{name}, {batch} x {_size(shape)}", _one_gradient(net, shape, batch, options, facts)
+        return f"{name}, {batch} x {_size(shape)}", compute(net, shape, batch, **facts, **options)
     if samples is None:
         raise UserError(
             f"--samples: {name!r} is a vertical model; expected how many samples its batches are drawn from"
@@ -137,6 +130,7 @@ def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -
         raise UserError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
     from leakscope.audit import load_spec
     from leakscope.audit.setup import build_setup
+    from leakscope.limits import limits as compute
 
     setup = build_setup(load_spec(path, allow_code=allow_code))
     spec, (x, y) = setup.spec, setup.batch(0)
@@ -153,7 +147,7 @@ def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -
         facts = {"inputs": x, "labels": y}
         if setup.data.range_known:
             facts["value_range"] = setup.data.value_range
-        limits = _one_gradient(setup.model, shape, spec.batch, options, facts)
+        limits = compute(setup.model, shape, spec.batch, **facts, **options)
         results.append((f"{spec.model.name}, {spec.batch} x {_size(shape)}", limits))
     return results
 

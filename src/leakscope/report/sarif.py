@@ -144,30 +144,25 @@ _BASES = {REPOSITORY: "The root of the audited repository.", PACKAGES: "The fold
 
 @dataclass(frozen=True)
 class _Finding:
-    """Sentences on a setting, or on the whole audit, that fall under one rule; each with its remedy."""
+    """Reasons on a setting, or on the whole audit, that fall under one rule."""
 
     rule: Rule
-    sentences: list[tuple[str, str]]
     reasons: list[Reason]
     setting: SettingVerdict | None = None
 
 
 def _findings(verdict: Verdict) -> Iterator[_Finding]:
     if verdict.outcome == "nothing audited":
-        yield _Finding(RULES["nothing"], *_told(verdict.reasons))
+        yield _Finding(RULES["nothing"], verdict.reasons)
         return
     for setting in verdict.settings:
         reasons = setting.reasons
         for kind in dict.fromkeys(reason.kind for reason in reasons):
-            yield _Finding(RULES[kind], *_told([r for r in reasons if r.kind == kind]), setting)
+            yield _Finding(RULES[kind], [r for r in reasons if r.kind == kind], setting)
         if setting.remarks:
-            yield _Finding(RULES["remark"], *_told(setting.remarks), setting)
+            yield _Finding(RULES["remark"], setting.remarks, setting)
     if verdict.doubts_of_all:
-        yield _Finding(RULES["doubt"], *_told(verdict.doubts_of_all))
-
-
-def _told(reasons: list[Reason]) -> tuple[list[tuple[str, str]], list[Reason]]:
-    return [(text, remedy) for text, remedy, _ in over_examples(reasons)], reasons
+        yield _Finding(RULES["doubt"], verdict.doubts_of_all)
 
 
 def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
@@ -175,7 +170,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     where = source.whole if setting is None else source.of_setting(*setting.scenario)
     subject = ("whole", "audit") if setting is None else setting.scenario
     title = "The audit" if setting is None else setting.short
-    told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
+    told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy, _ in over_examples(finding.reasons)]
     if setting is not None and finding.rule is RULES["reconstruction"]:
         told += [f"{line}." for line in strongest_words([e for e in setting.examples if e.leaks])]
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])
