@@ -262,7 +262,10 @@ def plan(
         content = document("plan", _document(sizing))
         output.write(lambda: content, lambda: content["cells"])
     else:
-        _print(sizing)
+        from leakscope.cli.console import make_console, write
+
+        spans = {count: _span(sizing.hours(count)) for count in (1, sizing.workers or 1)}
+        write("plan", make_console(), sizing=sizing, confidence=_confidence(sizing), spans=spans)
 
 
 def _document(sizing: Sizing) -> dict[str, Any]:
@@ -274,13 +277,6 @@ def _document(sizing: Sizing) -> dict[str, Any]:
         "confidence": _confidence(sizing),
         "cells": [{**dataclasses.asdict(cell), "core_hours": cell.core_hours} for cell in sizing.cells],
     }
-
-
-def _print(sizing: Sizing) -> None:
-    from leakscope.cli.console import make_console, write
-
-    spans = {count: _span(sizing.hours(count)) for count in (1, sizing.workers or 1)}
-    write("plan", make_console(), sizing=sizing, confidence=_confidence(sizing), spans=spans)
 
 
 def _confidence(sizing: Sizing) -> str:
