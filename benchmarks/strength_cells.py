@@ -15,7 +15,7 @@ from torch import nn
 
 from leakscope import __version__
 from leakscope.attacks import make_attack
-from leakscope.cli.parsing import parse_part
+from leakscope.cli.output import parse_part
 from leakscope.contracts.attack import Attack
 from leakscope.contracts.certificate import ROUNDING
 from leakscope.contracts.defense import Defense, Gradient

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from leakscope.attacks import ATTACKS, InvertingGradients, make_attack, standard_attacks
-from leakscope.cli.parsing import parse_part
+from leakscope.cli.output import parse_part
 from leakscope.federation import FedSGD
 from leakscope.report.sentences import flag_remedy
 

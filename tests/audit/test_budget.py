@@ -13,8 +13,7 @@ from audit_doubles import run, timeless
 
 from leakscope.audit import Audit, AuditSpec, SpecError
 from leakscope.audit import run as run_module
-from leakscope.audit.budget import EXACT_PSNR, Budget, Spared
-from leakscope.audit.plan import Job, in_turn, make_plan
+from leakscope.audit.plan import EXACT_PSNR, Budget, Job, Spared, in_turn, make_plan
 from leakscope.audit.setup import Setup, build_setup
 from leakscope.results.records import AttemptRecord
 from leakscope.results.verdict import judge

@@ -22,7 +22,7 @@ def told(**changes: Any) -> dict[str, tuple[str, bool]]:
     spec = {"model": "mlp", "data": "tiles", "attacks": "linear-layer", "examples": 2, **changes}
     setup = build_setup(AuditSpec.parse(spec))
     statements = describe_audited(setup, setup.spec.normalised())
-    return {statement.text.split(":")[0]: (statement.text, statement.warning) for statement in statements}
+    return {line["text"].split(":")[0]: (line["text"], line["warning"]) for line in statements}
 
 
 def small(*between: nn.Module, classes: int = 9) -> nn.Module:

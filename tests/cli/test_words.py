@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from leakscope.attacks import ATTACKS
 from leakscope.audit import EXECUTORS, AuditSpec
 from leakscope.cli import app
-from leakscope.cli.parsing import parse_part, parse_parts, parse_shape
+from leakscope.cli.output import parse_part, parse_parts, parse_shape
 from leakscope.contracts.knowledge import Knowledge
 from leakscope.contracts.settings import settings_of
 from leakscope.contracts.task import TASKS

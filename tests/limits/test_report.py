@@ -20,7 +20,7 @@ from leakscope.limits import jacobian as jacobian_module
 from leakscope.limits import report as report_module
 from leakscope.limits.cramer_rao import Floor
 from leakscope.models import build_model
-from leakscope.report.limits_tables import limits_tables
+from leakscope.report.limits import limits_tables
 
 
 def net(hidden: int = 6, features: int = 8, classes: int = 3, activation: str = "sigmoid") -> nn.Module:

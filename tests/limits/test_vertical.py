@@ -20,7 +20,7 @@ from leakscope.models import build_model
 from leakscope.models.split import VerticalModel, make_shares
 from leakscope.network.layers import first_dense
 from leakscope.network.recorder import inputs_of
-from leakscope.report.limits_tables import vertical_tables
+from leakscope.report.limits import vertical_tables
 
 
 def net(features: int = 16, classes: int = 3, activation: str = "tanh", **options: Any) -> VerticalModel:

@@ -9,25 +9,38 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from fabricate import setting
 from torch import nn
 
 from json_schema import violations
 from leakscope.audit import audit
 from leakscope.cli.console import make_console, print_study
-from leakscope.report.defense_study import Mark, front_plot
+from leakscope.report.defense_study import front_plot
 from leakscope.report.export import audit_document, csv_text, json_text, schema, study_table
+from leakscope.results.defense_study import StudyRow
 
 
-def _mark(label: str, utility: float, leakage: float, kind: str = "front") -> Mark:
-    ends = {"utility_interval": (utility, utility), "leakage_interval": (leakage - 1, leakage + 1)}
-    return Mark(label=label, title="defence", utility=utility, leakage=leakage, kind=kind, **ends)
+def _plot(*marks: tuple[str, float, float]) -> str:
+    """The plot of settings by name, utility and leakage."""
+    rows = [
+        StudyRow(
+            **{"protocol": "P()", "defense": name, "outcome": "", "known": True, "on_front": True},
+            **{"utility": utility, "utility_interval": (utility, utility)},
+            **{"leakage": leakage, "leakage_interval": (leakage - 1, leakage + 1)},
+        )
+        for name, utility, leakage in marks
+    ]
+    named = {row.scenario: setting(row.defense, row.protocol, "noise") for row in rows}
+    return str(front_plot(rows, named, identity="f", utility="accuracy", share=True))
 
 
 def test_the_plot_has_a_mark_a_setting_and_labels_that_cover_nothing() -> None:
-    marks = [_mark(f"S{n}", 0.5 + 0.001 * n, 20.0 + 0.1 * n) for n in range(12)]
-    drawing = ElementTree.fromstring(str(front_plot(marks, identity="f", utility="accuracy", share=True)))
+    drawing = ElementTree.fromstring(_plot(*((f"S{n}", 0.5 + 0.001 * n, 20.0 + 0.1 * n) for n in range(12))))
     groups = [g for g in drawing.iter("g") if "setting" in g.get("class", "")]
     assert len(groups) == 12
+    told = "S2 noise: leaks 20.2 dB (19.2 to 21.2) at utility 0.502 (0.502 to 0.502), front."
+    assert told == groups[2].findtext("title")
+    assert told in str(drawing.findtext("desc"))
     labels = [next(g.iter("text")) for g in groups]
     boxes = [(float(t.get("x", 0)), float(t.get("y", 0)), 8.0 * len(str(t.text))) for t in labels]
     for place, one in enumerate(boxes):
@@ -36,12 +49,11 @@ def test_the_plot_has_a_mark_a_setting_and_labels_that_cover_nothing() -> None:
 
 
 def test_the_plot_leaves_out_what_is_not_finite_and_escapes_names() -> None:
-    marks = [_mark("S1", math.nan, 20.0), _mark("<b>", 0.5, 10.0)]
-    drawing = str(front_plot(marks, identity="f", utility="accuracy", share=True))
+    drawing = _plot(("S1", math.nan, 20.0), ("<b>", 0.5, 10.0))
     assert drawing.count('class="setting') == 1
     assert "<b>" not in drawing
     ElementTree.fromstring(drawing)
-    assert "nothing to draw" in str(front_plot(marks[:1], identity="f", utility="accuracy", share=True))
+    assert "nothing to draw" in _plot(("S1", math.nan, 20.0))
 
 
 @pytest.fixture(scope="module")

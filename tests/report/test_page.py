@@ -154,6 +154,14 @@ def test_measures_without_controls_or_results_are_dashes_with_reasons(tmp_path: 
     assert "No attack gave a result." in page.text
 
 
+def test_examples_without_a_control_are_counted_beside_the_others(tmp_path: Path) -> None:
+    built = fabricate(examples=4, seeds=1, failures=False)
+    built.jobs[:] = [row for row in built.jobs if not (row["job"]["control"] and row["job"]["batch"] == 3)]
+    page = Page(render(built.write(tmp_path / "audit")))
+    assert page.text.count(" 4, without 3 ") == 7 * 3, "every measure but LPIPS, in every setting"
+    assert [a for a in page.all("td") if a.get("title") == "no control was measured"]
+
+
 def test_flags_that_occur_are_explained_and_others_are_not(page: Page) -> None:
     glossary = page.text[page.text.index("Flags in this audit") :]
     assert "restarts disagree" in glossary

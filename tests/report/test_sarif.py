@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from leakscope.audit.yaml_text import item_lines
-from leakscope.report.sarif import RULES, sarif_log
+from leakscope.report.sarif import RULES, Place, Source, place_of, sarif_log
 from leakscope.results import Store, judge_store
 from leakscope.results.records import Row
-from leakscope.results.source import Place, Source, place_of
 from sarif_schema import official_schema, sarif_problems
 
 SGD, NOISE = "FedSGD(batchnorm='eval')", "GradientNoise(sigma=1.0)"

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import math
 from xml.etree import ElementTree
 
 import pytest
 import torch
+from fabricate import setting
 from PIL import Image
 
 from leakscope.report import svg
 from leakscope.report.pictures import draw, png
+from leakscope.results import SettingVerdict, StrongestExample
 from leakscope.results.names import Part, short_names
 
 NAN = math.nan
 
 
-def row(**changes: object) -> svg.DotRow:
-    values = {
-        **{"label": "S1 none", "outcome": "leaks", "value": 25.0, "low": 22.0, "high": 28.0},
-        **{"baseline": 10.0, "points": (22.0, 28.0)},
-    }
-    return svg.DotRow(**{**values, **changes})  # type: ignore[arg-type]
+def row(value: float = 25.0, ends: tuple[float, float] = (22.0, 28.0), baseline: float = 10.0) -> SettingVerdict:
+    """A setting with two examples at the ends of its interval."""
+    place = {"attack": "", "attack_name": "", "seed": 0, "key": "", "protocol": "P()", "defense": "none"}
+    examples = [StrongestExample(index=n, values={"psnr": psnr}, **place) for n, psnr in enumerate(ends)]
+    facts = {"mean_psnr": value, "interval": ends, "baseline_psnr": baseline, "examples": examples}
+    return dataclasses.replace(setting("S1", "P()", "none"), outcome="leaks", **facts)
 
 
 @pytest.mark.parametrize("label_width", [0, 200])
 def test_dot_plot_places_means_in_order_and_is_well_formed(label_width: int) -> None:
-    rows = [row(value=12.0), row(value=25.0), row(value=NAN, low=NAN, high=NAN, baseline=NAN, points=())]
+    rows = [row(value=12.0), row(value=25.0), row(NAN, (NAN, NAN), NAN)]
     chart = svg.dot_plot(rows, policy=20.0, identity="x", width=600, label_width=label_width)
     tree = ElementTree.fromstring(chart)
     places = [float(c.get("cx", "")) for c in tree.iter("circle") if c.get("class") == "mean"]
     (line,) = [float(c.get("x1", "")) for c in tree.iter("line") if c.get("class") == "policy"]
     assert places[0] < line < places[1]
     assert tree.find("title") is not None
-    assert "zero-information baseline 10.0 dB" in str(tree.findtext("desc"))
+    first, _, unmeasured = [str(title.text) for title in tree.iter("title")][1:]
+    assert first == "S1 none · P(): leaks, mean 12.0 dB, interval 22.0 to 28.0 dB, zero-information baseline 10.0 dB."
+    assert unmeasured == "S1 none · P(): leaks, no finite mean."
+    assert str(tree.findtext("desc")).startswith(f"The policy allows less than 20 dB. {first} ")
     assert tree.get("aria-labelledby") == "x-t x-d"
 
 
@@ -53,7 +59,7 @@ def test_infinite_psnr_does_not_stretch_the_chart() -> None:
 
 
 def test_an_exact_copy_does_not_squeeze_the_chart() -> None:
-    rows = [row(value=200.0, points=(200.0,)), row()]
+    rows = [row(200.0, (200.0, 200.0)), row()]
     chart = svg.dot_plot(rows, policy=20.0, identity="x", width=600, label_width=0)
     assert "60 and more at the edge" in chart
     places = [float(c.get("cx", "")) for c in ElementTree.fromstring(chart).iter("circle")]

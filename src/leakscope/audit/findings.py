@@ -20,7 +20,7 @@ from leakscope.contracts.errors import NotApplicable, UserError
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.protocol import BATCHNORM, Protocol, client_copy, own_randomness
 from leakscope.contracts.task import Task, outputs_of
-from leakscope.equations.embedding import Embedding, recover_embedding
+from leakscope.equations.embedding import recover_embedding
 from leakscope.equations.features import features_of, read_dense_gradient
 from leakscope.federation import Vertical
 from leakscope.limits import Floor, affordable_floor, cramer_rao, vertical_limits
@@ -155,6 +155,8 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
         return {"reason": str(refusal), **_span(subject)}
     truth = _true_features(subject, found.layer)
     order = assign(truth, found.features)
+    labels = found.labels if subject.task.has_classes else None
+    right = None if labels is None else float(subject.task.right(subject.y.cpu(), labels[order]).mean())
     errors = (found.features[order] - truth).norm(dim=1) / truth.norm(dim=1).clamp_min(1e-300)
     return {
         "layer": found.layer,
@@ -167,7 +169,7 @@ def describe_embedding(subject: Subject) -> dict[str, Any]:
         "expected_error": finite(found.error),
         "residual": finite(found.residual),
         "exact": found.exact,
-        "labels_right": _labels_right(subject, found, order),
+        "labels_right": right,
         "losses": [] if found.losses is None else [finite(float(loss)) for loss in found.losses[:MOST_EXAMPLES]],
         "scale": finite(found.scale),
         "note": "; ".join(found.notes),
@@ -200,12 +202,6 @@ def _true_features(subject: Subject, layer: str) -> Tensor:
     model = client_copy(subject.observation.model, subject.observation.batchnorm)
     with torch.no_grad():
         return inputs_of(model.get_submodule(layer), model, subject.x).flatten(1).double().cpu()
-
-
-def _labels_right(subject: Subject, found: Embedding, order: Tensor) -> float | None:
-    if found.labels is None or not subject.task.has_classes:
-        return None
-    return float(subject.task.right(subject.y.cpu(), found.labels[order]).mean())
 
 
 def finite(value: float) -> float | None:

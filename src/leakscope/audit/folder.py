@@ -3,11 +3,11 @@
 import dataclasses
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,13 +19,13 @@ from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import item_lines
 from leakscope.contracts.protocol import BATCHNORM, client_copy
 from leakscope.contracts.task import outputs_of
-from leakscope.results.records import UTILITY, counted, mapping, plain, without_folders
-from leakscope.results.source import Place, Source, place_of
+from leakscope.report.sarif import Place, Source, place_of
+from leakscope.report.template import cells_of, text_template
+from leakscope.results.records import UTILITY, mapping, plain, without_folders
 from leakscope.results.store import DATABASE, Store, StoreError, check_same_audit
 
 #: Settings of attacks that say how long they try.
 _EFFORTS = ("iterations", "steps", "restarts")
-EFFORT, WAIVED = "Effort", "Waived"
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
@@ -35,7 +35,9 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         raise StoreError(f"{directory}: expected a folder, got a file; choose another --out")
     if not (directory / DATABASE).exists():
         meta = {**_meta(setup), **plan.meta(setup, identity(setup))}
-        return Store.create(directory, {**meta, "audited": _audited(setup, meta["spec"], plan)}), plan
+        return Store.create(
+            directory, {**meta, "audited": describe_audited(setup, {**meta["spec"], "examples": plan.axes["examples"]})}
+        ), plan
     store = Store.open(directory, write=True)
     try:
         stored = mapping(store.meta("identity"))
@@ -44,11 +46,12 @@ def open_store(setup: Setup, plan: Plan, directory: Path) -> tuple[Store, Plan]:
         check_same_audit(store, known, may_be_new=(UTILITY,))
         plan = Plan.read(store).grown(plan, store.finished())
         spec = _grown_spec(store.meta("spec"), _told_spec(setup))
+        audited = describe_audited(setup, {**spec, "examples": plan.axes["examples"]})
         changes = {
             **plan.meta(setup, known),
             **_newest(setup),
             "spec": spec,
-            "audited": _grown_statements(store.meta("audited"), _audited(setup, spec, plan)),
+            "audited": _grown_statements(store.meta("audited"), audited),
         }
         store.update(changes, {job.key: job.position for job in plan.jobs})
     except BaseException:
@@ -121,11 +124,6 @@ def _without_folders(value: Any) -> Any:
     return without_folders(value) if isinstance(value, str) else value
 
 
-def _audited(setup: Setup, spec: Mapping[str, Any], plan: Plan) -> list[dict[str, Any]]:
-    asked = {**spec, "examples": plan.axes["examples"]}
-    return [statement._asdict() for statement in describe_audited(setup, asked)]
-
-
 def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
     """Return the newest spec, its lists joined with those of the runs before."""
     before = {name: stored[name] if isinstance(stored.get(name), list) else [] for name in AXES}
@@ -140,7 +138,10 @@ def _grown_spec(stored: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, 
 def _grown_statements(stored: Any, now: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the newest statements, and those on protocols and defences that only earlier runs had."""
     before = [old for old in stored if isinstance(old, dict)] if isinstance(stored, list) else []
-    return [*now, *(old for old in before if old not in now and not str(old.get("text")).startswith((EFFORT, WAIVED)))]
+    return [
+        *now,
+        *(old for old in before if old not in now and not str(old.get("text")).startswith(("Effort", "Waived"))),
+    ]
 
 
 def source_of(spec: AuditSpec, model: nn.Module) -> Source:
@@ -177,101 +178,30 @@ def _defined(target: Any) -> Place | None:
     return None if file is None else place_of(file, line)
 
 
-class Statement(NamedTuple):
-    """One sentence on what was audited; a ``warning`` where it limits what the verdict says."""
-
-    text: str
-    warning: bool = False
-
-
-def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[Statement]:
-    """Say what the verdict is about, most important first; ``asked`` is the spec of all runs in the folder."""
+def describe_audited(setup: Setup, asked: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Say what the verdict is about, and what of it is a warning; ``asked`` is the spec of all runs in the folder."""
+    spec, modules = setup.spec, list(setup.model.modules())
+    norms = [module.training for module in modules if isinstance(module, BATCHNORM)]
+    promises = []
+    for part, defense in product(spec.protocols, spec.defenses):
+        passes = 0 if defense.instance is None else part.instance.passes(spec.batch)
+        spent, promised = (defense.instance and defense.instance.epsilon_for(count) for count in (passes, None))
+        if spent is not None and promised is not None:
+            promises.append((defense.name, part.name, passes, spent, promised))
+    text = text_template("audited.txt.j2", {}).render(
+        **{"setup": setup, "spec": spec, "asked": asked, "efforts": _EFFORTS, "promises": promises},
+        own=("train" if any(norms) else "eval") if norms else None,
+        modes=sorted({part.instance.batchnorm for part in spec.protocols}),
+        dropout=any(isinstance(module, _DROPOUTS) and module.p > 0 for module in modules),
+        outputs=_outputs(setup) if spec.task.instance.has_classes else 0,
+    )
     return [
-        _weights(setup),
-        *_modes(setup),
-        *_outputs(setup),
-        _effort(asked),
-        *_waived(setup),
-        *_knowing(setup),
-        *_privacy(setup),
-        Statement(
-            "Draws: the client's noise and order are simulated, reproducible by seed; a real client's are secret."
-        ),
+        {"text": cells_of(line.removeprefix("! "))[0], "warning": line.startswith("! ")} for line in text.splitlines()
     ]
 
 
-def _weights(setup: Setup) -> Statement:
-    spec, mark = setup.spec, f"fingerprint {setup.model_fingerprint[:12]}"
-    if spec.training is not None:
-        return Statement(f"Weights: trained here, {spec.training.describe()} ({mark}).")
-    if spec.model.weights is not None:
-        return Statement(f"Weights: loaded from {spec.model.weights.name} ({mark}).")
-    if spec.model.instance is not None:
-        return Statement(f"Weights: those of the model given ({mark}).")
-    text = f"Weights: random, seed {spec.model.seed} ({mark}): a trained model may leak less or more"
-    return Statement(f"{text}. Load yours with --weights, or train first (training).", warning=True)
-
-
-def _modes(setup: Setup) -> Iterator[Statement]:
-    norms = [module for module in setup.model.modules() if isinstance(module, BATCHNORM)]
-    modes = {part.instance.batchnorm for part in setup.spec.protocols}
-    if norms:
-        own = "train" if any(module.training for module in norms) else "eval"
-        more = f", but the model given is in {own} mode. Set batchnorm: {own} in the protocol if clients train so."
-        more = ", as in the model given." if own in modes else more
-        yield Statement(f"BatchNorm: {' and '.join(sorted(modes))} mode in the client{more}", warning=own not in modes)
-    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in setup.model.modules()):
-        yield Statement("Dropout: off in the client, which leaks more than training with it.", warning=True)
-
-
-def _outputs(setup: Setup) -> Iterator[Statement]:
-    task, data = setup.spec.task.instance, setup.data
-    if not task.has_classes:
-        return
+def _outputs(setup: Setup) -> int:
     x, _ = setup.inputs(torch.tensor([0]))
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         answer = outputs_of(client_copy(setup.model, "eval")(x))
-    outputs = answer.shape[1] if answer.dim() > 1 else 1
-    if outputs > max(data.num_classes, 2):
-        unused = f"{outputs - data.num_classes} outputs belong to no class"
-        text = f"Outputs: {outputs} for {data.num_classes} classes; {unused}, which makes labels easier to read"
-        yield Statement(f"{text}. Check the number of classes.", warning=True)
-
-
-def _effort(asked: Mapping[str, Any]) -> Statement:
-    attacks = []
-    for part in asked["attacks"]:
-        told = [f"{name} {part['options'][name]}" for name in _EFFORTS if part["options"].get(name) is not None]
-        attacks.append(f"{part['name']} ({', '.join(told)})" if told else part["name"])
-    clients = f"{counted(asked['examples'], 'example')}, {asked['batch']} a client"
-    count, seeds = counted(len(attacks), "attack"), counted(len(asked["seeds"]), "seed")
-    return Statement(f"{EFFORT}: {count}: {', '.join(attacks)}; {seeds}; {clients}.")
-
-
-def _waived(setup: Setup) -> Iterator[Statement]:
-    if names := setup.spec.policy.waive:
-        text = f"{WAIVED}: the policy allows a pass without the standard attacks {', '.join(names)}"
-        yield Statement(f"{text}. They may recover more.", warning=True)
-
-
-def _knowing(setup: Setup) -> Iterator[Statement]:
-    if ignoring := [part.name for part in setup.spec.attacks if part.instance.ignore_defense]:
-        text = f"Knowledge of the defence: {', '.join(dict.fromkeys(ignoring))} is also run without it"
-        yield Statement(f"{text}; where there is no defence, or none that can be known, that would be the same again.")
-
-
-def _privacy(setup: Setup) -> Iterator[Statement]:
-    """State the epsilon of what a client really sends, where a defence promises one."""
-    for part, defense in product(setup.spec.protocols, setup.spec.defenses):
-        if defense.instance is None:
-            continue
-        passes = part.instance.passes(setup.spec.batch)
-        spent, promised = defense.instance.epsilon_for(passes), defense.instance.epsilon_for(None)
-        if spent is None or promised is None:
-            continue
-        text = f"Privacy: {defense.name} under {part.name} spends epsilon {spent:.3g} in one round"
-        if spent > 1.001 * promised:
-            why = f"for {passes} passes over its data, not the {promised:.3g} promised"
-            yield Statement(f"{text}, {why}. Set steps: {passes} of the defence.", warning=True)
-        else:
-            yield Statement(f"{text} of a client; more rounds spend more.")
+    return answer.shape[1] if answer.dim() > 1 else 1

@@ -60,7 +60,11 @@ def shown(console: Console, display: Display, *, verbose: bool = False) -> Itera
         elif kind == "workers":
             _say(console, f"Using {counted(event['workers'], 'worker')}: {event['reason']}.")
         elif kind == "estimated":
-            _tell_estimate(console, event, verbose)
+            _say(console, f"Estimated time: at most {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
+            for attack, seconds in event.get("by_attack", {}).items() if verbose else ():
+                _say(console, f"  {attack}: {rough(seconds)}")
+            if event.get("advice"):
+                _say(console, f"Hint: {event['advice']}")
         elif kind == "finished" and verbose:
             _say(console, f"[{event['completed']}/{event['total']}] {job_line(event)}")
         elif kind == "finished" and event["status"] == "failed":
@@ -188,15 +192,6 @@ def _in_turn(*listeners: Tell) -> Tell:
             listener(event)
 
     return tell
-
-
-def _tell_estimate(console: Console, event: Event, verbose: bool) -> None:
-    _say(console, f"Estimated time: at most {rough(event['seconds'])} for {counted(event['jobs'], 'job')}.")
-    if verbose:
-        for attack, seconds in (event.get("by_attack") or {}).items():
-            _say(console, f"  {attack}: {rough(seconds)}")
-    if event.get("advice"):
-        _say(console, f"Hint: {event['advice']}")
 
 
 class _Count(MofNCompleteColumn):

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from leakscope.audit.attempts import Outcome
-from leakscope.audit.budget import Budget, Spared
 from leakscope.audit.executors import EXECUTORS, Executor
 from leakscope.audit.folder import open_store
-from leakscope.audit.plan import Job, Plan, describe, grouped, in_turn, make_plan
+from leakscope.audit.plan import Budget, Job, Plan, Spared, describe, grouped, in_turn, make_plan
 from leakscope.audit.progress import Tell, listener
 from leakscope.audit.sections import span
 from leakscope.audit.setup import Setup, build_setup, rehearse

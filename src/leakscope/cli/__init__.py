@@ -13,9 +13,8 @@ from typer.core import TyperCommand, TyperGroup
 from leakscope.audit.output import unfailing_output
 from leakscope.cli.audit import audit
 from leakscope.cli.captured import attack, import_update
-from leakscope.cli.limits import inspect, limits
+from leakscope.cli.limits import inspect, limits, plan
 from leakscope.cli.pages import compare, list_names, report, reproduce
-from leakscope.cli.planning import plan
 
 INTERRUPTED, INTERNAL, USAGE = 2, 3, 4
 #: Characters of an error that are printed; a file may hold a name of megabytes.

@@ -10,8 +10,17 @@ import typer
 from leakscope.audit.sections import DataSpec, ModelSpec
 from leakscope.audit.spec import AuditSpec
 from leakscope.audit.yaml_text import SpecError, SpecFile, read_yaml
-from leakscope.cli.output import Output, SarifFile, relative, takes, write_sarif
-from leakscope.cli.parsing import ALLOW_CODE, own_names, parse_part, parse_parts
+from leakscope.cli.output import (
+    ALLOW_CODE,
+    Output,
+    SarifFile,
+    own_names,
+    parse_part,
+    parse_parts,
+    relative,
+    takes,
+    write_sarif,
+)
 from leakscope.contracts.checks import SPEC_BYTES
 from leakscope.contracts.disk import read_whole
 from leakscope.contracts.errors import UserError

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.output import takes
-from leakscope.cli.parsing import parse_numbers, parse_part, parse_shape
+from leakscope.cli.output import parse_numbers, parse_part, parse_shape, takes
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from leakscope.contracts.inputs import ValueRange
     from leakscope.contracts.observation import Observation
 
@@ -177,7 +178,7 @@ def import_update(
     Give --before and --after, or --update with its --kind. All that does not fit the model is told at once, the sign
     is checked, and buffers of BatchNorm layers are read. Nothing is written unless everything fits.
     """
-    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.cli.console import make_console, say_path
     from leakscope.contracts.files import tensor_file
 
     target = tensor_file(out)
@@ -186,33 +187,24 @@ def import_update(
     observation = captured.observe("import")
     observation.save(target)
     console = make_console()
-    for line in understood(observation):
-        say(console, line)
+    _tell_understood(observation, console)
     say_path(console, "Observation:", target)
 
 
-def understood(observation: Observation) -> list[str]:
-    """What was understood of a captured update, a line each."""
+def _tell_understood(observation: Observation, console: Console) -> None:
+    """Say how a captured update was understood."""
     import torch
 
+    from leakscope.cli.console import write
     from leakscope.contracts.protocol import BATCHNORM
-    from leakscope.results.records import counted
 
-    message, made, knowledge = observation.message, observation.made, observation.knowledge
-    entries = sum(value.numel() for value in message.update.values())
-    norm = float(torch.stack([value.double().norm() for value in message.update.values()]).norm())
-    words = {"gradient": "a gradient", "weight_delta": "weights before minus weights after"}
-    tensors = counted(len(message.update), "tensor")
-    count = observation.num_examples
-    examples = "an unknown number of examples" if count is None else counted(count, "example")
-    lines = [f"Update of {examples}: {words[message.kind]}; {tensors}, {entries:,} numbers, norm {norm:.3g}."]
-    if made is not None and made.sign is not None:
-        lines.append(f"Sign: {made.sign}: {made.sign_reason}.")
-    lines += [] if made is None else [f"Note: {note}." for note in made.notes]
-    if any(isinstance(module, BATCHNORM) for module in observation.model.modules()):
-        lines.append(f"BatchNorm is taken in {observation.batchnorm} mode.")
-    known = [line for line in knowledge.describe()[1:] if line.startswith(("It knows", "It does not know the labels"))]
-    return lines + [line.replace("It ", "The adversary ", 1) for line in known]
+    values = list(observation.message.update.values())
+    facts = {
+        "entries": sum(value.numel() for value in values),
+        "norm": float(torch.stack([value.double().norm() for value in values]).norm()),
+        "batchnorm": any(isinstance(module, BATCHNORM) for module in observation.model.modules()),
+    }
+    write("understood", console, seen=observation, **facts)
 
 
 @takes(Captured)
@@ -261,14 +253,13 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
     from leakscope.audit.assess import assess
     from leakscope.audit.parts import attack_part
     from leakscope.capture.files import read_truth
-    from leakscope.cli.console import make_console, say
+    from leakscope.cli.console import make_console
     from leakscope.cli.progress import step_progress
 
     recover = attack_part(parse_part(attack)).instance
     known = None if truth is None else read_truth(truth, observed)
-    console = make_console()
-    for line in understood(observed) if new else ():
-        say(console, line)
+    if new:
+        _tell_understood(observed, make_console())
     with step_progress() as progress:
         found = assess(observed, recover, known, progress=progress, **settings)
     if found.refusal is not None:
@@ -277,21 +268,14 @@ def _attacked(observed: Any, attack: str, truth: Path | None, new: bool, setting
 
 
 def _tell(result: Any, out: Path) -> None:
-    from leakscope.cli.console import make_console, say, say_path
+    from leakscope.cli.console import make_console, say_path, write
     from leakscope.report.captured import confidence_words
     from leakscope.report.sentences import shared_words
     from leakscope.results.records import counted
 
     console, recovered = make_console(), result.reconstruction
-    for line in (*recovered.flags, *result.notes):
-        say(console, f"Note: {line}")
-    say(console, f"{recovered.diagnosis.outcome}: {recovered.diagnosis.reason}")
-    for line in shared_words(recovered.certificates, result.psnr_of_inputs):
-        say(console, f"{line}.")
-    say(console, confidence_words(result))
-    if result.evaluation is not None:
-        values = ", ".join(f"{row['psnr']:.1f}" for row in result.evaluation.rows)
-        say(console, f"PSNR against the truth, dB: {values}")
+    shared = shared_words(recovered.certificates, result.psnr_of_inputs)
+    write("assessed", console, result=result, shared=shared, confidence=confidence_words(result))
     time = f"{recovered.info['seconds']:.1f} s"
     say_path(console, f"Returned {counted(len(recovered.inputs), 'input')} in {time}:", out)
     say_path(console, "Page:", out / PAGE)

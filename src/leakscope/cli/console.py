@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,6 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-
-from leakscope.results.records import counted
 
 #: Between two columns of a table.
 _GAP = 2
@@ -98,40 +97,29 @@ def print_listing(lines: Iterable[tuple[str, str]], console: Console | None = No
     console.print(table)
 
 
+def write(macro: str, console: Console, **facts: Any) -> None:
+    """Print what a macro of ``report/console.txt.j2`` says: titles, tables, listings and paragraphs."""
+    from leakscope.report.template import BAR, cells_of, text_template
+
+    filters = {"decibels": decibels, "between": decibels_between, "percent": percent, "figure": figure}
+    text: str = getattr(text_template("console.txt.j2", filters).module, macro)(**facts)
+    for (table, listing), group in groupby(text.splitlines(), key=lambda line: (BAR in line, line.startswith("- "))):
+        lines = list(group)
+        if table and listing:
+            entries = (cells_of(line.removeprefix("- ")) for line in lines)
+            print_listing([(name, told) for name, told in entries], console)
+        elif table:
+            print_table(None, cells_of(lines[0].removeprefix("# ")), map(cells_of, lines[1:]), console)
+        for line in () if table else lines:
+            shown = line.removeprefix("= ")
+            say(console, cells_of(shown)[0], 2 if shown.startswith("  ") else 0, "bold" if shown != line else "")
+
+
 def print_limits(title: str, limits: Any) -> None:
     """What theory says, in small tables, each with its remark below."""
     from leakscope.report import tables_of
 
-    console = make_console()
-    say(console, title, style="bold")
-    for table in tables_of(limits):
-        console.print()
-        if table.rows:
-            print_table(table.title, table.columns, table.rows, console)
-        else:
-            say(console, f"{table.title}:", style="bold")
-        if table.note:
-            say(console, table.note, indent=2)
-    console.print()
-    say(console, f"Conclusion: {limits.conclusion}", style="bold")
-
-
-def print_inspection(title: str, found: Any) -> None:
-    """What is suspicious in a received model, layer by layer, and what to do."""
-    console = make_console()
-    say(console, f"{title}: {counted(found.layers, 'layer')} with weights", style="bold")
-    for suspicion in found.suspicions:
-        console.print()
-        say(console, f"{suspicion.layer}: {suspicion.kind}", style="bold")
-        say(console, f"{suspicion.reason[0].upper()}{suspicion.reason[1:]}.", indent=2)
-        say(console, suspicion.consequence, indent=2)
-    console.print()
-    conclusion, advice = "nothing suspicious found", "That is no proof: weights can be chosen to look ordinary."
-    if found.suspicious:
-        conclusion = "SUSPICIOUS"
-        advice = "Do not train it on private data; compare it with the structure and the weights that were agreed on."
-    say(console, f"Conclusion: {conclusion}", style="bold")
-    say(console, advice, indent=2)
+    write("limits", make_console(), title=title, limits=limits, tables=tables_of(limits))
 
 
 def print_reproduction(
@@ -139,28 +127,7 @@ def print_reproduction(
 ) -> None:
     """Published and measured numbers side by side, then where the page is and what it leaves out."""
     if not quiet:
-        notes = list(dict.fromkeys(row.note for row in result.rows if row.note))
-        print_table(
-            title,
-            ("setting", "measure", "published", "tolerance", "measured", "95 %", "n", "verdict", "note"),
-            (
-                (
-                    row.setting,
-                    row.measure,
-                    figure(row.published),
-                    figure(row.tolerance),
-                    figure(row.measured),
-                    "-" if row.interval is None else f"{figure(row.interval[0])} to {figure(row.interval[1])}",
-                    row.count,
-                    row.verdict,
-                    f"({notes.index(row.note) + 1})" if row.note else "",
-                )
-                for row in result.rows
-            ),
-            console,
-        )
-        print_listing([(f"({number})", note) for number, note in enumerate(notes, start=1)], console)
-        say(console, result.caption)
+        write("reproduction", console, title=title, result=result)
     verdicts = [row.verdict for row in result.rows]
     counts = ", ".join(f"{verdicts.count(verdict)} {verdict}" for verdict in dict.fromkeys(verdicts))
     say(console, f"Result: {counts}", style="bold")
@@ -177,37 +144,12 @@ def print_comparison(
     """Two audits, setting by setting, and what differs between them; ``outcomes`` are folder and outcome of each."""
     from leakscope.results.names import short_names
 
-    protocols, defenses = short_names(line.protocol for line in lines), short_names(line.defense for line in lines)
-    names = setting_names(lines)
-    print_listing([(side, f"{name}: {told}") for side, (name, told) in zip("AB", outcomes, strict=True)], console)
-    console.print()
-    proofs = any(line.certified_a or line.certified_b for line in lines)
-    print_table(
-        None,
-        ("setting", "attack", "A, dB", "B, dB", "B - A", "intervals overlap", *(["certified, A and B"] * proofs)),
-        (
-            (
-                names[line.protocol, line.defense],
-                line.attack,
-                decibels(line.psnr_a),
-                decibels(line.psnr_b),
-                decibels(line.difference),
-                {True: "yes", False: "no", None: "-"}[line.overlap],
-                *([f"{line.certified_a} and {line.certified_b}"] * proofs),
-            )
-            for line in lines
-        ),
-        console,
-    )
-    console.print()
-    legend = [(name, f"{protocols[protocol]} · {defenses[defense]}") for (protocol, defense), name in names.items()]
-    print_listing(legend, console)
-    console.print()
-    if differences:
-        rows = [(difference.name, difference.first, difference.second) for difference in differences]
-        print_table("What else differs", ("what", "A", "B"), rows, console)
-    else:
-        say(console, "Nothing else differs.")
+    names = {
+        "names": setting_names(lines),
+        "protocols": short_names(line.protocol for line in lines),
+        "defenses": short_names(line.defense for line in lines),
+    }
+    write("comparison", console, outcomes=outcomes, lines=lines, differences=differences, **names)
 
 
 def setting_names(lines: Iterable[Any]) -> dict[Any, str]:
@@ -218,14 +160,13 @@ def setting_names(lines: Iterable[Any]) -> dict[Any, str]:
 
 def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = False, verbose: bool = False) -> None:
     """What was audited, the settings, what gave no result, and the verdict: why, and what to do."""
-    from leakscope.report.sentences import shared_fates, shared_remarks
+    from leakscope.report.sentences import by_remedy, shared_fates, shared_remarks, strongest_words
 
     verdict = result.verdict
     if not quiet:
-        _print_audited(result.store.meta("audited"), console)
-        _print_settings(verdict, console)
-        for remark in shared_remarks(verdict):
-            say(console, f"Note: {remark}")
+        audited = [line for line in result.store.meta("audited") or [] if isinstance(line, dict) and line.get("text")]
+        told = {"settings": verdict.settings, "remarks": shared_remarks(verdict), "proved": strongest_words}
+        write("settings", console, audited=audited, **told)
         if result.study is not None:
             console.print()
             print_study(result.study, verdict, console)
@@ -236,99 +177,22 @@ def print_verdict(result: Any, page: Path, console: Console, *, quiet: bool = Fa
         console.print()
     say(console, f"Verdict: {verdict.outcome.upper()}", style="bold")
     if not quiet:
-        _print_reasons(verdict, console, verbose)
+        groups = by_remedy(verdict)
+        count = sum(map(len, groups.values()))
+        left = count if verbose else MAX_REASONS
+        for remedy, reasons in groups.items():
+            groups[remedy] = reasons[:left]
+            left -= len(groups[remedy])
+        write("reasons", console, groups=groups, left=count - sum(map(len, groups.values())))
     say_path(console, "Report: ", page)
-
-
-def _print_audited(audited: Any, console: Console) -> None:
-    lines = [line for line in audited or [] if isinstance(line, dict) and line.get("text")]
-    if not lines:
-        return
-    say(console, "Audited", style="bold")
-    for line in lines:
-        warning = line.get("warning") is True
-        say(console, f"{'Warning: ' if warning else ''}{line['text']}", indent=2, style="bold" if warning else "")
-    console.print()
-
-
-def _print_settings(verdict: Any, console: Console) -> None:
-    from leakscope.report.sentences import strongest_words
-
-    settings = verdict.settings
-    print_table(
-        "Strongest attack on each example, by setting",
-        ("setting", "mean PSNR (95 %)", "no info", "identified", "labels", "outcome"),
-        (
-            (
-                row.name,
-                f"{decibels(row.mean_psnr)} ({decibels_between(row.interval)})",
-                decibels(row.baseline_psnr),
-                percent(row.identification),
-                percent(row.label_accuracy),
-                row.outcome,
-            )
-            for row in settings
-        ),
-        console,
-    )
-    console.print()
-    print_listing([(setting.name, setting.short) for setting in settings], console)
-    say(console, "PSNR in dB; no info: what is reached without the update; labels: share named.")
-    for setting in settings:
-        for line in strongest_words(setting.examples):
-            say(console, f"{setting.name}, {line}.")
 
 
 def print_study(study: Any, verdict: Any, console: Console) -> None:
     """What each defence leaks and costs, what to choose, and what knowing it is worth."""
-    from leakscope.report.defense_study import choice_words, cost_words, goal, place_words, utility_words
+    from leakscope.report import defense_study
 
     named = {setting.scenario: setting for setting in verdict.settings}
-    print_table(
-        "Defence study: what protection costs",
-        ("setting", "leakage (95 %)", "identified", utility_words(study), "cost", "place"),
-        (
-            (
-                named[row.scenario].name,
-                f"{decibels(row.leakage)} ({decibels_between(row.leakage_interval)})",
-                percent(row.identified),
-                percent(row.utility) if study.accuracy else figure(-row.utility),
-                cost_words(row, study),
-                place_words(row, named),
-            )
-            for row in study.rows
-        ),
-        console,
-    )
-    for choice in study.choices:
-        name = "" if choice.row is None else f"{named[choice.row.scenario].name}, "
-        say(console, f"So that {goal(choice.limits)}: {name}{choice_words(choice.row, study)}.")
-    for worth in study.worths:
-        gain = f"{decibels(worth.gain)} dB to {worth.attack_name} ({decibels_between(worth.interval)})"
-        say(console, f"Knowing the defence of {named[worth.scenario].name} is worth {gain}.")
-
-
-def _print_reasons(verdict: Any, console: Console, verbose: bool) -> None:
-    """A paragraph for each remedy, with the reasons that it helps against."""
-    from leakscope.report.sentences import by_remedy
-
-    groups = by_remedy(verdict)
-    left = sum(map(len, groups.values())) if verbose else MAX_REASONS
-    unsaid = 0
-    for remedy, reasons in groups.items():
-        shown, unsaid = reasons[:left], unsaid + len(reasons[left:])
-        left -= len(shown)
-        if not shown:
-            continue
-        console.print()
-        for reason in shown:
-            say(console, f"Why: {reason}", indent=2)
-        if remedy:
-            say(console, f"What to do: {remedy}", indent=2)
-    if unsaid:
-        console.print()
-        say(console, f"{counted(unsaid, 'more reason')} in the report; -v prints all.", indent=2)
-    console.print()
+    write("study", console, study=study, named=named, words=defense_study)
 
 
 def decibels(value: float | None) -> str:

@@ -1,19 +1,21 @@
-"""The commands ``limits`` and ``inspect``, which run no attack. Nothing heavy is imported before they run."""
+"""The commands ``limits``, ``inspect`` and ``plan``, which run no attack. Nothing heavy is imported before they run."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from collections import defaultdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from leakscope.cli.parsing import ALLOW_CODE, parse_shape
+from leakscope.cli.output import ALLOW_CODE, Output, parse_shape, takes
 from leakscope.contracts.errors import UserError
 
 if TYPE_CHECKING:
-    from torch import nn
+    from leakscope.audit.estimate import Sizing
 
 Options = dict[str, Any]
 NoiseScale = StrEnum("NoiseScale", {"absolute": "absolute", "times_clip": "times-clip"})
@@ -81,12 +83,6 @@ def limits(
             print_limits(title, limits)
 
 
-def _one_gradient(net: nn.Module, shape: tuple[int, ...], batch: int, options: Options, facts: Options) -> Any:
-    from leakscope.limits import limits as compute
-
-    return compute(net, shape, batch, **facts, **options)
-
-
 def _vertical(net: Any, samples: int, batch: int, rounds: int | None, options: Options, facts: Options) -> Any:
     if options["channel"] is not None or options["exact"]:
         raise UserError(
@@ -108,6 +104,7 @@ def _of_model(
     rounds: int | None,
     options: Options,
 ) -> tuple[str, Any]:
+    from leakscope.limits import limits as compute
     from leakscope.models import build_model
     from leakscope.models.split import VerticalModel
 
@@ -117,7 +114,7 @@ def _of_model(
     if not isinstance(net, VerticalModel):
         if samples is not None or rounds is not None:
             raise UserError(f"--samples and --rounds: expected for a vertical model only, and {name!r} is none")
-        return f"{name}, {batch} x {_size(shape)}", _one_gradient(net, shape, batch, options, facts)
+        return f"{name}, {batch} x {_size(shape)}", compute(net, shape, batch, **facts, **options)
     if samples is None:
         raise UserError(
             f"--samples: {name!r} is a vertical model; expected how many samples its batches are drawn from"
@@ -133,6 +130,7 @@ def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -
         raise UserError(f"{', '.join(twice)}: expected without a spec, for {path} says it")
     from leakscope.audit import load_spec
     from leakscope.audit.setup import build_setup
+    from leakscope.limits import limits as compute
 
     setup = build_setup(load_spec(path, allow_code=allow_code))
     spec, (x, y) = setup.spec, setup.batch(0)
@@ -149,7 +147,7 @@ def _of_spec(path: Path, twice: list[str], options: Options, allow_code: bool) -
         facts = {"inputs": x, "labels": y}
         if setup.data.range_known:
             facts["value_range"] = setup.data.value_range
-        limits = _one_gradient(setup.model, shape, spec.batch, options, facts)
+        limits = compute(setup.model, shape, spec.batch, **facts, **options)
         results.append((f"{spec.model.name}, {spec.batch} x {_size(shape)}", limits))
     return results
 
@@ -211,9 +209,9 @@ def inspect(
     if as_json:
         print(json.dumps({"model": model, "weights": None if weights is None else weights.name, **found.as_dict()}))
     else:
-        from leakscope.cli.console import print_inspection
+        from leakscope.cli.console import make_console, write
 
-        print_inspection(title, found)
+        write("inspection", make_console(), title=title, found=found)
     if found.suspicious:
         raise typer.Exit(SUSPICIOUS)
 
@@ -233,3 +231,78 @@ def _inspected(model: str | None, weights: Path | None, shape: str | None, class
     if weights is not None:
         load_weights(net, weights)
     return inspect_model(net)
+
+
+@takes(Output, "as_json", "as_csv")
+def plan(
+    spec: Annotated[Path | None, typer.Argument(help="YAML spec of an audit; without it the default audit.")] = None,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="Workers of a cluster, each with processors of its own: for the hours.")
+    ] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="As if there were so many clients like the first; default: the spec's.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds for trials, about.")] = 60.0,
+    allow_code: Annotated[bool, typer.Option("--allow-code", help=ALLOW_CODE)] = False,
+    *,
+    output: Output,
+) -> None:
+    """Tell what an audit will take: jobs, core-hours, memory, disk.
+
+    Some steps of each attack are timed on the first client; nothing is written.
+    """
+    from leakscope.audit.estimate import size_audit
+    from leakscope.audit.spec import DEFAULT_SPEC, load_spec
+
+    checked = load_spec(DEFAULT_SPEC if spec is None else spec, allow_code=allow_code)
+    sizing = size_audit(checked, workers=workers, clients=clients, seconds=seconds)
+    if output.for_machines:
+        from leakscope.report.export import document
+
+        content = document("plan", _document(sizing))
+        output.write(lambda: content, lambda: content["cells"])
+    else:
+        from leakscope.cli.console import make_console, write
+
+        spans = {count: _span(sizing.hours(count)) for count in (1, sizing.workers or 1)}
+        write("plan", make_console(), sizing=sizing, confidence=_confidence(sizing), spans=spans)
+
+
+def _document(sizing: Sizing) -> dict[str, Any]:
+    names = ("clients", "jobs", "core_hours", "threads", "memory_mb", "disk_mb", "workers", "notes")
+    return {
+        **{name: getattr(sizing, name) for name in names},
+        "hours": None if sizing.workers is None else sizing.hours(sizing.workers),
+        "processor_share": sizing.share,
+        "confidence": _confidence(sizing),
+        "cells": [{**dataclasses.asdict(cell), "core_hours": cell.core_hours} for cell in sizing.cells],
+    }
+
+
+def _confidence(sizing: Sizing) -> str:
+    by: defaultdict[str, float] = defaultdict(float)
+    for cell in sizing.cells:
+        by[cell.timed if cell.timed in ("whole", "steps", "at least", "not timed") else "alike"] += cell.core_hours
+    total = sum(by.values())
+    if not total:
+        return "Nothing could be timed."
+    words = {
+        "whole": "from whole jobs",
+        "steps": "from some steps of a job, without what follows the last one and without compilation",
+        "alike": "taken over from a job of the same attack in another setting",
+        "at least": "a lower bound, as no step ended in time",
+    }
+    told = [f"{by[name] / total:.0%} {text}" for name, text in words.items() if by[name] >= 0.005 * total]
+    return f"Of the core-hours {', '.join(told)}."
+
+
+def _span(hours: float) -> str:
+    """Hours as people say them.
+
+    >>> _span(0.001), _span(0.5), _span(30), _span(1000)
+    ('4 s', '30 min', '30 h', '42 days')
+    """
+    for limit, factor, unit in ((1 / 60, 3600, "s"), (2, 60, "min"), (72, 1, "h")):
+        if hours < limit:
+            return f"{hours * factor:.{0 if hours * factor >= 10 or unit == 's' else 1}f} {unit}"
+    return f"{hours / 24:.0f} days"

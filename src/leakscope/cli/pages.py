@@ -41,8 +41,8 @@ def reproduce(
     from leakscope.cli.console import make_console, print_reproduction
     from leakscope.cli.progress import step_progress
     from leakscope.papers import reproduce as run
+    from leakscope.report.captured import write_reproduction
     from leakscope.report.export import document
-    from leakscope.report.reproduction import write_reproduction
 
     with step_progress(table, show=output.progress) as progress:
         result = run(table, scale=scale.value, progress=progress)
@@ -102,9 +102,14 @@ def compare(
     from leakscope.cli.console import make_console, print_comparison, say_path, setting_names
     from leakscope.report.compare import compare_differences, compare_tables, write_comparison
     from leakscope.report.export import document
+    from leakscope.results.store import Store
+    from leakscope.results.verdict import judge_store
 
     lines, differences = compare_tables(first, second), compare_differences(first, second)
-    outcomes = [_outcome(folder) for folder in (first, second)]
+    outcomes = []
+    for folder in (first, second):
+        with Store.open(folder) as store:
+            outcomes.append(judge_store(store).outcome)
     console = make_console(stderr=output.for_machines)
     print_comparison(list(zip(map(str, (first, second)), outcomes, strict=True)), lines, differences, console)
     if to is not None:
@@ -119,14 +124,6 @@ def compare(
     }
     facts = document("compare", content)
     output.write(lambda: facts, lambda: facts["lines"])
-
-
-def _outcome(folder: Path) -> str:
-    from leakscope.results.store import Store
-    from leakscope.results.verdict import judge_store
-
-    with Store.open(folder) as store:
-        return judge_store(store).outcome
 
 
 def _comparison(line: Any) -> dict[str, Any]:

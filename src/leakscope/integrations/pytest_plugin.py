@@ -177,7 +177,7 @@ class AuditRunner:
         from leakscope.contracts.disk import atomic_write
         from leakscope.report import sarif_log
         from leakscope.report.export import json_text
-        from leakscope.results.source import Source, place_of
+        from leakscope.report.sarif import Source, place_of
 
         _, line, _ = self._item.location
         place = place_of(self._item.path, (line or 0) + 1) if path is None else None

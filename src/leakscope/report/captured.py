@@ -1,18 +1,22 @@
-"""An assessed update in words: one line, how sure the result is, and a page (one self-contained HTML file).
+"""Pages of one result: an assessed update, beside one line on it and how sure it is; a table of a paper run again.
 
-Audits may not be imported here, so an assessment is read by its fields alone. Without the truth no measure is claimed;
-originals are drawn only where somebody asked for them.
+Audits and papers may not be imported here, so a result is read by its fields alone. Without the truth no measure is
+claimed; originals are drawn only where somebody asked for them.
 """
 
+import math
+from collections import Counter
+from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from leakscope.contracts.reconstruction import FLAGS
 from leakscope.report import words
 from leakscope.report.pictures import Picture, channel_note, draw
-from leakscope.report.sentences import flag_remedy, shared_words
+from leakscope.report.sentences import shared_words
+from leakscope.report.svg import colour, curve_plot
 from leakscope.report.template import FileName, fill, write_page
-from leakscope.results.records import counted, highest
 
 MAX_SHOWN = 64
 #: Measures with the truth, and how many digits they are shown with.
@@ -53,26 +57,24 @@ def assessment_line(result: Any) -> str:
 
 def render_captured(result: Any, title: str, pictures: bool = False) -> str:
     """The HTML page of a :class:`leakscope.audit.assess.Assessment`; ``pictures`` shows the originals too."""
-    reconstruction, observation = result.reconstruction, result.observation
-    shape = tuple(observation.input_shape)
+    found, seen = result.reconstruction, result.observation
     headline, _, lead = confidence_words(result).partition(": ")
     context = {
         "title": title,
         "headline": headline,
         "lead": f"{lead[:1].upper()}{lead[1:]}",
-        "tiles": _tiles(result),
+        "result": result,
+        "found": found,
+        "seen": seen,
+        "count": len(found.inputs),
         "examples": _examples(result, pictures),
-        "more": max(0, len(reconstruction.inputs) - MAX_SHOWN),
-        "picture_note": channel_note(shape),
+        "more": max(0, len(found.inputs) - MAX_SHOWN),
+        "picture_note": channel_note(tuple(seen.input_shape)),
         "hidden": words.TEXTS["captured"]["hidden"] if result.truth is not None and not pictures else "",
-        "rows": _rows(result),
-        "measured": [label for label, _ in MEASURED.values()] if result.evaluation is not None else [],
-        "flags": [(flag, FLAGS.get(flag, ""), flag_remedy(flag)) for flag in reconstruction.flags],
-        "notes": list(result.notes),
-        "diagnosis": reconstruction.diagnosis,
-        "threat": observation.knowledge.describe(),
-        "made": _made(observation),
-        "facts": _facts(result),
+        "rows": [("what the attack recovered", result), *((BASELINES[one.name], one) for one in result.baselines)],
+        "measured": MEASURED if result.evaluation is not None else {},
+        "meanings": FLAGS,
+        "entries": f"{sum(value.numel() for value in seen.message.update.values()):,}",
     }
     return fill("captured.html.j2", context)
 
@@ -80,19 +82,6 @@ def render_captured(result: Any, title: str, pictures: bool = False) -> str:
 def write_captured(result: Any, path: FileName, title: str, pictures: bool = False) -> Path:
     """Write the page of an attack on a captured update to ``path``."""
     return write_page(path, render_captured(result, title, pictures))
-
-
-def _tiles(result: Any) -> list[tuple[str, str]]:
-    reconstruction = result.reconstruction
-    count = len(reconstruction.inputs)
-    tiles = [
-        ("Inputs", str(count)),
-        ("Left unexplained", words.short(result.unexplained)),
-        ("Certified", f"{reconstruction.certified} of {count}" if reconstruction.certificates else "none"),
-    ]
-    if result.evaluation is None:
-        return [*tiles, ("Time", words.duration(reconstruction.info["seconds"]))]
-    return [*tiles, ("Best PSNR", f"{words.fixed(highest(row['psnr'] for row in result.evaluation.rows), 1)} dB")]
 
 
 def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
@@ -123,43 +112,61 @@ def _examples(result: Any, pictures: bool) -> list[dict[str, Any]]:
     return examples
 
 
-def _rows(result: Any) -> list[dict[str, Any]]:
-    pairs = [("what the attack recovered", result.unexplained, result.evaluation)]
-    pairs += [(BASELINES[one.name], one.unexplained, one.evaluation) for one in result.baselines]
-    return [{"name": name, "left": left, "measures": _means(evaluation)} for name, left, evaluation in pairs]
+#: A curve is drawn as its mean over so large a share of its steps, for the loss of single batches is ragged.
+SMOOTHED = 0.02
 
 
-def _means(evaluation: Any) -> list[str]:
-    if evaluation is None:
-        return []
-    cells = []
-    for name, (_, digits) in MEASURED.items():
-        values = [row[name] for row in evaluation.rows]
-        cells.append(words.fixed(sum(values) / len(values) if values else float("nan"), digits))
-    return cells
+def render_reproduction(result: Any, pictures: bool | None = None) -> str:
+    """The page of a :class:`leakscope.papers.Reproduction`; ``pictures`` None: those not private, True: all."""
+    count = Counter(row.verdict for row in result.rows)
+    known = ("matches", "above", "below", "too few to tell", "measured", "not run")
+    context = {
+        "result": result,
+        "seconds": words.duration(result.seconds),
+        "provenance": [*result.versions.items(), *result.machine.items()],
+        "verdicts": ", ".join(f"{count[name]} {name}" for name in known if count[name]),
+        "charts": [_chart(curves, f"curves{n}") for n, curves in enumerate(result.curves)],
+        "grids": [_grid(grid, pictures, f"grid{n}") for n, grid in enumerate(result.pictures)],
+    }
+    return fill("reproduction.html.j2", context)
 
 
-def _made(observation: Any) -> list[tuple[str, str]]:
-    made = observation.made
-    if made is None:
-        return [("Made by", "not said: the file is of an older version")]
-    rows = [("Made by", f"{made.by}, leakscope {made.version}"), ("From", ", ".join(made.sources))]
-    rows += [("Sign", f"{made.sign}: {made.sign_reason}")] if made.sign is not None else []
-    return [(name, value) for name, value in rows if value] + [("Read", note) for note in made.notes]
+def write_reproduction(result: Any, path: FileName, pictures: bool | None = None) -> Path:
+    """Write the page of a reproduced table to ``path``."""
+    return write_page(path, render_reproduction(result, pictures))
 
 
-def _facts(result: Any) -> list[tuple[str, str]]:
-    observation, message = result.observation, result.observation.message
-    entries = sum(value.numel() for value in message.update.values())
-    kinds = {"gradient": "gradient", "weight_delta": "weights before minus weights after"}
-    return [
-        ("Attack", repr(result.attack)),
-        ("Seed", str(result.reconstruction.info["seed"])),
-        ("Model", observation.model_name or "of your own"),
-        ("Update", f"{kinds[message.kind]}, {counted(len(message.update), 'tensor')}, {entries:,} numbers"),
-        ("Examples", str(observation.num_examples or words.DASH)),
-        ("Shape of an example", " × ".join(map(str, observation.input_shape))),
-        ("BatchNorm", f"{observation.batchnorm} mode"),
-        ("Statistics of the batch", "known" if message.batchnorm_statistics is not None else "not known"),
-        ("Value range", "known" if observation.inputs.bounded else "not known: pictures show values in [0, 1]"),
-    ]
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """The mean of each value and the ``window`` - 1 before it, as far as there are so many.
+
+    >>> smooth([4.0, 2.0, 3.0, 1.0], 2)
+    [4.0, 3.0, 2.5, 2.0]
+    """
+    if not all(math.isfinite(value) for value in values):
+        return list(values)  # one of them would spoil all that follow
+    sums = [0.0, *accumulate(values)]
+    return [(sums[n] - sums[max(0, n - window)]) / min(n, window) for n in range(1, len(sums))]
+
+
+def _chart(curves: Any, identity: str) -> dict[str, Any]:
+    window = max([1, *(round(SMOOTHED * len(values)) for values in curves.lines.values())])
+    drawn = [(str(name), smooth(values, window)) for name, values in curves.lines.items()]
+    axes = f"{curves.y_label} by {curves.x_label}"
+    return {
+        "title": curves.title,
+        "axes": axes if window == 1 else f"{axes}, each point the mean of {window}",
+        "drawing": curve_plot(drawn, title=curves.title, identity=identity),
+        "legend": [(name, colour(n), values[-1] if values else None) for n, (name, values) in enumerate(drawn)],
+    }
+
+
+def _grid(grid: Any, pictures: bool | None, identity: str) -> dict[str, Any]:
+    if grid.private if pictures is None else not pictures:
+        why = "reproduced-hidden" if pictures is False else "reproduced-private"
+        return {"title": grid.title, "message": words.TEXTS["pictures"][why]}
+    originals, guesses = (
+        [draw(value, alt=f"{what} sample {n}", identity=f"{identity}-{what[0]}{n}") for n, value in enumerate(values)]
+        for what, values in (("original of", grid.originals), ("attack's guess of", grid.recovered))
+    )
+    cells = list(zip(originals, guesses, grid.captions, strict=True))
+    return {"title": grid.title, "message": "", "cells": cells, "note": channel_note(grid.originals.shape[1:])}

@@ -2,17 +2,16 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from markupsafe import Markup, escape
+from markupsafe import Markup
 
 from leakscope.report.pictures import Gallery
 from leakscope.report.sentences import reason_text
-from leakscope.report.svg import Scale, level, line_at, nothing, opening, text_at, ticks
-from leakscope.report.words import DASH, TEXTS, figure, fixed, span
-from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Choice, Study, StudyRow, Worth
+from leakscope.report.svg import Scale, drawn, ticks
+from leakscope.report.words import DASH, TEXTS, figure, fixed
+from leakscope.results.defense_study import LEGIBLE, SAME_LEAKAGE, Study, StudyRow
 from leakscope.results.reasons import Scenario
 from leakscope.results.setting_verdict import SettingVerdict
 
@@ -20,25 +19,35 @@ from leakscope.results.setting_verdict import SettingVerdict
 MAX_PICTURES = 4
 
 
-def study_section(
-    study: Study | None, settings: Sequence[SettingVerdict], matrix: Mapping[str, Any], gallery: Gallery
-) -> dict[str, Any] | None:
+def study_section(study: Study | None, settings: Sequence[SettingVerdict], gallery: Gallery) -> dict[str, Any] | None:
     """Everything the template shows of the study; None where nothing was trained."""
     if study is None:
         return None
     named = {setting.scenario: setting for setting in settings}
     rows = [row for row in study.rows if row.scenario in named]
     protocols = {row.protocol: [other for other in rows if other.protocol == row.protocol] for row in rows}
+    digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
+
+    def utility_ends(row: StudyRow) -> str:
+        seeds = 0 if row.training is None else len(row.training.seeds)
+        if seeds < 2:
+            return "one seed" if seeds else DASH
+        return " to ".join(figure(end, digits) for end in sorted(sign * end for end in row.utility_interval))
+
     return {
         "utility": utility_words(study).capitalize(),
         "tolerance": figure(study.tolerance, None if study.accuracy else 3),
         **{"same_leakage": f"{SAME_LEAKAGE:g}", "legible": f"{LEGIBLE:g}"},
+        **{"named": named, "rows": rows, "protocols": protocols, "choices": study.choices, "worths": study.worths},
         "fronts": [_front(study, own, named, place) for place, own in enumerate(protocols.values())],
-        "lines": [_line(row, study, named) for row in rows],
-        "choices": [_choice(choice, study, named, len(protocols) > 1) for choice in study.choices],
-        "heat": _heat(matrix, settings, rows),
+        "utility_of": lambda row: figure(sign * row.utility, digits),
+        "utility_ends": utility_ends,
+        "cost": lambda row: cost_words(row, study),
+        "place": lambda row: place_words(row, named),
+        "goal": goal,
+        "choice": lambda row: choice_words(row, study),
+        "doubts": lambda row: "" if row is None else "; ".join(map(reason_text, row.doubts)),
         "pictures": _pictures(gallery, rows, named),
-        "worths": [_worth(worth, named) for worth in study.worths if worth.scenario in named],
         "notes": _notes(rows, named),
     }
 
@@ -51,52 +60,14 @@ def utility_words(study: Study) -> str:
 def _front(
     study: Study, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict], place: int
 ) -> dict[str, Any]:
-    same = ("utility", "leakage", "utility_interval", "leakage_interval")
-    marks = [
-        Mark(
-            label=named[row.scenario].name,
-            title=named[row.scenario].defense_short,
-            kind="untested" if not row.comparable else "front" if row.on_front else "beaten",
-            **{name: getattr(row, name) for name in same},
-        )
-        for row in rows
-    ]
     words = "test accuracy" if study.accuracy else "less the test loss"
     guess = next((row.guess for row in rows if not math.isnan(row.guess)), math.nan)
     facts: dict[str, Any] = {"utility": words, "share": study.accuracy, "guess": guess}
     return {
         "protocol": named[rows[0].scenario].protocol_short,
-        "wide": front_plot(marks, identity=f"front-{place}", **facts),
-        "narrow": front_plot(marks, identity=f"front-narrow-{place}", width=360, height=400, **facts),
+        "wide": front_plot(rows, named, identity=f"front-{place}", **facts),
+        "narrow": front_plot(rows, named, identity=f"front-narrow-{place}", width=360, height=400, **facts),
     }
-
-
-def _line(row: StudyRow, study: Study, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
-    digits, sign = (None, 1.0) if study.accuracy else (3, -1.0)
-    seeds, losses = ((), ()) if row.training is None else (row.training.seeds, row.training.losses)
-    return {
-        "setting": named[row.scenario],
-        "row": row,
-        "leakage": fixed(row.leakage),
-        "leakage_interval": span(row.leakage_interval, row.examples),
-        "highest": fixed(row.highest),
-        "identified": figure(row.identified, None),
-        "utility": figure(sign * row.utility, digits),
-        "utility_interval": _seeds(row.utility_interval, len(seeds), digits, sign),
-        "loss": fixed(math.fsum(losses) / len(losses), 3) if losses else DASH,
-        "cost": cost_words(row, study),
-        "epsilon": "" if row.training is None or math.isnan(row.training.epsilon) else f"ε {row.training.epsilon:.3g}",
-        "allowed": fixed(row.allowed_psnr),
-        "place": place_words(row, named),
-        "doubts": "; ".join(map(reason_text, row.doubts)),
-    }
-
-
-def _seeds(ends: tuple[float, float], seeds: int, digits: int | None, sign: float) -> str:
-    if seeds < 2:
-        return "one seed" if seeds else DASH
-    low, high = sorted(sign * end for end in ends)
-    return f"{figure(low, digits)} to {figure(high, digits)}"
 
 
 def cost_words(row: StudyRow, study: Study) -> str:
@@ -124,19 +95,6 @@ def place_words(row: StudyRow, named: Mapping[Scenario, SettingVerdict]) -> str:
     better = named.get(Scenario(row.protocol, row.beaten_by or ""))
     overlap = "" if row.beaten_clearly else ", though intervals overlap"
     return f"beaten by {better.name if better else row.beaten_by}{overlap}"
-
-
-def _choice(choice: Choice, study: Study, named: Mapping[Scenario, SettingVerdict], several: bool) -> dict[str, Any]:
-    protocol = next((s.protocol_short for s in named.values() if s.protocol == choice.protocol), choice.protocol)
-    alike = ", ".join(named[other.scenario].name for other in choice.alike if other.scenario in named)
-    return {
-        "goal": goal(choice.limits),
-        "where": f" under {protocol}" if several else "",
-        "setting": None if choice.row is None else named[choice.row.scenario],
-        "text": choice_words(choice.row, study),
-        "alike": f"as cheap: {alike}" if alike else "",
-        "doubts": "" if choice.row is None else "; ".join(map(reason_text, choice.row.doubts)),
-    }
 
 
 def goal(limits: Sequence[float]) -> str:
@@ -168,16 +126,6 @@ def choice_words(row: StudyRow | None, study: Study) -> str:
     return f"at most {fixed(row.highest)} dB; it costs {cost} and leaves {left}"
 
 
-def _heat(matrix: Mapping[str, Any], settings: Sequence[SettingVerdict], rows: Sequence[StudyRow]) -> dict[str, Any]:
-    """Attack by defence, turned so that defences are lines: there are more of them than attacks."""
-    shown = {row.scenario for row in rows}
-    places = [(place, setting) for place, setting in enumerate(settings) if setting.scenario in shown]
-    return {
-        "attacks": [(line["name"], line["options"], line["attack"]) for line in matrix["lines"]],
-        "lines": [(setting, [line["cells"][place] for line in matrix["lines"]]) for place, setting in places],
-    }
-
-
 def _pictures(
     gallery: Gallery, rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]
 ) -> dict[str, Any] | None:
@@ -198,16 +146,6 @@ def _pictures(
             cells.append((example, guess))
         lines.append((named[row.scenario], cells))
     return {"originals": list(originals.items()), "lines": lines} if any(originals.values()) else None
-
-
-def _worth(worth: Worth, named: Mapping[Scenario, SettingVerdict]) -> dict[str, Any]:
-    return {
-        "setting": named[worth.scenario],
-        "attack": worth.attack_name,
-        "gain": f"{'+' if worth.gain >= 0 else ''}{fixed(worth.gain)}",
-        "interval": span(worth.interval, worth.examples),
-        "examples": worth.examples,
-    }
 
 
 def _notes(rows: Sequence[StudyRow], named: Mapping[Scenario, SettingVerdict]) -> list[str]:
@@ -232,36 +170,9 @@ _DIRECTIONS = (0, 180, 90, 270, 45, 315, 135, 225, 22, 338, 158, 202, 67, 293, 1
 Box = tuple[float, float, float, float]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """One setting. ``kind`` is how it is drawn: "front", "beaten", or "untested" where no attack knew the defence."""
-
-    label: str
-    title: str
-    utility: float
-    leakage: float
-    utility_interval: tuple[float, float]
-    leakage_interval: tuple[float, float]
-    kind: str
-
-    @property
-    def sentence(self) -> str:
-        """Say what it shows.
-
-        >>> ends = (0.9, 0.92), (10.0, 14.0)
-        >>> facts = {"utility_interval": ends[0], "leakage_interval": ends[1], "kind": "front"}
-        >>> Mark(label="S2", title="noise", utility=0.91, leakage=12.0, **facts).sentence
-        'S2 noise: leaks 12.0 dB (10.0 to 14.0) at utility 0.91 (0.9 to 0.92), front.'
-        """
-        low, high = self.leakage_interval
-        least, most = self.utility_interval
-        leaks = f"leaks {self.leakage:.1f} dB ({low:.1f} to {high:.1f})"
-        learns = f"at utility {self.utility:.3g} ({least:.3g} to {most:.3g})"
-        return f"{self.label} {self.title}: {leaks} {learns}, {self.kind}."
-
-
 def front_plot(
-    marks: Sequence[Mark],
+    rows: Sequence[StudyRow],
+    named: Mapping[Scenario, SettingVerdict],
     *,
     identity: str,
     utility: str,
@@ -274,26 +185,27 @@ def front_plot(
 
     ``share``: utility in percent. ``guess``: what can be had without any update. What is not finite is left out.
     """
-    drawn = [mark for mark in marks if math.isfinite(mark.utility) and math.isfinite(mark.leakage)]
-    title = "What each defence leaks, against what the model still learns"
-    out = [opening(identity, width, height, title, " ".join(mark.sentence for mark in drawn))]
-    if not drawn:
-        return Markup(out[0] + nothing(width, "nothing to draw"))
+    known = [row for row in rows if math.isfinite(row.utility) and math.isfinite(row.leakage)]
+    chart: dict[str, Any] = {"identity": identity, "width": width, "height": height}
+    chart["title"] = "What each defence leaks, against what the model still learns"
+    if not known:
+        return drawn("plot", {**chart, "description": "", "empty": "nothing to draw"}, curves=())
     left, right, top, bottom = 46, width - 26, 34, height - 52
-    x = _axis([v for m in drawn for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
-    y = _axis([guess, *(v for m in drawn for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
-    out += [level(y(tick), f"{tick:g}", x) for tick in ticks(y.low, y.high, 6)]
-    for tick in ticks(x.low, x.high, 6 if width > 500 else 4):
-        words = f"{100 * tick:g} %" if share else f"{tick:g}"
-        out.append(text_at("tick", x(tick), bottom + 18, words, "middle"))
-    out.append(text_at("axis", left - 34, 16, "leakage, dB (lower is safer)"))
-    out.append(text_at("axis", f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"))
-    if math.isfinite(guess):
-        out.append(line_at("guess", left, right, y(guess), y(guess)))
-    out.append(_stairs([mark for mark in drawn if mark.kind == "front"], x, y))
-    places = _label_places(drawn, x, y, (width, bottom))
-    out += [_mark(mark, x, y, place) for mark, place in zip(drawn, places, strict=True)]
-    return Markup("".join(out) + "</svg>")
+    x = _axis([v for m in known for v in (m.utility, *m.utility_interval)], left, right, 0.02 if share else 0.05)
+    y = _axis([guess, *(v for m in known for v in (m.leakage, *m.leakage_interval))], bottom, top, 2.0)
+    marked = ticks(x.low, x.high, 6 if width > 500 else 4)
+    below = f"{x.middle:.0f}", height - 12, f"{utility} (further right is better)", "middle"
+    chart |= {
+        "x": x,
+        "levels": [(y(tick), f"{tick:g}") for tick in ticks(y.low, y.high, 6)],
+        "ticks": [(x(v), bottom + 18, f"{100 * v:g} %" if share else f"{v:g}", "middle") for v in marked],
+        "axes": [(left - 34, 16, "leakage, dB (lower is safer)", ""), below],
+    }
+    settings = [named[row.scenario] for row in known]
+    places = _label_places([(x(row.utility), y(row.leakage)) for row in known], settings, (width, bottom))
+    facts = {"guess": guess, "stairs": _stairs([row for row in known if row.comparable and row.on_front], x, y)}
+    labelled = list(zip(settings, known, places, strict=True))
+    return drawn("front", chart, x=x, y=y, marks=labelled, radius=_RADIUS, far=_RINGS[1], **facts)
 
 
 def _axis(values: Sequence[float], start: float, end: float, least: float) -> Scale:
@@ -303,29 +215,29 @@ def _axis(values: Sequence[float], start: float, end: float, least: float) -> Sc
     return Scale(low - room, high + room, start, end)
 
 
-def _stairs(front: Sequence[Mark], x: Scale, y: Scale) -> str:
-    """Draw steps from mark to mark, never claiming what lies between."""
+def _stairs(front: Sequence[StudyRow], x: Scale, y: Scale) -> list[tuple[float, float]]:
+    """Return steps from mark to mark, never claiming what lies between; none where there is one mark."""
     ordered = sorted(front, key=lambda mark: (mark.utility, mark.leakage))
-    points = [(x(ordered[0].utility), y(ordered[0].leakage))] if ordered else []
+    points = [(x(ordered[0].utility), y(ordered[0].leakage))] if len(ordered) > 1 else []
     for one, other in pairwise(ordered):
         points += [(x(one.utility), y(other.leakage)), (x(other.utility), y(other.leakage))]
-    line = " ".join(f"{a:.1f},{b:.1f}" for a, b in points)
-    return f'<polyline class="front-line" points="{line}"/>' if len(points) > 1 else ""
+    return points
 
 
-def _label_places(marks: Sequence[Mark], x: Scale, y: Scale, room: tuple[float, float]) -> list[Box]:
+def _label_places(
+    places: Sequence[tuple[float, float]], settings: Sequence[SettingVerdict], room: tuple[float, float]
+) -> list[Box]:
     """A box for each label that covers no mark and no other label, as far as there is one near enough."""
-    taken = [(x(m.utility) - _RADIUS, y(m.leakage) - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for m in marks]
-    for mark in marks:
-        length = _LETTER * len(mark.label)
-        at = x(mark.utility), y(mark.leakage)
+    taken = [(across - _RADIUS, height - _RADIUS, 2 * _RADIUS, 2 * _RADIUS) for across, height in places]
+    for at, setting in zip(places, settings, strict=True):
+        length = _LETTER * len(setting.name)
         boxes = [_box(*at, length, ring, direction) for ring in _RINGS for direction in _DIRECTIONS]
         inside = [
             box for box in boxes if box[0] >= 0 and box[0] + length <= room[0] and 0 <= box[1] <= room[1] - _HEIGHT
         ]
         free = (box for box in inside if not any(_overlap(box, other) for other in taken))
         taken.append(next(free, (inside or boxes)[0]))
-    return taken[len(marks) :]
+    return taken[len(places) :]
 
 
 def _box(x: float, y: float, length: float, ring: float, direction: float) -> Box:
@@ -347,17 +259,3 @@ def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
     """
     apart = (one[0] + one[2] <= other[0], other[0] + other[2] <= one[0])
     return not any((*apart, one[1] + one[3] <= other[1], other[1] + other[3] <= one[1]))
-
-
-def _mark(mark: Mark, x: Scale, y: Scale, label: Box) -> str:
-    at, height = x(mark.utility), y(mark.leakage)
-    parts = [f'<g class="setting {mark.kind}"><title>{escape(mark.sentence)}</title>']
-    if math.isfinite(sum(mark.utility_interval)):
-        parts.append(line_at("spread", x(mark.utility_interval[0]), x(mark.utility_interval[1]), height, height))
-    if math.isfinite(sum(mark.leakage_interval)):
-        parts.append(line_at("spread", at, at, y(mark.leakage_interval[0]), y(mark.leakage_interval[1])))
-    middle, centre = label[0] + label[2] / 2, label[1] + label[3] / 2
-    if math.hypot(middle - at, centre - height) > _RINGS[1]:  # too far to be read as its own without a line
-        parts.append(line_at("leader", at, middle, height, centre))
-    parts.append(f'<circle cx="{at:.1f}" cy="{height:.1f}" r="{_RADIUS:g}"/>')
-    return "".join(parts) + text_at("label", label[0], label[1] + 10, mark.label) + "</g>"

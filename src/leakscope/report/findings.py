@@ -53,23 +53,19 @@ def _entry(setting: SettingVerdict, updates: list[FindingRow], reasons: list[str
         return {"setting": setting, "sentence": "", "notes": notes}
     if len(updates) > MAX_LINES:
         notes.insert(0, f"The first {MAX_LINES} of {len(updates)} updates are drawn; the numbers are of all.")
+    # Of several updates the sentence is on the most exposed: a mean would hide it.
+    worst = max(updates, key=lambda update: -2.0 if math.isnan(cosine := update.value("max_cosine")) else cosine)
+    subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
+    best, start, sent = (worst.value(f"{place}_cosine") for place in ("max", "start", "message"))
     few = all(update.value("steps") <= _DIRECTIONS for update in updates)
     return {
         "setting": setting,
-        "sentence": _meaning(updates),
+        "sentence": meaning(best, start=start, sent=sent, subject=subject),
         **_plots(updates[:MAX_LINES], setting.name),
         "share_note": "At most two steps always lie in two directions." if few else "",
         "numbers": _numbers(updates),
         "notes": notes,
     }
-
-
-def _meaning(updates: Sequence[FindingRow]) -> str:
-    """Of several updates the sentence is on the most exposed: a mean would hide it."""
-    worst = max(updates, key=lambda update: -2.0 if math.isnan(best := update.value("max_cosine")) else best)
-    subject = "this update" if len(updates) == 1 else f"the most exposed of these {len(updates)} updates"
-    best, start, sent = (worst.value(f"{place}_cosine") for place in ("max", "start", "message"))
-    return meaning(best, start=start, sent=sent, subject=subject)
 
 
 def meaning(best: float, *, start: float = math.nan, sent: float = math.nan, subject: str = "this update") -> str:
@@ -266,17 +262,15 @@ LEARNED = 0.95
 _NARROW = 0.5
 
 
-class _Curve:
-    """The training of one setting; NaN where the store says nothing that can be used."""
+#: The training of one setting; its values are NaN where the store says nothing that can be used.
+_Curve = tuple[SettingVerdict, FindingRow]
 
-    def __init__(self, setting: SettingVerdict, finding: FindingRow) -> None:
-        self.setting, self.reason = setting, finding.reason
-        self.rounds, self.before = finding.value("rounds"), finding.value("before")
-        self.after, self.last_tenth = finding.value("after"), finding.value("last_tenth")
-        points = finding.content.get("points")
-        pairs = [pair for pair in points if isinstance(pair, list)] if isinstance(points, list) else []
-        numbers = [(number(pair[0]), number(pair[1])) for pair in pairs if len(pair) == 2]
-        self.points = tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
+
+def _points(cost: FindingRow) -> tuple[tuple[float, float], ...]:
+    points = cost.content.get("points")
+    pairs = [pair for pair in points if isinstance(pair, list)] if isinstance(points, list) else []
+    numbers = [(number(pair[0]), number(pair[1])) for pair in pairs if len(pair) == 2]
+    return tuple(pair for pair in numbers if not any(map(math.isnan, pair)))
 
 
 def costs_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerdict]) -> list[dict[str, Any]]:
@@ -285,34 +279,37 @@ def costs_section(findings: Sequence[FindingRow], settings: Sequence[SettingVerd
     for setting in settings:
         cost = next((f for f in findings if f.kind == "cost" and f.scenario == setting.scenario), None)
         if cost is not None:
-            protocols.setdefault(setting.protocol, []).append(_Curve(setting, cost))
+            protocols.setdefault(setting.protocol, []).append((setting, cost))
     return [_cost_entry(curves, f"cost-{place}") for place, curves in enumerate(protocols.values())]
 
 
 def _cost_entry(curves: list[_Curve], identity: str) -> dict[str, Any]:
-    bare = next((curve for curve in curves if curve.setting.defense == "none"), None)
-    notes = [f"{curve.setting.name}: not computed: {curve.reason}" for curve in curves if curve.reason]
-    if bare is not None and bare.after > LEARNED * bare.before:
+    bare = next((cost for setting, cost in curves if setting.defense == "none"), None)
+    notes = [f"{setting.name}: not computed: {cost.reason}" for setting, cost in curves if cost.reason]
+    if bare is not None and bare.value("after") > LEARNED * bare.value("before"):
         notes.append("Even without a defence the loss hardly falls in these rounds, so the ratios say little.")
-    drawn = [curve for curve in curves if curve.points]
-    rounds = max((curve.rounds for curve in curves if not math.isnan(curve.rounds)), default=0.0)
+    drawn = [(setting, points) for setting, cost in curves if (points := _points(cost))]
+    colours = {setting.name: svg.colour(place) for place, (setting, _) in enumerate(drawn)}
+    undefended = NAN if bare is None else bare.value("after")
+    rounds = max((count for _, cost in curves if not math.isnan(count := cost.value("rounds"))), default=0.0)
+    lines = []
+    for setting, cost in curves:
+        before, after, last = (cost.value(name) for name in ("before", "after", "last_tenth"))
+        line = {
+            "setting": setting,
+            "colour": colours.get(setting.name, ""),
+            "before": fixed(before, 3),
+            "after": fixed(after, 3),
+            "small": "" if math.isnan(last) else f"{fixed(last, 3)} at last",
+            "ratio": words.DASH if setting.defense == "none" else ratio(after, undefended),
+        }
+        lines.append(line)
     return {
-        "setting": curves[0].setting,
+        "setting": curves[0][0],
         "rounds": counted(int(rounds), "round"),
         "drawing": _plot(drawn, identity) if drawn else "",
-        "lines": [_line(curve, NAN if bare is None else bare.after, drawn) for curve in curves],
+        "lines": lines,
         "notes": notes,
-    }
-
-
-def _line(curve: _Curve, bare: float, drawn: list[_Curve]) -> dict[str, Any]:
-    return {
-        "setting": curve.setting,
-        "colour": svg.colour(drawn.index(curve)) if curve in drawn else "",
-        "before": fixed(curve.before, 3),
-        "after": fixed(curve.after, 3),
-        "small": "" if math.isnan(curve.last_tenth) else f"{fixed(curve.last_tenth, 3)} at last",
-        "ratio": words.DASH if curve.setting.defense == "none" else ratio(curve.after, bare),
     }
 
 
@@ -326,18 +323,18 @@ def ratio(loss: float, undefended: float) -> str:
     return words.DASH if math.isnan(value) else f"× {value:.2f}" if value < 1000 else f"× {value:.2g}"
 
 
-def _plot(curves: list[_Curve], identity: str) -> Any:
-    losses = [loss for curve in curves for _, loss in curve.points]
-    edge = EDGE * max(curve.points[0][1] for curve in curves)
+def _plot(curves: list[tuple[SettingVerdict, tuple[tuple[float, float], ...]]], identity: str) -> Any:
+    losses = [loss for _, points in curves for _, loss in points]
+    edge = EDGE * max(points[0][1] for _, points in curves)
     low, high = min(losses), min(max(losses), edge)
     low = 0.0 if low < _NARROW * high else low - 0.05 * (high - low)
     return svg.line_plot(
-        [svg.Line(name=f"{c.setting.name} {c.setting.defense_short}", points=c.points) for c in curves],
-        title=f"Training loss under each defence, {curves[0].setting.protocol_short}",
+        [svg.Line(name=f"{s.name} {s.defense_short}", points=points) for s, points in curves],
+        title=f"Training loss under each defence, {curves[0][0].protocol_short}",
         identity=identity,
         x_label="round",
         y_label="loss of the round's batch" + (f", {high:.3g} and more at the edge" if max(losses) > high else ""),
-        x_range=(1.0, max(place for curve in curves for place, _ in curve.points)),
+        x_range=(1.0, max(place for _, points in curves for place, _ in points)),
         floors=(low,),
         ceiling=high if high > low else low + 1.0,
         whole=True,

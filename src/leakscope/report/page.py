@@ -10,7 +10,7 @@ import yaml
 
 from leakscope.contracts.disk import atomic_write
 from leakscope.metrics import MEASURES
-from leakscope.report import jobs, settings, words
+from leakscope.report import settings, words
 from leakscope.report.defense_study import study_section
 from leakscope.report.export import csv_text, study_table
 from leakscope.report.findings import costs_section, embedding_section, updates_section
@@ -21,15 +21,15 @@ from leakscope.report.settings import matrix_section
 from leakscope.report.template import FileName, fill, write_page
 from leakscope.results.defense_study import study_store
 from leakscope.results.policy import Policy
-from leakscope.results.records import FindingRow, Row, counted, highest, mapping, number, texts
-from leakscope.results.setting_verdict import SettingVerdict
+from leakscope.results.records import FindingRow, Row, counted, highest, items, mapping, number, texts
 from leakscope.results.store import Store
-from leakscope.results.summary import summarise
-from leakscope.results.verdict import Verdict, judge_store
+from leakscope.results.verdict import Verdict, judge_store, summarise
 
 MAX_DAMAGE = 5
 #: The table of a defence study, beside the store.
 STUDY_TABLE = "defense-study.csv"
+#: What jobs ran with, by the key of it in their results.
+_USED = {"Device": "device", "Precision": "dtype", "Threads": "threads"}
 HEADLINES: dict[str, list[str]] = words.TEXTS["headlines"]
 
 
@@ -64,9 +64,7 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
     meta = {key: mapping(store.meta(key)) for key in ("spec", "versions", "plan", "model", "data", "policy")}
     rows, findings, policy = store.rows(), store.findings(), Policy(**meta["policy"])
     named = verdict.settings
-    summaries = summarise(rows, verdict)
     gallery = Gallery(store, rows, meta["data"], bool(store.meta("pictures")), pictures)
-    matrix = matrix_section(rows, named)
     title, subtitle = HEADLINES.get(verdict.outcome, (verdict.outcome, ""))
     if verdict.worst is not None and verdict.worst.leaks:
         subtitle = "At least one private example was recovered beyond what the policy allows."
@@ -74,39 +72,38 @@ def build_context(store: Store, pictures: bool | None, verdict: Verdict) -> dict
         "title": title,
         "subtitle": subtitle,
         "outcome": verdict.outcome,
-        "audited": _audited(store.meta("audited")),
+        "audited": [mapping(line) for line in items(store.meta("audited")) if mapping(line).get("text")],
         "reasons": by_remedy(verdict, _damage(store)),
         "remarks": shared_remarks(verdict),
         "policy": policy_lines(policy),
         "progress": progress(rows, meta["plan"]),
-        "worst": _worst(verdict, named, gallery),
+        "worst": verdict.worst,
+        "worst_pair": (None, None) if verdict.worst is None else gallery.pair(verdict.worst, "worst"),
+        "label_of": gallery.label_of,
         "threat_model": texts(store.meta("threat_model")),
-        "facts": _facts(meta["model"], meta["data"]),
-        "protocol": _protocol(rows),
-        "model_repr": str(meta["model"].get("repr") or ""),
+        "model": meta["model"],
+        "data": meta["data"],
+        "attempts": [row for row in rows if row.counts],
         "settings": named,
-        "summary": settings.settings_table(named, summaries, meta["data"]),
-        "all_measures": settings.all_measures(named, summaries),
-        "matrix": matrix,
+        "summary": settings.settings_section(named, summarise(rows, verdict), meta["data"]),
+        "matrix": matrix_section(rows, named),
         "charts": settings.charts(named, policy.max_psnr),
         "gallery": gallery.section(verdict),
         "embedding": embedding_section(findings, named),
         "updates": updates_section(findings, named),
         "limits": limits_section(rows, findings, named),
         "costs": costs_section(findings, named),
-        "study": study_section(study_store(store, verdict), named, matrix, gallery),
-        "curves": jobs.curves_section(store, rows),
-        "jobs": jobs.JobTable(rows, named, meta["data"]).section(),
+        "study": study_section(study_store(store, verdict), named, gallery),
+        "curves": settings.curves_section(store, rows),
+        "jobs": settings.jobs_section(rows, meta["data"]),
         "findings": findings,
-        "fates": jobs.fates(findings, meta["plan"].get("findings")),
+        "fates": settings.fates(findings, meta["plan"].get("findings")),
         "names": {setting.scenario: setting.name for setting in named},
         "flags": sorted(Counter(flag for row in rows for flag in set(row.flags)).items()),
-        "explain_flag": words.explain_flag,
         "measures": MEASURES.values(),
-        "provenance": _provenance(store, meta, rows, findings),
-        "versions": [(str(name), str(value)) for name, value in meta["versions"].items()],
+        "provenance": _provenance(store, rows, findings),
+        "versions": meta["versions"].items(),
         "spec": yaml.safe_dump(meta["spec"], sort_keys=False, allow_unicode=True, width=100),
-        "credits": str(meta["data"].get("credits") or ""),
         "data_name": str(meta["data"].get("name") or "unnamed data"),
         "model_name": str(meta["model"].get("name") or "unnamed model"),
     }
@@ -119,12 +116,6 @@ def _damage(store: Store) -> list[SharedReason]:
         return []
     more = [f"{counted(len(found) - MAX_DAMAGE, 'more job')} like this"] if len(found) > MAX_DAMAGE else []
     return [SharedReason((), "; ".join(lines + more), REMEDIES["audit-again"])]
-
-
-def _audited(meta: Any) -> list[tuple[str, bool]]:
-    """Each line with whether it is a warning; nothing in stores that do not say."""
-    lines = meta if isinstance(meta, list) else []
-    return [(str(line["text"]), line.get("warning") is True) for line in lines if mapping(line).get("text")]
 
 
 def policy_lines(policy: Policy) -> list[str]:
@@ -160,67 +151,18 @@ def progress(rows: Sequence[Row], plan: Mapping[str, Any]) -> dict[str, Any]:
     return {**count, "planned": planned, "missing": planned - len(rows), "controls": controls}
 
 
-def _worst(verdict: Verdict, named: Sequence[SettingVerdict], gallery: Gallery) -> dict[str, Any] | None:
-    worst = verdict.worst
-    if worst is None:
-        return None
-    original, guess = gallery.pair(worst, "worst")
-    setting = next((s for s in named if s.scenario == worst.scenario), None)
-    pair = {"label": gallery.label_of(worst), "original": original, "guess": guess}
-    return {"example": worst, "setting": setting, **pair}
-
-
-def _facts(model: Mapping[str, Any], data: Mapping[str, Any]) -> list[tuple[str, str]]:
-    parameters = number(model.get("parameters"))
-    privacy = "private" if data.get("private", True) else "public"
-    names = texts(data.get("class_names"))
-    return [
-        ("Model", str(model.get("name") or "unnamed")),
-        ("Parameters", words.DASH if math.isnan(parameters) else f"{parameters:,.0f}"),
-        ("Data", f"{data.get('name') or 'unnamed'} ({privacy})"),
-        ("Examples in the data", str(data.get("count", words.DASH))),
-        ("Shape of an example", " × ".join(texts(data.get("shape")))),
-        ("Task", str(data.get("task") or "")),
-        ("Classes", str(data.get("num_classes") or words.DASH)),
-        ("Class names", ", ".join((*names[:20], *(("…",) if len(names) > 20 else ())))),
-        ("Training", str(model.get("training") or "")),
-    ]
-
-
-def _protocol(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    # The record of a control names no attack where it is a guess.
-    rows = [row for row in rows if row.counts]
-    return [
-        ("How updates are made", list(dict.fromkeys(row.job.protocol for row in rows))),
-        ("Examples behind one observation", [str(size) for size in sorted({len(row.job.indices) for row in rows})]),
-        ("Defences", list(dict.fromkeys(row.job.defense for row in rows))),
-        ("Attacks", list(dict.fromkeys(row.job.attack for row in rows))),
-    ]
-
-
-def _provenance(
-    store: Store, meta: Mapping[str, Mapping[str, Any]], rows: Sequence[Row], findings: Sequence[FindingRow]
-) -> list[tuple[str, str]]:
+def _provenance(store: Store, rows: Sequence[Row], findings: Sequence[FindingRow]) -> dict[str, Any]:
     done: list[Row | FindingRow] = [*rows, *findings]
-    seconds = math.fsum(s for s in (number(row.seconds) for row in done) if not math.isnan(s))
     results = [row.result for row in rows if row.result is not None]
-    memory = highest(result.peak_memory_mb for result in results)
 
     def used(name: str) -> str:
-        values = {str(result.info[name]) for result in results if result.info.get(name) is not None}
-        return ", ".join(sorted(values)) or words.DASH
+        return ", ".join(sorted({str(one.info[name]) for one in results if one.info.get(name) is not None}))
 
-    return [
-        ("Created", str(store.meta("created") or words.DASH)),
-        ("Last job finished", max((str(row.finished) for row in done if row.finished), default=words.DASH)),
-        ("Time of all jobs", words.duration(seconds)),
-        ("Seeds", ", ".join(str(seed) for seed in sorted({row.job.seed for row in rows})) or words.DASH),
-        ("Device", used("device")),
-        ("Precision", used("dtype")),
-        ("Threads", used("threads")),
-        ("Peak memory", words.DASH if math.isnan(memory) else f"{memory:.0f} MB"),
-        ("Store format", str(store.meta("format"))),
-        ("Spec hash", str(store.meta("spec_hash") or words.DASH)),
-        ("Model fingerprint", str(meta["model"].get("fingerprint") or "")),
-        ("Data fingerprint", str(meta["data"].get("fingerprint") or words.DASH)),
-    ]
+    return {
+        **{key: store.meta(key) for key in ("created", "format", "spec_hash")},
+        "finished": max((str(row.finished) for row in done if row.finished), default=""),
+        "seconds": math.fsum(s for s in (number(row.seconds) for row in done) if not math.isnan(s)),
+        "seeds": sorted({row.job.seed for row in rows}),
+        "used": {name: used(key) for name, key in _USED.items()},
+        "memory": highest(result.peak_memory_mb for result in results),
+    }

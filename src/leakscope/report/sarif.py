@@ -2,14 +2,20 @@
 
 Each setting gives one result for each kind of leak, one for its doubts and one for remarks; within policy it gives
 none. Fingerprints are made of what a finding is about, not of its numbers: the same leak is the same alert tomorrow.
+Findings point to a place in somebody's files; no folder of a machine is told.
 """
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
 from urllib.parse import quote
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from leakscope import __version__
 from leakscope.report.sentences import over_examples, strongest_words
@@ -17,9 +23,66 @@ from leakscope.report.words import TEXTS
 from leakscope.results.reasons import Reason
 from leakscope.results.records import mapping, plain
 from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.source import Place, Source
 from leakscope.results.store import Store
 from leakscope.results.verdict import Verdict
+
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Point to a line of a file, relative to the repository, or to the installed packages where it is ``installed``."""
+
+    file: Annotated[str, Field(min_length=1)]
+    line: Annotated[int, Field(ge=1)] = 1
+    installed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Point to the spec, or else the model; ``model`` is where that is made, if elsewhere. Tables are by repr."""
+
+    whole: Place
+    protocols: Mapping[str, Place] = field(default_factory=dict)
+    defenses: Mapping[str, Place] = field(default_factory=dict)
+    #: Where the model is made, if that is another place.
+    model: Place | None = None
+
+    def of_setting(self, protocol: str, defense: str) -> Place:
+        """Return the line that asks for a setting: its defence's, its protocol's, or that of the whole."""
+        return self.defenses.get(defense) or self.protocols.get(protocol) or self.whole
+
+    def as_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def read(cls, raw: Any) -> Self | None:
+        """Read what a store says; None where it says nothing that can be used."""
+        with suppress(ValidationError):
+            return TypeAdapter(cls).validate_python(raw)
+        return None
+
+
+def place_of(path: str | os.PathLike[str], line: int = 1, root: Path | None = None) -> Place:
+    """Return a line of ``path`` relative to ``root``, else its repository, else the current folder, else by name only.
+
+    >>> place_of("/x/lib/python3.11/site-packages/torch/nn/modules/linear.py", 3)
+    Place(file='torch/nn/modules/linear.py', line=3, installed=True)
+    >>> place_of("/home/ann/project/leakscope.yaml", root=Path("/home/ann/project")).file
+    'leakscope.yaml'
+    """
+    file = Path(os.path.abspath(path))
+    for folder in _INSTALLED:
+        if folder in file.parts:
+            inside = file.parts[len(file.parts) - file.parts[::-1].index(folder) :]
+            return Place(file="/".join(inside), line=line, installed=True)
+    repository = next((folder for folder in file.parents if (folder / ".git").exists()), None)
+    for candidate in (root, repository, Path.cwd()):
+        # What is relative to the root of the disk tells every folder.
+        if candidate is not None and candidate != Path(candidate.anchor) and file.is_relative_to(candidate):
+            return Place(file=file.relative_to(candidate).as_posix(), line=line)
+    return Place(file=file.name, line=line)
+
 
 SCHEMA_URI = "https://docs.oasis-open.org/sarif/sarif/v2.1.0/os/schemas/sarif-schema-2.1.0.json"
 #: Name of the folders that addresses are relative to; where they are is the reader's business.
@@ -81,30 +144,25 @@ _BASES = {REPOSITORY: "The root of the audited repository.", PACKAGES: "The fold
 
 @dataclass(frozen=True)
 class _Finding:
-    """Sentences on a setting, or on the whole audit, that fall under one rule; each with its remedy."""
+    """Reasons on a setting, or on the whole audit, that fall under one rule."""
 
     rule: Rule
-    sentences: list[tuple[str, str]]
     reasons: list[Reason]
     setting: SettingVerdict | None = None
 
 
 def _findings(verdict: Verdict) -> Iterator[_Finding]:
     if verdict.outcome == "nothing audited":
-        yield _Finding(RULES["nothing"], *_told(verdict.reasons))
+        yield _Finding(RULES["nothing"], verdict.reasons)
         return
     for setting in verdict.settings:
         reasons = setting.reasons
         for kind in dict.fromkeys(reason.kind for reason in reasons):
-            yield _Finding(RULES[kind], *_told([r for r in reasons if r.kind == kind]), setting)
+            yield _Finding(RULES[kind], [r for r in reasons if r.kind == kind], setting)
         if setting.remarks:
-            yield _Finding(RULES["remark"], *_told(setting.remarks), setting)
+            yield _Finding(RULES["remark"], setting.remarks, setting)
     if verdict.doubts_of_all:
-        yield _Finding(RULES["doubt"], *_told(verdict.doubts_of_all))
-
-
-def _told(reasons: list[Reason]) -> tuple[list[tuple[str, str]], list[Reason]]:
-    return [(text, remedy) for text, remedy, _ in over_examples(reasons)], reasons
+        yield _Finding(RULES["doubt"], verdict.doubts_of_all)
 
 
 def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
@@ -112,7 +170,7 @@ def _result(finding: _Finding, source: Source, model: str) -> dict[str, Any]:
     where = source.whole if setting is None else source.of_setting(*setting.scenario)
     subject = ("whole", "audit") if setting is None else setting.scenario
     title = "The audit" if setting is None else setting.short
-    told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy in finding.sentences]
+    told = [f"{text}. {remedy}." if remedy else f"{text}." for text, remedy, _ in over_examples(finding.reasons)]
     if setting is not None and finding.rule is RULES["reconstruction"]:
         told += [f"{line}." for line in strongest_words([e for e in setting.examples if e.leaks])]
     prints = "|".join([finding.rule.id, source.whole.file, model, *subject])

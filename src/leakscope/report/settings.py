@@ -1,20 +1,23 @@
-"""The settings of an audit on the page: tables and charts of the strongest attacks, all measures, every attack."""
+"""The sections of an audit's page that come from its rows: settings, measures, attacks by setting, jobs, curves."""
 
+import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from leakscope.metrics import MAX_CANDIDATES, MEASURES, Measure, interval
-from leakscope.report import svg, words
-from leakscope.report.words import figure, fixed, percent, span
+from leakscope.report import svg
+from leakscope.report.limits import settled
+from leakscope.report.words import figure, fixed, span, yes_or_share
 from leakscope.results.baselines import Baselines
 from leakscope.results.defense_study import IGNORES
-from leakscope.results.names import parts_of, telling_options
-from leakscope.results.records import Row, highest, mean, number
+from leakscope.results.names import parts_of, short_names, telling_options
+from leakscope.results.records import NAN, DiagnosisRecord, FindingRow, Row, highest, mean, number
 from leakscope.results.setting_verdict import SettingVerdict
-from leakscope.results.summary import MeasureSummary, SettingSummary
+from leakscope.results.store import Store
+from leakscope.results.verdict import SettingSummary, measures_of
 
 PSNR = MEASURES["psnr"]
 
@@ -24,89 +27,34 @@ def main_measures(measures: Iterable[Measure]) -> list[Measure]:
     return [m for m in measures if m is not PSNR and (m.limit is not None or m.of != "inputs")]
 
 
-def settings_table(
+def settings_section(
     settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary], data: Any
 ) -> dict[str, Any]:
-    """One line a setting, for each example its strongest attack; ``data`` are the facts on the data set."""
-    present = {entry.name for summary in summaries for entry in summary.measures}
-    measures = main_measures(measure for measure in MEASURES.values() if measure.name in present)
+    """Each setting with the summaries of its measures by name; ``data`` are the facts on the data set."""
+    lines = [
+        (setting, {entry.name: entry for entry in summary.measures})
+        for setting, summary in zip(settings, summaries, strict=True)
+    ]
+    present = {name for _, entries in lines for name in entries}
     # A blind guess picks one of the candidates that every reconstruction is compared with.
     count = min(number(data.get("count")), MAX_CANDIDATES)
-    chance = f"chance {percent(1 / count) if count >= 1 else words.DASH}"
-    lines = []
-    for setting, summary in zip(settings, summaries, strict=True):
-        means = {entry.name: entry.mean for entry in summary.measures}
-        blind = "" if math.isnan(setting.label_baseline) else f"chance {percent(setting.label_baseline)}"
-        shown = {measure.name: (figure(means.get(measure.name, math.nan), measure.digits), "") for measure in measures}
-        # An example that any attempt identifies is identified, by the strongest or not.
-        known = {"identification": (percent(setting.identification), chance)}
-        known["label_accuracy"] = percent(setting.label_accuracy), blind
-        line = {
-            "setting": setting,
-            "interval": span(setting.interval, len(setting.examples)),
-            "best": highest(example.psnr for example in setting.examples),
-            "lift": mean(example.lift for example in setting.examples),
-            "measures": [known.get(name, cell) for name, cell in shown.items()],
-        }
-        lines.append(line)
-    return {"columns": [measure.title for measure in measures], "psnr": PSNR.title, "lines": lines}
+    return {
+        "lines": lines,
+        "main": main_measures(measure for measure in MEASURES.values() if measure.name in present),
+        "psnr": PSNR.title,
+        "chance": 1 / count if count >= 1 else NAN,
+    }
 
 
 def charts(settings: Sequence[SettingVerdict], policy: float) -> dict[str, Any]:
     """The dot plot twice, for wide and for narrow screens; the style sheet shows one of them."""
     if not settings:
         return {"wide": "", "narrow": ""}
-    rows = [
-        svg.DotRow(
-            label=f"{setting.name} {setting.defense_short} · {setting.protocol_short}",
-            outcome=setting.outcome,
-            value=setting.mean_psnr,
-            low=setting.interval[0],
-            high=setting.interval[1],
-            baseline=setting.baseline_psnr,
-            points=tuple(example.psnr for example in setting.examples),
-        )
-        for setting in settings
-    ]
-    room = min(380, max(120, 20 + 8 * max(len(row.label) for row in rows)))
+    room = min(380, max(120, 20 + 8 * max(len(svg.label_of(setting)) for setting in settings)))
     return {
-        "wide": svg.dot_plot(rows, policy=policy, identity="dots-wide", width=960, label_width=room),
-        "narrow": svg.dot_plot(rows, policy=policy, identity="dots-narrow", width=340, label_width=0),
+        "wide": svg.dot_plot(settings, policy=policy, identity="dots-wide", width=960, label_width=room),
+        "narrow": svg.dot_plot(settings, policy=policy, identity="dots-narrow", width=340, label_width=0),
     }
-
-
-def all_measures(
-    settings: Sequence[SettingVerdict], summaries: Sequence[SettingSummary]
-) -> list[tuple[SettingVerdict, list[Any]]]:
-    """Each setting with a line a measure; no lines where nothing was measured at all."""
-    return [
-        (setting, [(entry.measure, _cells(entry)) for entry in summary.measures if setting.examples])
-        for setting, summary in zip(settings, summaries, strict=True)
-    ]
-
-
-def _cells(entry: MeasureSummary) -> list[tuple[str, str]]:
-    """Mean, interval, both without information, and the count, each with why it is missing."""
-    digits = entry.measure.digits
-    why, baseline_why = entry.reason or "", entry.baseline_reason or ""
-    cells = [
-        (figure(entry.mean, digits), why),
-        (span(entry.interval, entry.count, digits), why),
-        (figure(entry.baseline, digits), baseline_why),
-        (span(entry.baseline_interval, entry.baseline_count, digits), baseline_why),
-    ]
-    shown = [(text, reason if text == words.DASH else "") for text, reason in cells]
-    # Fewer examples than there are: the reason belongs to the number, too.
-    return [*shown, (_count(entry.count, entry.baseline_count), why or baseline_why)]
-
-
-def _count(count: int, baseline_count: int) -> str:
-    """How many examples were measured, and how many without information where that differs.
-
-    >>> _count(4, 4), _count(4, 3), _count(4, 0)
-    ('4', '4, without 3', '4')
-    """
-    return f"{count}, without {baseline_count}" if baseline_count not in (0, count) else str(count)
 
 
 #: Lifts in dB from which on a cell is coloured, each more strongly.
@@ -202,3 +150,93 @@ def _measured(psnr: float, ends: tuple[float, float], count: int, lift: float, n
 def _blind(own: Sequence[Row], attack: str, protocol: str, baselines: Baselines) -> str:
     indices = dict.fromkeys(e.index for row in own if row.job.protocol == protocol for e in row.examples)
     return fixed(mean(baselines.value(attack, index, PSNR) for index in indices))
+
+
+MAX_CURVES = 12
+MAX_DETAILED_EXAMPLES = 24
+
+
+def jobs_section(rows: Sequence[Row], data: Mapping[str, Any]) -> dict[str, Any]:
+    """All jobs in the order of the plan, and what the table shows of each."""
+    measures = measures_of(example for row in rows for example in row.examples)
+    main, several = main_measures(measures), any(len(row.examples) > 1 for row in rows)
+
+    def means(row: Row) -> list[tuple[Measure, float]]:
+        best = [(PSNR, NAN if row.result is None else row.result.best_psnr)] if several else []
+        shown = [(m, mean(example.value(m.key) for example in row.examples)) for m in (PSNR, *main)]
+        return [shown[0], *best, *shown[1:]]
+
+    return {
+        "rows": rows,
+        "figures": [PSNR.title, *([f"Best {PSNR.title}"] if several else []), *(m.title for m in main)],
+        "means": means,
+        "measures": measures,
+        "figure": _figure,
+        "why": _why,
+        "in_one_line": _in_one_line,
+        "most": MAX_DETAILED_EXAMPLES,
+        "class_names": data.get("class_names"),
+        "proofs": any(example.certificate is not None for row in rows for example in row.examples),
+    }
+
+
+def _figure(value: float, measure: Measure, count: int) -> str:
+    return yes_or_share(value, count) if measure.digits is None else figure(value, measure.digits)
+
+
+def _why(diagnosis: DiagnosisRecord, psnr: float) -> str:
+    """Why a result is what it is; an attack may take its own for recovered, and the truth says whether it was."""
+    outcome = settled(diagnosis.outcome, psnr, {})
+    taken = "; the attack itself took it for recovered" if diagnosis.outcome == "recovered" != outcome else ""
+    return f"{outcome}: {diagnosis.reason}{taken}"
+
+
+def _in_one_line(values: Mapping[str, Any], between: str = ", ") -> str:
+    """A mapping as a person would write it.
+
+    >>> _in_one_line({"steps": 5, "device": "cpu"})
+    'steps: 5, device: cpu'
+    """
+    return between.join(f"{k}: {v if isinstance(v, str) else json.dumps(v)}" for k, v in values.items())
+
+
+def fates(findings: Sequence[FindingRow], planned: Any) -> str:
+    statuses = Counter(finding.status for finding in findings)
+    summary = ", ".join(f"{count} {status}" for status, count in statuses.items())
+    missing = planned - len(findings) if isinstance(planned, int) else 0
+    return f"{summary}, {missing} of {planned} missing" if missing > 0 else summary
+
+
+def curves_section(store: Store, rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """For each attack the objective of the job that came closest to an example, one line a restart."""
+    attacks: dict[str, list[tuple[float, Row]]] = {}
+    for row in rows:
+        if row.result is not None and row.status == "done" and row.counts:
+            attacks.setdefault(row.job.attack, []).append((row.result.best_psnr, row))
+    short = short_names(attacks, parts_of(rows))
+    sections: list[dict[str, Any]] = []
+    for attack, candidates in attacks.items():
+        for psnr, row in sorted(candidates, key=lambda c: (math.inf if math.isnan(c[0]) else -c[0], c[1].position)):
+            curves, objective = _curves(store, row.key)
+            if curves:
+                title, identity = f"{objective} of {row.job.attack_name}", f"curve-{len(sections)}"
+                line = {"job": row.job, "short": short[attack], "psnr": psnr, "curves": len(curves)}
+                sections.append({**line, "drawing": svg.curve_plot(curves, title=title, identity=identity)})
+                break
+    return sections
+
+
+def _curves(store: Store, key: str) -> tuple[list[tuple[str, list[float]]], str]:
+    """The curves of a job by name, and what they are of; nothing where the history is absent or damaged."""
+    try:
+        history = store.history(key)
+    except (ValueError, KeyError, TypeError, OSError):
+        return [], ""
+    names = [n for n in ("objective", *sorted(history)) if isinstance(history.get(n), list) and history[n]]
+    if not names:
+        return [], ""
+    value = history[names[0]]
+    curves: Sequence[Any] = value if isinstance(value[0], list) else [value]
+    numbered = enumerate(curves[:MAX_CURVES], start=1)
+    lines = [(f"restart {n}", list(map(number, curve))) for n, curve in numbered if isinstance(curve, list) and curve]
+    return lines, names[0]

@@ -11,9 +11,8 @@ _NAMES = {
     "reasons": ("Reason",),
     "records": ("AttemptRecord", "ExampleRecord", "FindingRow", "JobRecord", "Row"),
     "store": ("Store", "StoreError", "StoreMismatch"),
-    "summary": ("MeasureSummary", "SettingSummary", "summarise"),
     "setting_verdict": ("SettingVerdict", "StrongestExample"),
-    "verdict": ("Verdict", "judge", "judge_store"),
+    "verdict": ("MeasureSummary", "SettingSummary", "Verdict", "judge", "judge_store", "summarise"),
 }
 _HOMES = {name: f"{__name__}.{module}" for module, names in _NAMES.items() for name in names}
 

@@ -157,7 +157,7 @@ class Coverage:
         self._lacking = {
             (client, name)
             for client, tries in self._clients.items()
-            for name in needed - {row.job.attack_name for row in tries if _had_its_turn(row)}
+            for name in needed - {r.job.attack_name for r in tries if r.status != "failed" and not r.starved}
         }
 
     @property
@@ -223,10 +223,6 @@ def explained(unexplained: float, by_truth: float) -> bool:
 def _residuals(row: Row) -> list[tuple[float, float]]:
     pair = (math.nan, math.nan) if row.result is None else (row.result.unexplained, row.result.unexplained_by_truth)
     return [] if any(map(math.isnan, pair)) else [pair]
-
-
-def _had_its_turn(row: Row) -> bool:
-    return row.status == "done" or (row.status == "refused" and not row.starved)
 
 
 def _client(row: Row) -> Client:

@@ -219,9 +219,14 @@ def _row(
     guessed = [guesses.get(example.index, NAN) for example in setting.examples]
     reached = [highest((example.psnr, guess)) for example, guess in zip(setting.examples, guessed, strict=True)]
     leaked = [min(psnr, LEGIBLE) for psnr in reached]
-    errors = _least_errors(attempts)
+    least: dict[int, list[float]] = defaultdict(list)
+    for row in attempts:
+        for example in row.examples:
+            least[example.index].append(example.value("rmse"))
+    errors = [min(finite) for tries in least.values() if (finite := [e for e in tries if not math.isnan(e)])]
     utilities = () if training is None else training.utilities
-    lost = () if training is None or undefended is None else _lost(training, undefended)
+    seeds = [{} if one is None else dict(zip(one.seeds, one.utilities, strict=True)) for one in (undefended, training)]
+    lost = [seeds[0][seed] - value for seed, value in seeds[1].items() if seed in seeds[0]]
     embedding = [f for f in findings if f.kind == "embedding" and f.scenario == cell][:1]
     feature_errors = [f.value(name) for f in embedding for name in ("error", "span_error")]
     known = setting.defense == "none" or any(row.result is not None and row.result.adaptive for row in attempts)
@@ -252,22 +257,6 @@ def _row(
         telling=not setting.weakness and learnt,
         doubts=tuple(_doubts(setting, known, training, learnt)),
     )
-
-
-def _least_errors(attempts: Sequence[Row]) -> list[float]:
-    least: dict[int, float] = {}
-    for row in attempts:
-        for example in row.examples:
-            error = example.value("rmse")
-            if not math.isnan(error):
-                least[example.index] = min(error, least.get(example.index, math.inf))
-    return list(least.values())
-
-
-def _lost(training: Training, undefended: Training) -> tuple[float, ...]:
-    bare = dict(zip(undefended.seeds, undefended.utilities, strict=True))
-    own = zip(training.seeds, training.utilities, strict=True)
-    return tuple(bare[seed] - value for seed, value in own if seed in bare)
 
 
 def _doubts(setting: SettingVerdict, known: bool, training: Training | None, learnt: bool) -> Iterable[Reason]:

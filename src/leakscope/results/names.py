@@ -80,7 +80,8 @@ def telling_options(reprs: Iterable[str], parts: Mapping[str, Part] | None = Non
         family = [options[other] for other, one in found.items() if one.name == part.name]
         told[text] = [option for option in options[text] if not all(option in other for other in family)]
         if len(family) == 1:  # told by its numbers; words such as scope='tensor' are mostly defaults
-            told[text] = [option for option, value in options[text].items() if not _is_word(value)][:3]
+            words = {o for o, v in options[text].items() if v is None or type(v) in (str, bool)}
+            told[text] = [option for option in options[text] if option not in words][:3]
     return told
 
 
@@ -96,7 +97,3 @@ def short_names(reprs: Iterable[str], parts: Mapping[str, Part] | None = None) -
         part = (parts or {}).get(text) or Part.read(text, None)
         names[text] = "no defence" if text == "none" else part.name + (f"({', '.join(options)})" if options else "")
     return names
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or (isinstance(value, str | bool) and not isinstance(value, _Code))

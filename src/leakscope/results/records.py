@@ -63,7 +63,7 @@ def mapping(value: Any) -> dict[str, Any]:
 
 
 def texts(value: Any) -> tuple[str, ...]:
-    return tuple(map(str, _items(value)))
+    return tuple(map(str, items(value)))
 
 
 def mean(values: Iterable[float]) -> float:
@@ -357,7 +357,7 @@ def _whole(value: Any) -> int:
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
 
 
-def _items(value: Any) -> Sequence[Any]:
+def items(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else ()
 
 
@@ -370,11 +370,11 @@ _READERS: Mapping[Any, Callable[[Any], Any]] = {
     float: number,
     bool: lambda value: value is True,
     tuple[str, ...]: texts,
-    tuple[int, ...]: lambda value: tuple(map(_whole, _items(value))),
+    tuple[int, ...]: lambda value: tuple(map(_whole, items(value))),
     Mapping[str, Any]: mapping,
     Mapping[str, str]: lambda value: {str(k): str(v) for k, v in mapping(value).items() if v},
     Mapping[str, float]: lambda value: {k: float(v) if isinstance(v, bool) else number(v) for k, v in value.items()},
-    tuple[ExampleRecord, ...]: lambda value: tuple(ExampleRecord.read(e) for e in _items(value) if isinstance(e, dict)),
+    tuple[ExampleRecord, ...]: lambda value: tuple(ExampleRecord.read(e) for e in items(value) if isinstance(e, dict)),
     Certificate | None: _certificate,
     DiagnosisRecord | None: lambda value: (
         DiagnosisRecord.read(value) if mapping(value).get("outcome") in DIAGNOSES else None

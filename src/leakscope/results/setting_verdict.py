@@ -80,11 +80,6 @@ def above_policy(example: StrongestExample, policy: Policy) -> bool:
     return example.psnr >= policy.max_psnr and (example.certified or lifted)
 
 
-def contradicts_its_certificate(example: StrongestExample, policy: Policy) -> bool:
-    """Check for a certified example whose PSNR is low or unknown: one of the two is wrong."""
-    return example.certified and not example.psnr >= min(policy.max_psnr, BEYOND_DOUBT)
-
-
 def tried(row: Row, example: ExampleRecord, baselines: Baselines) -> StrongestExample:
     baseline = baselines.value(row.job.attack, example.index, MEASURES["psnr"])
     same = {name: getattr(row.job, name) for name in ("attack", "attack_name", "seed", "protocol", "defense")}
@@ -281,7 +276,9 @@ class Judge:
         doubts = []
         for example in self.strongest:
             doubts += self._doubts_of_lift(example)
-            if any(contradicts_its_certificate(t, self.policy) for t in self.tries[example.index]):
+            # Of a certificate and a PSNR that is low or unknown one is wrong.
+            likely = min(self.policy.max_psnr, BEYOND_DOUBT)
+            if any(t.certified and not t.psnr >= likely for t in self.tries[example.index]):
                 doubts.append(because("certificate-contradicted", "report-defect", example=example.index))
         drop, define = (Remedy(kind, {"limit": "max_identification"}) for kind in ("drop-limit", "set-limit"))
         if self.policy.max_identification is not None and self.unrecognisable:

@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from leakscope.audit.attempts import Advance, Bench, Outcome
-from leakscope.audit.budget import Budget
 from leakscope.audit.estimate import SILENT_SECONDS, Estimator, try_out
-from leakscope.audit.plan import Job
+from leakscope.audit.plan import Budget, Job
 from leakscope.audit.setup import Setup, torch_threads
 from leakscope.contracts.errors import UserError
 from leakscope.contracts.settings import Setting, settings_of
@@ -184,11 +183,19 @@ class Crew(ABC, Generic[W]):
         self._assign(worker)
 
     def _assign(self, worker: W) -> None:
-        if self._estimator is not None:
-            self._try_out(worker, self._estimator)
+        if (estimator := self._estimator) is not None:
+            # All are timed before the estimate is told and the jobs themselves begin.
+            if (job := estimator.next()) is not None:
+                self._begin(worker, "try", job)
+            elif all(colleague.job is None for colleague in self._workers):
+                self._estimator = None
+                estimator.tell(self._emit, self._count)
+                self._wake()
             return
         if not self._budget.allows():
-            self._leave_the_rest()
+            self._waiting.clear()  # nothing more is begun; what is under way gets to end
+            for colleague in self._workers:
+                colleague.group.clear()
         job = self._next(worker)
         while job is not None and self._budget.spares(job):
             job = self._next(worker)
@@ -199,21 +206,6 @@ class Crew(ABC, Generic[W]):
     def _begin(self, worker: W, kind: str, job: Job) -> None:
         worker.job, worker.trying, worker.since = job, kind == "try", time.monotonic()
         self._send(worker, kind, job)
-
-    def _leave_the_rest(self) -> None:
-        """Begin nothing more; what is under way gets to end."""
-        self._waiting.clear()
-        for worker in self._workers:
-            worker.group.clear()
-
-    def _try_out(self, worker: W, estimator: Estimator) -> None:
-        """Let it time some steps; when all are timed, tell the estimate and begin with the jobs themselves."""
-        if (job := estimator.next()) is not None:
-            self._begin(worker, "try", job)
-        elif all(colleague.job is None for colleague in self._workers):
-            self._estimator = None
-            estimator.tell(self._emit, self._count)
-            self._wake()
 
     def _wake(self) -> None:
         """Give every worker that is ready and idle something to do."""

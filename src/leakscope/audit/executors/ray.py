@@ -105,14 +105,18 @@ class _Actors(Crew[_Actor]):
     def _hire(self) -> None:
         actor = self._kind.remote()
         ours = {name: version for name, version in versions().items() if name in _PACKAGES}
-        answer = actor.prepare.remote(self._packed, _search_path(), ours, self._board)
+        path = [entry for entry in sys.path if entry not in ("", os.getcwd())]  # the current folder comes last
+        answer = actor.prepare.remote(self._packed, [*path, *own_folders(), os.getcwd()], ours, self._board)
         self._workers.append(_Actor(actor=actor, answer=answer))
 
     def _turn(self) -> None:
         asked = {worker.answer: worker for worker in self._workers if worker.answer is not None}
         awaited = [*asked, *([] if self._posted is None else [self._posted])]
         if awaited:
-            self._ray.wait(awaited, timeout=self._wait_seconds())
+            pauses = [NODES_SECONDS, self._patience() or math.inf]
+            if self._board is not None and self._posted is None:
+                pauses.append(max(0.0, self._look_at - time.monotonic()))
+            self._ray.wait(awaited, timeout=min(pauses))
         # All that is there is read before anybody counts as overdue: starting or ending a worker may take long.
         answered, _ = self._ray.wait(awaited, num_returns=len(awaited), timeout=0) if awaited else ([], [])
         for answer in answered:
@@ -124,12 +128,6 @@ class _Actors(Crew[_Actor]):
         if self._board is not None and self._posted is None and time.monotonic() >= self._look_at:
             self._posted = self._board.take.remote()
         self._check_nodes()
-
-    def _wait_seconds(self) -> float:
-        pauses = [NODES_SECONDS, self._patience() or math.inf]
-        if self._board is not None and self._posted is None:
-            pauses.append(max(0.0, self._look_at - time.monotonic()))
-        return min(pauses)
 
     def _listen(self, worker: _Actor) -> None:
         try:
@@ -193,12 +191,6 @@ class _Actors(Crew[_Actor]):
 def _pack(setup: Setup) -> bytes:
     """Pack the whole set-up, so that nodes need neither the data's files nor the training."""
     return packed(setup, "a cluster", "'processes' or 'serial'")
-
-
-def _search_path() -> list[str]:
-    """Return where this process finds modules, with the current folder last."""
-    here = {"", os.getcwd()}
-    return [*(entry for entry in sys.path if entry not in here), *own_folders(), os.getcwd()]
 
 
 def _cause(error: Exception) -> str:
