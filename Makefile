@@ -6,25 +6,32 @@ OUT ?= leakscope-audit
 BENCH ?=
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: audit check lint test wheel-check bench docs clean
+.PHONY: audit check lint style types suite test wheel-check bench docs clean
 
 audit: $(VENV)/.installed
 	@# Exit code 1 means that the audit found a leak, which is what the default audit is there to show.
 	@$(BIN)/leakscope audit --out $(OUT); code=$$?; [ $$code -le 1 ] || exit $$code
 
-PYTEST := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+lint: style types
 
-lint: $(VENV)/.installed-dev
+style: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
-check: lint
-	@# For daily work, a few minutes: all but the tests that are marked slow.
-	$(PYTEST) -m "not slow"
+suite: $(VENV)/.installed-dev
+	@# Three workers for two processors: tests that wait for processes of their own leave one idle. Bytecode is kept
+	@# whatever the shell says: without it each worker and each process that a test starts compiles the files again.
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/pytest -q -n 3 --dist worksteal $(SELECT)
 
-test: lint
-	$(PYTEST)
+check: style
+	@# For daily work, a few minutes: all but the tests that are marked slow. mypy runs beside them.
+	@$(MAKE) --no-print-directory -j 2 types suite SELECT='-m "not slow"'
+
+test: style
+	@$(MAKE) --no-print-directory -j 2 types suite
 
 wheel-check: $(VENV)/.installed-dev
 	@# Wheel and sdist, the extras under the constraints, an empty environment, and the embedded audit in it.

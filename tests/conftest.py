@@ -13,6 +13,24 @@ import torch
 # Helpers that several folders of tests share lie beside this file.
 sys.path.insert(0, str(Path(__file__).parent))
 
+#: Files that take longest, the longest first: begun early, none keeps one worker busy after the others have ended.
+LONGEST = (
+    "test_docs_run.py",
+    "test_ray.py",
+    "test_flower_example.py",
+    "test_executors.py",
+    "test_pytest_plugin.py",
+    "test_head_first.py",
+    "test_packaging.py",
+    "test_kills.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest files, each in its own order, so that what a module shares is made once."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path.name, len(places)))
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

@@ -22,6 +22,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty folder to work in; modules that are loaded from it are forgotten with it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LEAKSCOPE_CACHE", str(tmp_path / "cache"))
+    # Probes of the diagnosis run, and end early: what they find has tests of its own, and here they took minutes.
+    monkeypatch.setattr("leakscope.limits.diagnosis.PROBES", (1, 10))
     data = ROOT.parent / "shared" / "data"
     if data.is_dir():
         monkeypatch.setenv("LEAKSCOPE_DATA", str(data))

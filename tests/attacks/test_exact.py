@@ -102,13 +102,13 @@ def test_an_unrolled_update_needs_the_recipe_and_uses_it() -> None:
     net = build_model("dlg-lenet", input_shape=(1, 8, 8), num_classes=4)
     generator = torch.Generator().manual_seed(0)
     x, y = torch.rand(2, 1, 8, 8, generator=generator), torch.tensor([0, 3])
-    protocol = FedAvg(epochs=3, batch_size=1, lr=0.5, shuffle=False)
+    protocol = FedAvg(epochs=2, batch_size=1, lr=0.5, shuffle=False)
     known = protocol.observe(net, x, y)
     blind = protocol.observe(net, x, y, knowledge=Knowledge.eavesdropper)
     with pytest.raises(MissingKnowledge, match="local_epochs, batch_size, learning_rate"):
         InvertingGradients(update="unroll")(blind)
-    unrolled = InvertingGradients(update="unroll", iterations=120, tv=0.0, lr=0.05)(known)
-    single = InvertingGradients(update="gradient", iterations=120, tv=0.0, lr=0.05)(known)
+    unrolled = InvertingGradients(update="unroll", iterations=50, tv=0.0, lr=0.05)(known)
+    single = InvertingGradients(update="gradient", iterations=50, tv=0.0, lr=0.05)(known)
     assert float(unrolled.scores[0]) < 0.5 * float(single.scores[0])
     assert float((unrolled.inputs - x).abs().mean()) < float((single.inputs - x).abs().mean())
 

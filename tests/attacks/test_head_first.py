@@ -150,7 +150,7 @@ def test_without_a_finish_there_is_no_certificate() -> None:
 FALLBACKS: dict[str, Callable[[], tuple[Observation, str]]] = {
     "too many examples": lambda: (look(conv_net(), pictures(6), list(range(6))), "at most 5 examples"),
     "pruned": lambda: (look(conv_net(), pictures(1), [1], None, defense=GradientPruning(fraction=0.9)), "head"),
-    "several steps": lambda: (look(conv_net(), pictures(2), [1, 4], FedAvg(epochs=5, batch_size=1, lr=0.05)), "head"),
+    "several steps": lambda: (look(conv_net(), pictures(2), [1, 4], FedAvg(epochs=2, batch_size=1, lr=0.1)), "head"),
     "several small steps": lambda: (
         look(conv_net(), pictures(1), [1], FedAvg(epochs=3, batch_size=1, lr=0.01)),
         "several local steps",
@@ -281,11 +281,11 @@ def test_settings_say_what_they_mean() -> None:
 @pytest.mark.slow
 def test_a_held_out_image_of_a_trained_net_is_exact_and_certified(real_data: Path) -> None:
     folder = real_data / "cifar-10-batches-bin"
-    train = load_data("cifar10", path=folder, split="train", limit=5000)
+    train = load_data("cifar10", path=folder, split="train", limit=2000)
     held_out = load_data("cifar10", path=folder, split="test", limit=20).batch(5, 1)
     net = build_model("convnet", input_shape=train.shape, num_classes=10)
     optimiser, draws = torch.optim.Adam(net.parameters(), 1e-3), torch.Generator().manual_seed(0)
-    for _ in range(200):
+    for _ in range(100):
         rows = torch.randint(len(train.x), (64,), generator=draws)
         optimiser.zero_grad()
         F.cross_entropy(net(train.x[rows]), train.y[rows]).backward()

@@ -47,7 +47,7 @@ def mean_decibels(examples: Examples, knowledge: Knowledge) -> float:
     for n in range(len(examples.x)):
         x, y = examples.x[n : n + 1], examples.y[n : n + 1]
         seen = FedSGD().observe(model, x, y, GradientPruning(fraction=0.9), knowledge)
-        found = InvertingGradients(iterations=300)(seen, seed=0)
+        found = InvertingGradients(iterations=100)(seen, seed=0)
         levels.append(-10 * math.log10(float((found.inputs - x).square().mean())))
     return sum(levels) / len(levels)
 

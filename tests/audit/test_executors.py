@@ -33,6 +33,7 @@ def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
     assert len(spread.findings) == 4
     total = len(spread.rows) + len(spread.findings)
     assert spread.verdict.outcome == "leaks"
+    assert not [e for e in events if e["event"] == "workers"]  # nothing to tell of a number that was given
     finished = [e for e in events if e["event"] == "finished"]
     assert sorted(e["position"] for e in finished) == list(range(total))
     assert [e["completed"] for e in finished] == list(range(1, total + 1))
@@ -44,7 +45,7 @@ def test_processes_give_the_rows_of_serial(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_death_costs_one_job(tmp_path: Path) -> None:
     attacks = [doubles.Guess(), doubles.Trouble(how="exit"), doubles.Trouble(how="kill"), doubles.Quotient()]
-    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1)
+    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1, workers=1)
     told = [(row.job.attack_name, row.status) for row in done.rows]
     assert told == [("guess", "done"), ("trouble", "failed"), ("trouble", "failed"), ("quotient", "done")]
     assert done.rows[1].error == "WorkerDied: the worker process ended with exit code 7"
@@ -54,7 +55,7 @@ def test_a_death_costs_one_job(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_that_ends_its_process(tmp_path: Path) -> None:
-    changes = {"attacks": [doubles.Guess()], "defenses": None, "controls": False, "examples": 2}
+    changes = {"attacks": [doubles.Guess()], "defenses": None, "controls": False, "examples": 2, "workers": 1}
     done = processes(tmp_path, model="audit_doubles:fatal_net", **changes)
     assert [row.status for row in done.rows] == ["failed"] * 2
     assert done.verdict.outcome == "nothing audited"
@@ -63,7 +64,7 @@ def test_a_model_that_ends_its_process(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_timeout(tmp_path: Path) -> None:
     attacks = [doubles.Trouble(how="hang"), doubles.Guess()]
-    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1, timeout=1.5)
+    done = processes(tmp_path, attacks=attacks, defenses=None, controls=False, examples=1, timeout=1.5, workers=1)
     assert [row.status for row in done.rows] == ["failed", "done"]
     assert done.rows[0].error == "TimeoutError: stopped after more than 1.5 s"
     assert done.rows[0].seconds is not None
@@ -100,7 +101,6 @@ def test_workers_are_processors_by_threads_and_told_where_nobody_said_a_number(
     events: list[dict[str, Any]] = []
     one = {"attacks": [doubles.Guess()], "findings": False, "controls": False}
     done = processes(tmp_path / "auto", workers="auto", progress=events.append, **one)
-    processes(tmp_path / "fixed", workers=2, progress=events.append, **one)
     assert [event["workers"] for event in events if event["event"] == "workers"] == [2]
     assert timeless(done.rows) == timeless(run(**one).rows)
 

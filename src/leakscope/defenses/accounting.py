@@ -41,6 +41,11 @@ def epsilon_of(noise_multiplier: float, sampling_rate: float = 1.0, steps: int =
     """
     numbers = {"sampling_rate": sampling_rate, "steps": steps, "delta": delta}
     refuse("epsilon_of", problems_of(noise_multiplier=noise_multiplier, **numbers))
+    return _epsilon(noise_multiplier, sampling_rate, steps, delta)
+
+
+@lru_cache(maxsize=256)  # half a second, and an audit asks for the same one several times
+def _epsilon(noise_multiplier: float, sampling_rate: float, steps: int, delta: float) -> float:
     if noise_multiplier**2 == 0:  # or so little that its square is
         return math.inf
     from opacus.accountants.analysis import rdp  # slow to import
