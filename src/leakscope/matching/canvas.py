@@ -76,12 +76,9 @@ class Pixels:
         # Published code draws N(0, 1) in whatever space it searches; only the middle has its place.
         return inputs.from_unit(picture) if self.start == "grey" and self.space == "model" else picture
 
-    def project(self, picture: Tensor, inputs: InputSpace) -> Tensor:
-        project = inputs.project_unit if self.space == "unit" else inputs.project
-        return project(picture) if self.clamp else picture
-
     def project_rows(self, rows: Tensor, inputs: InputSpace) -> Tensor:
-        return self.project(rows.reshape(-1, *inputs.shape), inputs).reshape(rows.shape) if self.clamp else rows
+        project = inputs.project_unit if self.space == "unit" else inputs.project
+        return project(rows.reshape(-1, *inputs.shape)).reshape(rows.shape) if self.clamp else rows
 
     def draw(self, row: Tensor, count: int, inputs: InputSpace) -> Tensor:
         return row.reshape(count, *inputs.shape)

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from leakscope.attacks.cafe.data import Data, RoundSearch, invert
-from leakscope.attacks.cafe.rounds import Rounds, RunningSteps, Steps, settle, solve, unexplained_by
+from leakscope.attacks.cafe.rounds import Rounds, RunningSteps, Steps, settle, share_unexplained, solve
 from leakscope.attacks.gradient_matching import require_searchable
 from leakscope.contracts.attack import Attack, Progress
 from leakscope.contracts.errors import UserError
@@ -166,7 +166,10 @@ class CAFE(Attack):
         data = search.run(tables, progress, move_tables=self.method == "single-loop")
         # What can be determined is a matter of the rounds, not of how far the loop came.
         best = solve(rounds)
-        return data, _Evidence(best.determined, unexplained_by(rounds, tables), best.unexplained)
+        reached = [table.output_gradients for table in tables], [table.inputs for table in tables]
+        complete = rounds.identifiability.identifiable
+        left = share_unexplained(rounds.messages, rounds.layers, *reached, complete=complete)
+        return data, _Evidence(best.determined, left, best.unexplained)
 
     def _labels(self, rounds: Rounds) -> _Labels:
         observation = rounds.observation

@@ -191,12 +191,6 @@ def settle(rounds: Rounds, tables: list[RunningSteps], iterations: int) -> None:
                 move(torch.tensor(message.indices), message.update[name].cpu().double())
 
 
-def unexplained_by(rounds: Rounds, tables: list[RunningSteps]) -> float:
-    output_gradients, inputs = [table.output_gradients for table in tables], [table.inputs for table in tables]
-    complete = rounds.identifiability.identifiable
-    return share_unexplained(rounds.messages, rounds.layers, output_gradients, inputs, complete=complete)
-
-
 #: Cut off in the eigenvalues of a system, relative to the largest: what is below was made by rounding.
 CUTOFF = 1e-11
 
