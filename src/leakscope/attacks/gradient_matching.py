@@ -25,8 +25,6 @@ from leakscope.matching.orders import Order, candidate_orders, least_orders
 from leakscope.matching.recipe import client_steps, reliable_update, replay_recipe, several_steps
 from leakscope.matching.victim import forward_flops
 
-#: Labels, None where they are searched along; flags; notes; and how the labels were found.
-Targets = tuple[Tensor | None, tuple[str, ...], tuple[str, ...], str]
 LabelChoice = Literal["recover", "joint"]
 #: Where most published code begins.
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
@@ -215,14 +213,6 @@ def find_readings(
     except ValueError as error:
         return [], ("labels uncertain",), (f"labels searched along, for they cannot be read: {error}",)
     return readings, () if readings[0].exact else ("labels uncertain",), readings[0].notes
-
-
-def find_targets(observation: Observation, generator: torch.Generator) -> Targets:
-    """Known or likeliest labels (None where they cannot be read), flags, notes, and how they were found."""
-    readings, flags, notes = find_readings(observation, generator)
-    if not readings:
-        return None, flags, notes, "joint"
-    return readings[0].labels, flags, notes, readings[0].method
 
 
 @dataclass(frozen=True, eq=False)

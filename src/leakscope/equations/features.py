@@ -75,7 +75,8 @@ def recover_features(
     >>> found.layer, found.method, bool((flat - flat @ found.span.T @ found.span).norm() < 1e-10)
     ('1', 'svd', True)
     """
-    _check_methods(methods)
+    if not methods or not {*methods} <= {*METHODS}:
+        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
     observed = read_dense_gradient(observation, layer)
     return features_of(
         observed, methods=methods, count=count or observation.num_examples, neurons=neurons, generator=generator
@@ -171,13 +172,18 @@ def features_of(
     def estimate(method: Method, span: Tensor) -> RecoveredFeatures:
         residual = span_residual(layer.gradient, mask, span, _again(draws))
         found = RecoveredFeatures(layer.name, span, span, method, signed=False, separated=False, residual=residual)
-        rows, used = _rows_inside(layer, span, mask, method, neurons)
+        used = torch.zeros(len(mask), dtype=torch.bool)
+        used[slice(None) if neurons is None else neurons] = True
+        if method == "completion":
+            used &= mask.sum(1) > len(span)
+            rows = row_coefficients(layer.gradient[used], mask[used].double(), span)
+        else:
+            rows = layer.gradient[used] @ span.T
         return separated_features(layer, found, rows, used, methods, draws)
 
     def refined(estimates: Sequence[RecoveredFeatures]) -> RecoveredFeatures:
-        return (
-            _refined(layer, estimates, mask, zeros, draws) if "refined" in methods and not untouched else estimates[0]
-        )
+        wanted = "refined" in methods and not untouched
+        return _refined(layer, estimates, mask, zeros, draws) if wanted else estimates[0]
 
     estimates = [estimate(method, span) for method, span in spans.items()]
     kept = min(estimates, key=lambda one: one.residual)
@@ -297,22 +303,6 @@ def _spans(
     if not spans:
         raise NotApplicable(f"{layer.name!r}: none of {', '.join(methods)} applies: {'; '.join(notes)}")
     return spans
-
-
-def _rows_inside(
-    layer: DenseGradient, span: Tensor, mask: Tensor, method: Method, neurons: slice | None
-) -> tuple[Tensor, Tensor]:
-    used = torch.zeros(len(mask), dtype=torch.bool)
-    used[slice(None) if neurons is None else neurons] = True
-    if method != "completion":
-        return layer.gradient[used] @ span.T, used
-    used &= mask.sum(1) > len(span)
-    return row_coefficients(layer.gradient[used], mask[used].double(), span), used
-
-
-def _check_methods(methods: Sequence[Method]) -> None:
-    if not methods or not {*methods} <= {*METHODS}:
-        raise UserError(f"methods: expected some of {', '.join(METHODS)}, got {list(methods)}")
 
 
 def _again(generator: torch.Generator) -> torch.Generator:

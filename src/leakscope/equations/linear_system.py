@@ -171,19 +171,17 @@ class LinearSystem:
             return Solution(x=np.zeros(self.unknowns), residual=1.0, method="zero matrix")
         x, last = np.zeros(self.unknowns), math.inf
         for _ in range(60):
-            step = self._ridge_step(target - matrix @ x)
+            left = target - matrix @ x
+            # (A'A + a)^-1 A' left, which is A' (AA' + a)^-1 left: whichever matrix is smaller.
+            if self.rows < self.unknowns:
+                step = matrix.T @ scipy.linalg.cho_solve(self._factor, left)
+            else:
+                step = scipy.linalg.cho_solve(self._factor, matrix.T @ left)
             size = float(np.linalg.norm(step))
             if not size < last:
                 break  # what is left is rounding error
             x, last = x + step, size
         return Solution(x=x, residual=self._residual(x), method="Cholesky")
-
-    def _ridge_step(self, left: Array) -> Array:
-        """(A'A + a)^-1 A' left, which is A' (AA' + a)^-1 left; whichever matrix is smaller."""
-        matrix = self.balanced.matrix
-        if self.rows < self.unknowns:
-            return np.asarray(matrix.T @ scipy.linalg.cho_solve(self._factor, left))
-        return np.asarray(scipy.linalg.cho_solve(self._factor, matrix.T @ left))
 
     @cached_property
     def _gram(self) -> Array:

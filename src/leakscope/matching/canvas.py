@@ -112,7 +112,7 @@ ATTENTIVE_LEVEL = 1
 class Block(nn.Module):
     """Two 3x3 convolutions behind group norm, added to the input; features, where there are any, in between."""
 
-    def __init__(self, inputs: int, outputs: int, features: int) -> None:
+    def __init__(self, inputs: int, outputs: int, features: int, attentive: bool) -> None:
         super().__init__()
         self.norm1 = _norm(inputs)
         self.conv1 = nn.Conv2d(inputs, outputs, 3, padding=1)
@@ -120,12 +120,13 @@ class Block(nn.Module):
         self.norm2 = _norm(outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1)
         self.shortcut = nn.Conv2d(inputs, outputs, 1) if inputs != outputs else nn.Identity()
+        self.attention = Attention(outputs) if attentive else nn.Identity()
 
     def forward(self, x: Tensor, features: Tensor | None) -> Tensor:
         inner = self.conv1(F.silu(self.norm1(x)))
         if self.feature is not None and features is not None:
             inner = inner + self.feature(features)[:, :, None, None]
-        return self.shortcut(x) + self.conv2(F.silu(self.norm2(inner)))
+        return self.attention(self.shortcut(x) + self.conv2(F.silu(self.norm2(inner))))
 
 
 class Attention(nn.Module):
@@ -155,18 +156,18 @@ class UNet(nn.Module):
         for level, outputs in enumerate(widths):
             stage = nn.ModuleList()
             for _ in range(plan.blocks):
-                stage.append(_Stage(width, outputs, inner, level == ATTENTIVE_LEVEL))
+                stage.append(Block(width, outputs, inner, level == ATTENTIVE_LEVEL))
                 width = outputs
                 kept.append(width)
             self.down.append(stage)
             if level + 1 < len(widths):
                 self.shrink.append(nn.Conv2d(width, width, 3, stride=2, padding=1))
                 kept.append(width)
-        self.middle1, self.middle2 = _Stage(width, width, inner, True), _Stage(width, width, inner, False)
+        self.middle1, self.middle2 = Block(width, width, inner, True), Block(width, width, inner, False)
         for level, outputs in reversed(list(enumerate(widths))):
             stage = nn.ModuleList()
             for _ in range(plan.blocks + 1):
-                stage.append(_Stage(width + kept.pop(), outputs, inner, level == ATTENTIVE_LEVEL))
+                stage.append(Block(width + kept.pop(), outputs, inner, level == ATTENTIVE_LEVEL))
                 width = outputs
             self.up.append(stage)
             if level:
@@ -192,17 +193,6 @@ class UNet(nn.Module):
             if level < len(self.grow):
                 x = self.grow[level](x.repeat_interleave(2, 2).repeat_interleave(2, 3))
         return self.last(F.silu(self.norm(x)))
-
-
-class _Stage(nn.Module):
-    def __init__(self, inputs: int, outputs: int, features: int, attentive: bool) -> None:
-        super().__init__()
-        self.block = Block(inputs, outputs, features)
-        self.attention = Attention(outputs) if attentive else None
-
-    def forward(self, x: Tensor, features: Tensor | None) -> Tensor:
-        x = self.block(x, features)
-        return x if self.attention is None else self.attention(x)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

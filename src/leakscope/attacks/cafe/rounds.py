@@ -99,13 +99,12 @@ def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """Hold V and H of each worker, one row per sample.
+    """Hold H of each worker, one row per sample.
 
     ``determined`` (workers, samples): whether H follows; a sample for which every unit of a worker is dead sends
     nothing back. ``unexplained``: the share of the gradients that no rows explain; ``error``: the expected one of H.
     """
 
-    output_gradients: list[Tensor]
     inputs: list[Tensor]
     determined: Tensor
     unexplained: float
@@ -114,25 +113,19 @@ class Tables:
 
 def solve(rounds: Rounds) -> Tables:
     tables, unexplained, error = rounds.solve_output_gradients([f"{layer.name}.bias" for layer in rounds.layers])
-    output_gradients = [_above_rounding(rounds, table) for table in tables]
-    solutions = [
-        solve_inputs(rounds.whole, f"{layer.name}.weight", rows, rounds.identifiability.determined)
-        for layer, rows in zip(rounds.layers, output_gradients, strict=True)
-    ]
+    condition = rounds.identifiability.condition
+    floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
+    solutions = []
+    for layer, table in zip(rounds.layers, tables, strict=True):
+        norms = torch.linalg.vector_norm(table, dim=1)
+        rows = torch.where((norms > floor * norms.max())[:, None], table, 0.0)  # the others are rounding
+        solutions.append(solve_inputs(rounds.whole, f"{layer.name}.weight", rows, rounds.identifiability.determined))
     return Tables(
-        output_gradients=output_gradients,
         inputs=[solution.rows for solution in solutions],
         determined=torch.stack([solution.determined for solution in solutions if solution.determined is not None]),
         unexplained=max(unexplained, *(solution.residual for solution in solutions)),
         error=math.hypot(error, max(solution.error for solution in solutions)),
     )
-
-
-def _above_rounding(rounds: Rounds, output_gradients: Tensor) -> Tensor:
-    condition = rounds.identifiability.condition
-    floor = 10 * torch.finfo(rounds.observation.dtype).eps * (condition if math.isfinite(condition) else 1e3)
-    norms = torch.linalg.vector_norm(output_gradients, dim=1)
-    return torch.where((norms > floor * norms.max())[:, None], output_gradients, 0.0)
 
 
 @dataclass(eq=False)
