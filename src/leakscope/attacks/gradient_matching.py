@@ -23,13 +23,14 @@ from leakscope.matching import Match, Matcher, Prior, UnrolledSteps, Victim
 from leakscope.matching.loop import ASSUMED_FLOPS_PER_SECOND, WORTH_COMPILING_SECONDS
 from leakscope.matching.orders import Order, candidate_orders, least_orders
 from leakscope.matching.recipe import client_steps, reliable_update, replay_recipe, several_steps
+from leakscope.matching.unexplained import MOST_REPLAYS
 from leakscope.matching.victim import forward_flops
 
 LabelChoice = Literal["recover", "joint"]
 #: Where most published code begins.
 NORMAL_START: dict[str, Any] = {"start": "normal", "space": "model"}
 #: Pairs of labels and visiting order that a short search tries. All orders are tried where there are so few.
-MOST_TRIALS = 32
+MOST_TRIALS = MOST_REPLAYS
 #: The best trials are tried again with as many times the steps; of too many orders one in so many trials is drawn.
 FINALISTS = 4
 #: Steps of a search in known noise that drowns the update: enough to show what it makes of noise; a longer one fits it.

@@ -32,7 +32,7 @@ NEAR, SETTLED = 0.8, 0.995
 #: Mean shares of obeyed equations that differ by less are alike.
 TIE = 0.02
 #: Differences of float32 weights are rounded more coarsely; what is above this is noise and no rounding.
-MOST_ROUNDING = 1e-3
+MOST_ROUNDING = 100 * EXACT
 #: So many equations beyond the unknowns must be obeyed: as many as unknowns always are.
 SPARE = 8
 

@@ -31,14 +31,14 @@ UNTOLD = 10.0
 #: Units whose pre-activation is within so many times its expected error may be on the other side of zero.
 NEAR_ZERO = 3.0
 #: In the first pass errors are larger than the features say: so many times, for the highest layer and the others.
-FIRST_PASS = (6.0, 3.0)
+FIRST_PASS = (2 * NEAR_ZERO, NEAR_ZERO)
 #: Above this certificate masks are still to be found; below it hardly one is in doubt, the decoded masks of all layers
 #: are held (of one example), and the conditioning of the equations is what counts.
 FAR = 2e-3
 #: Where progress stalls, layers explained up to this share count in full (one example far away, and else): the highest
 #: alone may not determine the input. The smaller one is also what an exact solution may leave of the features and of
 #: layers that read the input.
-FAIR = (1e-2, 1e-3)
+FAIR = (5 * FAR, FAR / 2)
 #: A certificate that falls to more than this share in one pass has stalled (far away, and near).
 STALLED = (0.9, 0.5)
 #: A layer that reads the input has few equations: units with more free masks for each than this are not decoded.

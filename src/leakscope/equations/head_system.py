@@ -20,7 +20,7 @@ from leakscope.contracts.errors import NotApplicable
 #: Residuals up to this are those of rounding; above the other, the update is not the gradient of such a batch.
 EXACT, REFUSED = 1e-5, 0.1
 #: Expected relative errors of features: up to the first they count as exact, above the second they are left out.
-EXACT_FEATURES, USELESS_FEATURES = 1e-3, 0.3
+EXACT_FEATURES, USELESS_FEATURES = 100 * EXACT, 3 * REFUSED
 #: Features behind a ReLU are not negative; a larger share of negative ones (L1) shows that they are wrong.
 NEGATIVE_SHARE = 10 * EXACT
 #: The smallest singular value of a gradient that still carries an example: relative to the largest, and to noise.

@@ -27,7 +27,7 @@ SPREAD = 1 / math.sqrt(12)
 FLUCTUATION, COLUMN_FLUCTUATION = 1.2, 2.0
 #: The largest byte, and how many expected errors must lie between a pixel and the next byte. Rounding is not alike
 #: everywhere: of half a million pixels one was off by 8 expected errors.
-BYTE, CERTAIN = 255, 12.0
+BYTE, CERTAIN = torch.iinfo(torch.uint8).max, 12.0
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

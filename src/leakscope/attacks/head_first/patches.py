@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from leakscope.attacks.candidates import Candidate, Stage, certify, gives_update
 from leakscope.attacks.gradient_matching import several_steps
 from leakscope.attacks.head_first.case import Case
+from leakscope.attacks.head_first.convolutions import LEFT
 from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.errors import NotApplicable
@@ -29,7 +30,7 @@ from leakscope.network.recorder import Call, record_layers
 PATCHES = "patch embedding"
 #: The expected error, as a share of the range, up to which solved patches are proposed: 26 dB. Searches of a ViT end at
 #: 13 to 28 dB, and a worse start than theirs would cost them.
-NEAR = 0.05
+NEAR = 500 * ACCURATE
 #: The expected error up to which an image is certified: 82 dB, for the estimate is off by 1 dB or 2.
 CLEAR = 0.8 * ACCURATE
 #: The expected error up to which the rest of the update improves an image by one step, 68 dB, and the iterations of
@@ -37,8 +38,6 @@ CLEAR = 0.8 * ACCURATE
 REFINED, REFINING_STEPS = 4 * ACCURATE, 10
 #: The expected error up to which no search comes nearer: 60 dB.
 SETTLING = 10 * ACCURATE
-#: The share of the update that proposed inputs may leave. Patches of noise leave 1 and more.
-LEFT = 0.3
 
 
 class SolvePatches(Stage[Case]):
@@ -86,7 +85,7 @@ class SolvePatches(Stage[Case]):
             yield dataclasses.replace(found, residual=solved.residual, settles=True)
             return
         left = math.inf if labels is None else case.distance(inputs, labels)
-        if labels is not None and left > LEFT:
+        if labels is not None and left > LEFT:  # patches of noise leave 1 and more
             case.notes.append(f"the patch embedding was solved, but its image leaves {left:.0%} of the update")
             return
         case.notes.append(f"the patch embedding was solved, with an expected error of {solved.error:.1e}")

@@ -16,7 +16,7 @@ from torch import nn
 
 from leakscope.attacks.candidates import Candidate, Stage, certify
 from leakscope.attacks.gradient_matching import GradientMatching, several_steps
-from leakscope.attacks.head_first.case import LEAST_PRODUCTS, SETTLED, Case
+from leakscope.attacks.head_first.case import LEAST_PRODUCTS, MOST_WORK, SETTLED, Case
 from leakscope.attacks.idlg import IDLG
 from leakscope.attacks.inverting_gradients import InvertingGradients
 from leakscope.contracts.certificate import EXPLAINED
@@ -25,7 +25,7 @@ from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.embedding import peel_embedding, recover_embedding
 from leakscope.equations.gated_inverse import SolverSettings
 from leakscope.matching import GradientMap, LevenbergMarquardt
-from leakscope.matching.determinacy import free_directions, movement
+from leakscope.matching.determinacy import ACCURATE, free_directions, movement
 from leakscope.matching.gradient_map import affordable_steps
 from leakscope.matching.held import MASKS, WEIGHTINGS, DroppedMatching, HeldMatching, Weighting
 from leakscope.matching.search import Watch
@@ -33,10 +33,10 @@ from leakscope.matching.search import Watch
 WHOLE_UPDATE = "whole update"
 #: Where an update that is off by what a certificate allows moves the inputs by more, Gauss-Newton steps are not worth
 #: their time: 4e-6 was seen where images came back at 109 dB, 5e-5 on a transformer with many images for one update.
-MOST_MOVEMENT = 2e-5
+MOST_MOVEMENT = ACCURATE / 5
 #: Evaluations times multiplications of a forward pass up to which least squares are tried: a batch of four of a small
 #: ConvNet, which takes them three quarters of a minute, is worth it (untrained, tanh: 65 dB against 43).
-MOST_LEAST_SQUARES = 4e11
+MOST_LEAST_SQUARES = 4 * MOST_WORK
 
 
 class SolveHead(Stage[Case]):

@@ -22,6 +22,7 @@ from torch.nn.utils import skip_init
 
 from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification, outputs_of
+from leakscope.matching.determinacy import ACCURATE
 from leakscope.matching.search import AT_ONCE
 
 Connection = Literal["add", "replace"]
@@ -92,8 +93,6 @@ class Imprinted(nn.Module):
 
 #: RMS distance from the 8-bit grid, in its steps, of a picture with so many values on it; 0.29 for any values.
 ON_GRID, GRID_VALUES = 0.1, 16
-#: A bin's own gradient and that of its picture agree up to this share. By chance they do once in some thousand times.
-GRADIENTS_AGREE = 1e-4
 #: Rounding in a sum of examples, in units of the precision.
 ROUNDING = 8
 #: A picture is plausible this near to its bin (in widths) and to the value range; contrast below this share is none.
@@ -172,7 +171,7 @@ def read_bins(observation: Observation, model: Imprinted, tolerance: float) -> B
     plausible = (outside <= NEAR) & (beyond <= NEAR + uncertainty + 3 * blur)
     on_grid = _on_grid(pictures, observation)
     mismatch, labels = _witness(observation, model, pictures, gradients)
-    agree = mismatch <= GRADIENTS_AGREE
+    agree = mismatch <= ACCURATE  # by chance they do once in some thousand times
     # Steps that keep the sign of a gradient only make white pictures, which the top bin would not contradict.
     varied = pictures.amax(1) - pictures.amin(1) > NEAR * pictures.abs().amax(1)
     counted = varied & _undisturbed(observation, block, places, pictures, sums, gradients)
