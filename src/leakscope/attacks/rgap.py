@@ -116,7 +116,7 @@ class Solver:
     def _solve_block(self, walk: Walk, block: ResidualStage, outputs: Array, signal: Array) -> Walk:
         systems = ResidualSystem(block=block, outputs=outputs, output_gradient=signal, update=self.update)
         first = systems.first.solve()
-        hidden = systems.hidden(first.x)
+        hidden = first.x[block.unknowns :]
         inside = {
             "layer": f"{block.name} (inner)",
             "rows": systems.first.rows,
@@ -125,7 +125,8 @@ class Solver:
             "condition": 1.0,  # that of the block's own system counts
             "residual": max(first.residual, self.misfit(block.outer, signal, hidden)),
         }
-        received, inner_signal = self._behind(block.inner, block.inner, hidden, systems.signal_at_hidden)
+        at_hidden = signal_at_input(block.outer, signal)
+        received, inner_signal = self._behind(block.inner, block.inner, hidden, at_hidden)
         system = systems.second(hidden, received, inner_signal)
         solution = system.solve()
         misfits = [self.misfit(block.inner, inner_signal, solution.x)]

@@ -271,13 +271,15 @@ def _problem(observation: Observation, head: Head, scale: float | None) -> HeadP
     update, examples = observation.message.update, observation.num_examples or 1
     module = observation.model.get_submodule(head.module_name)
     assert isinstance(module, nn.Linear)
+    dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(module.weight)
+    record = probe(observation.model, dummies, lambda name, _: name == head.module_name)
     return HeadProblem(
         module.weight,
         module.bias,
         update[head.weight_name],
         None if head.bias_name is None else update.get(head.bias_name),
         examples=examples,
-        nonnegative=_is_nonnegative(observation, head),
+        nonnegative=bool((record.of(head.module_name)[-1].inputs >= 0).all()),
         unit=1 / examples if observation.reduction == "mean" else 1.0,
         scale=scale,
     )
@@ -294,10 +296,3 @@ def _labels(observation: Observation, generator: torch.Generator) -> tuple[Tenso
         return None, [reading.labels for reading in label_candidates(observation, generator)]
     except ValueError:
         return None, []
-
-
-def _is_nonnegative(observation: Observation, head: Head) -> bool:
-    like = next(observation.model.parameters())
-    dummies = dummy_inputs(observation.inputs, torch.Generator().manual_seed(0), count=64).to(like)
-    record = probe(observation.model, dummies, lambda name, _: name == head.module_name)
-    return bool((record.of(head.module_name)[-1].inputs >= 0).all())

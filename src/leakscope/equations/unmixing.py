@@ -128,22 +128,36 @@ def unmix(
     _check(gradient, count, picture)
     basis, to_basis, residual = row_space(gradient, count)
     by_differences = picture is not None and _has_axes(picture) and domain != "values"
-    parts = difference_groups(basis, picture) if by_differences and picture is not None else basis[None]
-    whitening, white = whiten(parts)
+    whitening, white = whiten(difference_groups(basis, picture) if by_differences and picture else basis[None])
     rotation, settled = torch.eye(count, dtype=torch.float64), True
     if start == "fixed-point":
         rotation, settled = fast_ica(white, generator)
     curve: tuple[float, ...] = ()
+    # Linear maps of the rows, worked out once: a step costs n^2 d.
+    parts, rows = white.permute(1, 0, 2).flatten(1), whitening @ basis
+    differences = torch.zeros((count, 1), dtype=torch.float64)
+    if tv and picture is not None and _has_axes(picture):
+        pictures = rows.reshape(count, *picture)
+        differences = torch.cat([pictures.diff(dim=axis).flatten(1) for axis in range(2, pictures.dim())], dim=1)
+    others = ~torch.eye(count, dtype=torch.bool)
+
+    def objective(rotation: Tensor) -> Tensor:
+        total = -negentropy * _negentropy(rotation @ parts).mean()
+        if independence and count > 1:
+            cosines = (rotation @ rotation.T)[others]
+            total = total + independence * torch.expm1(temperature * cosines.abs()).mean()
+        if tv:
+            total = total + tv * (rotation @ differences).abs().mean()
+        if nonnegativity or sparsity:
+            sources = rotation @ rows
+            sides = torch.minimum(sources.clamp_min(0).norm(dim=1), sources.clamp_max(0).norm(dim=1))
+            total = total + nonnegativity * sides.mean() + sparsity * sources.abs().mean()
+        return total
+
     if iterations:
-        sources = _SourceTerms(
-            white=white.permute(1, 0, 2).flatten(1),
-            values=whitening @ basis if nonnegativity or sparsity else None,
-            differences=_first_differences(whitening @ basis, picture) if tv else None,
-            weights=(negentropy, independence, temperature, tv, nonnegativity, sparsity),
-        )
-        rotation, curve = _descend(sources.objective, rotation, iterations, lr)
+        rotation, curve = _descend(objective, rotation, iterations, lr)
     unmixing = rotation @ whitening @ to_basis
-    flat = (rotation @ white.permute(1, 0, 2).flatten(1)).reshape(count, -1)
+    flat = (rotation @ parts).reshape(count, -1)
     return Unmixed(unmixing @ gradient, unmixing, residual, _negentropy(flat), settled, curve)
 
 
@@ -228,31 +242,6 @@ def difference_groups(rows: Tensor, picture: tuple[int, ...]) -> Tensor:
     return torch.cat(parts, dim=1).transpose(0, 1)
 
 
-@dataclass(frozen=True, eq=False)
-class _SourceTerms:
-    """The terms of the paper's objective on linear maps of the rows, worked out once: a step costs n^2 d."""
-
-    white: Tensor
-    values: Tensor | None
-    differences: Tensor | None
-    weights: tuple[float, float, float, float, float, float]
-
-    def objective(self, rotation: Tensor) -> Tensor:
-        negentropy, independence, temperature, tv, nonnegativity, sparsity = self.weights
-        total = -negentropy * _negentropy(rotation @ self.white).mean()
-        if independence and len(rotation) > 1:
-            others = ~torch.eye(len(rotation), dtype=torch.bool)
-            cosines = (rotation @ rotation.T)[others]
-            total = total + independence * torch.expm1(temperature * cosines.abs()).mean()
-        if self.differences is not None:
-            total = total + tv * (rotation @ self.differences).abs().mean()
-        if self.values is not None:
-            sources = rotation @ self.values
-            sides = torch.minimum(sources.clamp_min(0).norm(dim=1), sources.clamp_max(0).norm(dim=1))
-            total = total + nonnegativity * sides.mean() + sparsity * sources.abs().mean()
-        return total
-
-
 def _descend(
     objective: Callable[[Tensor], Tensor], rotation: Tensor, iterations: int, lr: float
 ) -> tuple[Tensor, tuple[float, ...]]:
@@ -275,13 +264,6 @@ def _negentropy(sources: Tensor) -> Tensor:
     size = sources.abs()
     log_cosh = size + torch.log1p(torch.exp(-2 * size)) - math.log(2)
     return (log_cosh.mean(1) - GAUSSIAN_LOG_COSH).square()
-
-
-def _first_differences(rows: Tensor, picture: tuple[int, ...] | None) -> Tensor | None:
-    if picture is None or not _has_axes(picture):
-        return None
-    pictures = rows.reshape(len(rows), *picture)
-    return torch.cat([pictures.diff(dim=axis).flatten(1) for axis in range(2, pictures.dim())], dim=1)
 
 
 def _has_axes(picture: tuple[int, ...]) -> bool:

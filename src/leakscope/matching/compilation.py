@@ -55,7 +55,8 @@ class CompiledFunctions:
     def get(self, function: Function, inputs: Sequence[Tensor]) -> Compiled:
         with _explained("traced"):
             graph, constants = _trace(function, inputs)
-        described = _described((*inputs, *constants))
+        each = [f"{v.dtype} {v.device} {tuple(v.shape)} {v.stride()}" for v in (*inputs, *constants)]
+        described = "; ".join([f"{torch.get_num_threads()} threads", *each])
         key = (graph.code, described)
         because = self._reason(key)
         fresh = because != REUSED
@@ -100,11 +101,6 @@ def _trace(function: Function, inputs: Sequence[Tensor]) -> tuple[GraphModule, t
         graph.erase_node(node)
     graph.eliminate_dead_code()
     return GraphModule({}, graph), tuple(constants)
-
-
-def _described(tensors: Sequence[Tensor]) -> str:
-    each = [f"{value.dtype} {value.device} {tuple(value.shape)} {value.stride()}" for value in tensors]
-    return "; ".join([f"{torch.get_num_threads()} threads", *each])
 
 
 def _compile(graph: GraphModule, inputs: Sequence[Tensor]) -> Callable[..., Any]:

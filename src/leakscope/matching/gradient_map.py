@@ -172,15 +172,23 @@ class GradientMap:
         count = self.unknowns
         with sdpa_kernel(SDPBackend.MATH):
             width = observed(flat).numel()
-            sketch = _Sketch(width, columns, flat) if columns is not None and width > columns else None
-            reduce: Coordinates = through or sketch or (lambda block: block)
+
+            def sketched(block: Tensor) -> Tensor:
+                """Add each column, with a random sign, to one of fewer columns; always the same ones."""
+                if columns is None or width <= columns:
+                    return block
+                draws = torch.Generator().manual_seed(0)
+                place = torch.randint(columns, (width,), generator=draws).to(flat.device)
+                sign = (2 * torch.randint(2, (width,), generator=draws) - 1).to(flat)
+                return block.new_zeros(len(block), columns).index_add_(1, place, block * sign)
+
             matrix: Tensor | None = None
             chunk = max(1, min(CHUNK, CHUNK_ENTRIES // self.entries))
             for start in range(0, count, chunk):
                 places = torch.arange(start, min(start + chunk, count), device=flat.device)
                 directions = torch.nn.functional.one_hot(places, count).to(flat)
                 block = vmap(column)(directions).detach()
-                rows = reduce(block)
+                rows = sketched(block) if through is None else through(block)
                 if matrix is None:  # one block for all: thousands of pieces would leave the memory in shreds
                     matrix = flat.new_empty(count, rows.shape[1])
                 matrix[places] = rows
@@ -208,19 +216,6 @@ def affordable_steps(mapping: GradientMap) -> int:
 
 def _joined(update: Tensors) -> Tensor:
     return torch.cat([value.flatten() for value in update.values()])
-
-
-class _Sketch:
-    """Each column is added, with a random sign, to one of fewer columns; always the same ones."""
-
-    def __init__(self, width: int, columns: int, like: Tensor) -> None:
-        draws = torch.Generator().manual_seed(0)
-        self.columns = columns
-        self._place = torch.randint(columns, (width,), generator=draws).to(like.device)
-        self._sign = (2 * torch.randint(2, (width,), generator=draws) - 1).to(like)
-
-    def __call__(self, block: Tensor) -> Tensor:
-        return block.new_zeros(len(block), self.columns).index_add_(1, self._place, block * self._sign)
 
 
 def _coordinates(value: Tensor, near: Tensor) -> Coordinates:

@@ -69,8 +69,10 @@ class SolvePatches(Stage[Case]):
             return
         image, method = place.image(solved.patches), PATCHES
         free = solved.free_directions(CLEAR)
-        if (whole := round_to_bytes(seen, place, solved)) is not None:
-            image, method, free = whole, f"{PATCHES}, whole bytes", 0
+        if seen.inputs.bounded and seen.inputs.smooth:
+            whole = whole_bytes(solved, *(_uniform(seen, place, level) for level in (0.0, 1.0)))
+            if whole is not None:
+                image, method, free = place.image(whole), f"{PATCHES}, whole bytes", 0
         inputs = _inputs(seen, image)
         labels = find_label(seen, inputs)
         explained = solved.residual <= EXPLAINED and gives_update(seen, inputs, labels)
@@ -104,14 +106,6 @@ def recover_patches(observation: Observation, place: PatchEmbedding) -> SolvedPa
         known = int((solved.errors <= NEAR * span).sum())
         raise NotApplicable(f"{len(gradient)} units tell {known} directions of {place.tokens} patches from noise")
     return solved
-
-
-def round_to_bytes(observation: Observation, place: PatchEmbedding, solved: SolvedPatches) -> Tensor | None:
-    """Return the flat image with whole bytes for pixels, where the equations single it out."""
-    if not (observation.inputs.bounded and observation.inputs.smooth):
-        return None
-    found = whole_bytes(solved, *(_uniform(observation, place, level) for level in (0.0, 1.0)))
-    return None if found is None else place.image(found)
 
 
 def refine_patches(
