@@ -235,7 +235,9 @@ class _Search:
         # One evaluation more than steps: where the last step led counts too.
         result = search(evaluate, first, adam, project=project, iterations=steps, evaluations=steps + 1)
         best = point(result.points[0])
-        return best.numpy(), (float(result.curves[0]), float(result.judged)), self._mismatch(best)
+        candidate = self._candidate(best.reshape(self.shape))
+        left = float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate))
+        return best.numpy(), (float(result.curves[0]), float(result.judged)), math.sqrt(left)
 
     def _objective(self) -> Callable[[Tensor, int], tuple[Tensor, Tensor, Tensor]]:
         """The objective with TV as it counts at a step, as it counts in the end, and the gradient of the first."""
@@ -283,10 +285,6 @@ class _Search:
             return len(candidate) * Cosine(per="tensor")({name: self.update[name] for name in candidate}, candidate)
         each = [RelativeSquaredL2()({name: self.update[name]}, {name: value}) for name, value in candidate.items()]
         return torch.stack(each).sum()
-
-    def _mismatch(self, x: Tensor) -> float:
-        candidate = self._candidate(x.reshape(self.shape))
-        return math.sqrt(float(RelativeSquaredL2()({name: self.update[name] for name in candidate}, candidate)))
 
 
 def _null_space(system: LinearSystem) -> Callable[[Tensor], Tensor]:

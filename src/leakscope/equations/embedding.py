@@ -18,7 +18,7 @@ from leakscope.contracts.observation import Observation
 from leakscope.contracts.task import Classification
 from leakscope.equations.dense import TOLERANCE, peel_dense
 from leakscope.equations.head import complete_head, solve_head
-from leakscope.equations.head_system import HeadProblem, HeadSolution
+from leakscope.equations.head_system import REFUSED, HeadProblem, HeadSolution
 from leakscope.equations.mixtures import solve_mixed_head
 from leakscope.labels import counts_to_labels, label_candidates, mean_gradient_scale
 from leakscope.labels.counts import dummy_inputs
@@ -27,7 +27,7 @@ from leakscope.network.layers import Head, find_head
 from leakscope.network.recorder import probe
 
 #: Of a noisy update, the largest gap between a dense layer's outputs and those that its inputs give.
-LOOSEST = 0.03
+LOOSEST = 0.3 * REFUSED
 #: Inputs below this share of an example's largest, or so many times their expected error, are those that a network
 #: dropped, or of silent units.
 SILENT, SILENT_ERRORS = EXPLAINED, 4.0

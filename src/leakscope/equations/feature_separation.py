@@ -62,7 +62,9 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
     True
     """
     count = rows.shape[1]
-    distinct = _distinct(rows, generator)
+    group = _keys(rows, float(rows.abs().max()), generator).unique(return_inverse=True)[1]
+    places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
+    distinct = rows[places]
     if len(distinct) > MOST_ROWS:
         distinct = distinct[torch.randperm(len(distinct), generator=generator)[:MOST_ROWS]]
     first, second = torch.triu_indices(len(distinct), len(distinct), offset=1)
@@ -81,12 +83,6 @@ def frequent_differences(rows: Tensor, generator: torch.Generator) -> Tensor | N
         if float((vector - basis @ (basis.T @ vector)).norm()) > SAME:
             chosen.append(vector)
     return torch.stack(chosen) if len(chosen) == count else None
-
-
-def _distinct(rows: Tensor, generator: torch.Generator) -> Tensor:
-    group = _keys(rows, float(rows.abs().max()), generator).unique(return_inverse=True)[1]
-    places = torch.full((int(group.max()) + 1,), len(rows)).scatter_reduce_(0, group, torch.arange(len(rows)), "amin")
-    return rows[places]
 
 
 def _keys(rows: Tensor, size: float, generator: torch.Generator) -> Tensor:

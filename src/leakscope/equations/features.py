@@ -107,10 +107,8 @@ def read_dense_gradient(observation: Observation, layer: str | None = None) -> D
     if not isinstance(module, nn.Linear):
         raise NotApplicable(f"layer: expected the name of a dense layer (nn.Linear), got {layer!r}")
     step = next((step for step in steps if step.name == layer), None)
-    update, names = (
-        observation.message.update,
-        {id(value): name for name, value in observation.model.named_parameters()},
-    )
+    update = observation.message.update
+    names = {id(value): name for name, value in observation.model.named_parameters()}
     head_weight = head_gradient = None
     if step is not None and step is steps[0] and head is not None:  # right below the head
         head_weight, head_gradient = observation.model.get_parameter(head.weight_name), update.get(head.weight_name)
@@ -229,25 +227,21 @@ def _refined(
     explained, slack = (CERTAIN, 1.0) if zeros > PRUNED else (EXPLAINED, 1.05)
     if not bool(torch.isfinite(fit.features).all()) or (fit.residual > explained and residual > slack * first.residual):
         return dataclasses.replace(first, notes=(*first.notes, f"{words}; not kept, as its span explains less"))
+    # Both gradients differ for a feature and its negative, but behind an odd activation without a bias.
+    biased = layer.bias is not None and bool(layer.bias.any())
+    tells_signs = biased or 2 in activation_class(problem.activation).orders
     return dataclasses.replace(
         first,
         directions=nn.functional.normalize(fit.features, dim=1),
         span=span,
         method="refined",
-        signed=_tells_signs(layer) and fit.residual <= _certain_residual(problem, first.span, zeros),
+        signed=tells_signs and fit.residual <= _certain_residual(problem, first.span, zeros),
         separated=True,
         residual=residual,
         quality=max(0.0, 1 - fit.residual**2),
         lengths=None,
         notes=(*first.notes, words),
     )
-
-
-def _tells_signs(layer: DenseGradient) -> bool:
-    """Check that both gradients differ for a feature and its negative: not behind an odd activation without a bias."""
-    assert layer.activation is not None
-    biased = layer.bias is not None and bool(layer.bias.any())
-    return biased or 2 in activation_class(layer.activation).orders
 
 
 def _certain_residual(problem: TwoGradients, span: Tensor, zeros: float) -> float:

@@ -150,10 +150,15 @@ class LinearSystem:
         if side > MAX_DENSE:
             raise UserError(f"the rank is computed up to {MAX_DENSE} rows or unknowns, got {side}")
         tolerance = math.sqrt(side * eps)
-        largest, smallest = self._extremes()
+        gram = system._gram
+        largest, vector = math.sqrt(system._largest), _start(len(gram))
+        for _ in range(24 if largest else 0):
+            vector = scipy.linalg.cho_solve(self._factor, vector, check_finite=False)
+            vector /= np.linalg.norm(vector)
+        smallest = math.sqrt(max(0.0, float(vector @ (gram @ vector))))
         if smallest > 10 * tolerance * largest:
             return Spectrum(side, smallest, largest, tolerance * largest, "Cholesky")
-        eigenvalues = np.linalg.eigvalsh(system._gram)
+        eigenvalues = np.linalg.eigvalsh(gram)
         return _spectrum(np.sqrt(np.clip(eigenvalues, 0, None)), tolerance, "Gram eigenvalues")
 
     def solve(self) -> Solution:
@@ -205,16 +210,6 @@ class LinearSystem:
         gram = self.balanced._gram.copy()
         gram[np.diag_indices_from(gram)] += _RIDGE * self.balanced._largest
         return scipy.linalg.cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
-
-    def _extremes(self) -> tuple[float, float]:
-        gram, largest = self.balanced._gram, self.balanced._largest
-        if largest == 0:
-            return 0.0, 0.0
-        vector = _start(len(gram))
-        for _ in range(24):
-            vector = scipy.linalg.cho_solve(self._factor, vector, check_finite=False)
-            vector /= np.linalg.norm(vector)
-        return math.sqrt(largest), math.sqrt(max(0.0, float(vector @ (gram @ vector))))
 
     def _residual(self, x: Array) -> float:
         system = self.balanced

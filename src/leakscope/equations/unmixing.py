@@ -125,7 +125,19 @@ def unmix(
     True
     """
     gradient = gradient.detach().double().cpu()
-    _check(gradient, count, picture)
+    if gradient.dim() != 2:
+        raise UserError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
+    if picture is not None and math.prod(picture) != gradient.shape[1]:
+        raise UserError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
+    if count < 1:
+        raise UserError(f"count: expected at least 1, got {count}")
+    if count > min(gradient.shape):
+        raise NotApplicable(
+            f"{count} rows cannot be told apart in a gradient of {gradient.shape[0]} units and {gradient.shape[1]} "
+            "inputs: there are fewer mixtures than rows"
+        )
+    if not bool(torch.isfinite(gradient).all()):
+        raise UserError("gradient: expected finite numbers, got NaN or infinity")
     basis, to_basis, residual = row_space(gradient, count)
     by_differences = picture is not None and _has_axes(picture) and domain != "values"
     whitening, white = whiten(difference_groups(basis, picture) if by_differences and picture else basis[None])
@@ -287,19 +299,3 @@ def _orthogonal(matrix: Tensor) -> Tensor:
     left, _, right = torch.linalg.svd(matrix)
     nearest: Tensor = left @ right
     return nearest
-
-
-def _check(gradient: Tensor, count: int, picture: tuple[int, ...] | None) -> None:
-    if gradient.dim() != 2:
-        raise UserError(f"gradient: expected (units, inputs), got shape {tuple(gradient.shape)}")
-    if picture is not None and math.prod(picture) != gradient.shape[1]:
-        raise UserError(f"picture: expected a shape of {gradient.shape[1]} numbers, got {picture}")
-    if count < 1:
-        raise UserError(f"count: expected at least 1, got {count}")
-    if count > min(gradient.shape):
-        raise NotApplicable(
-            f"{count} rows cannot be told apart in a gradient of {gradient.shape[0]} units and {gradient.shape[1]} "
-            "inputs: there are fewer mixtures than rows"
-        )
-    if not bool(torch.isfinite(gradient).all()):
-        raise UserError("gradient: expected finite numbers, got NaN or infinity")

@@ -186,7 +186,11 @@ def choose_ridge(pairs: Pairs, widths: Sequence[float | None]) -> tuple[KernelRi
     ('linear ridge', True)
     """
     few = replace(pairs, rows=pairs.rows[:PATH_ROWS], targets=pairs.targets[:PATH_ROWS])
-    tried = [fit for width in widths for fit in _path(few, _absolute(few, width), PENALTIES)]
+    distances = squared_distances(few.rows, few.rows)
+    apart = distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
+    unit, least = float(apart.median()) if len(apart) else 1.0, torch.finfo(distances.dtype).tiny
+    absolute = [None if width is None else max(width * unit, least) for width in widths]
+    tried = [fit for width in absolute for fit in _path(few, width, PENALTIES)]
     return min(tried, key=lambda fit: fit[1], default=None)
 
 
@@ -211,14 +215,6 @@ def _path(pairs: Pairs, width: float | None, penalties: Sequence[float]) -> Iter
             continue
         error = float((across @ coefficients + mean - pairs.held_targets).square().mean())
         yield KernelRidge(rows, centre, coefficients, mean, penalty, width), error
-
-
-def _absolute(pairs: Pairs, width: float | None) -> float | None:
-    if width is None:
-        return None
-    distances = squared_distances(pairs.rows, pairs.rows)
-    apart = distances[~torch.eye(len(distances), dtype=torch.bool, device=distances.device)]
-    return max(width * float(apart.median()), torch.finfo(distances.dtype).tiny) if len(apart) else width
 
 
 def fit_network(

@@ -122,15 +122,11 @@ class RobbingTheFed(Attack):
         draws = torch.Generator().manual_seed(self.seed + 1)
         # A small shift of the input, so that the model behind it keeps its use.
         pattern = 0.1 * (2 * torch.randint(2, row.shape, generator=draws).double() - 1)
-        imprint = Imprint(
-            row, self._edges(), pattern, gain=self._gain, sparse=self.variant == "sparse", connection=self.connection
-        )
+        sparse = self.variant == "sparse"
+        gain = self.gain if self.gain is not None else 1.0 if sparse else 1e-3
+        imprint = Imprint(row, self._edges(), pattern, gain=gain, sparse=sparse, connection=self.connection)
         like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
         return Imprinted(imprint.to(like), model).train(model.training)
-
-    @property
-    def _gain(self) -> float:
-        return self.gain if self.gain is not None else 1.0 if self.variant == "sparse" else 1e-3
 
     def _row(self, input_shape: tuple[int, ...]) -> Tensor:
         return measurement_row(self.measurement, input_shape, self.frequency, torch.Generator().manual_seed(self.seed))
