@@ -148,7 +148,8 @@ class GradientMatching(Attack):
         if complete:
             return found, f"{len(found)} visiting orders exist"
         exist = least_orders(labels, batch_size, epochs)
-        return found[: MOST_TRIALS // FINALISTS], f"{_rounded(exist)} visiting orders or more exist"
+        words = f"{exist:,}" if exist < 10**6 else f"10^{len(str(exist)) - 1}"
+        return found[: MOST_TRIALS // FINALISTS], f"{words} visiting orders or more exist"
 
     def _with_orders(
         self, observation: Observation, trials: list[_Trial], generator: torch.Generator
@@ -239,10 +240,6 @@ def _told_apart(labels: Tensor | None, examples: int) -> list[int]:
     if labels is None:
         return [0] * examples
     return labels.tolist() if labels.dim() == 1 and not labels.is_floating_point() else list(range(examples))
-
-
-def _rounded(count: int) -> str:
-    return f"{count:,}" if count < 10**6 else f"10^{len(str(count)) - 1}"
 
 
 def _rounds(matcher: Matcher, trials: int) -> list[tuple[int, Matcher]]:

@@ -52,7 +52,19 @@ class Rounds:
             layers = first_dense(model)
         except ValueError as error:
             raise NotApplicable(str(error)) from error
-        _check_gradients(observation, layers)
+        bare = [layer.share.name for layer in layers if not layer.bias]
+        if bare:
+            raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
+        if observation.messages[0].partial:
+            raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
+        whole = tuple(message for message in observation.messages if not message.partial)
+        for part, messages in (("bias", observation.messages), ("weight", whole)):
+            names = [f"{layer.name}.{part}" for layer in layers]
+            lost = ", ".join(name for name in names if any(name not in message.update for message in messages))
+            if lost:
+                raise NotApplicable(
+                    f"the messages have no gradient of their own for {lost}: frozen, shared or computed"
+                )
         assert observation.num_examples is not None  # granted
         return cls(observation, model, layers, batches, identify(batches, observation.num_examples))
 
@@ -81,20 +93,6 @@ class Rounds:
         solution = solve_output_gradients(index_matrix(self.batches, self.samples), torch.cat(biases, dim=1))
         tables = solution.rows.split([bias.shape[1] for bias in biases], dim=1)
         return list(tables), solution.residual, solution.error
-
-
-def _check_gradients(observation: Observation, layers: tuple[FirstDense, ...]) -> None:
-    bare = [layer.share.name for layer in layers if not layer.bias]
-    if bare:
-        raise NotApplicable(f"CAFE reads the bias gradient of the first dense layer; none in {', '.join(bare)}")
-    if observation.messages[0].partial:
-        raise NotApplicable("CAFE needs whole messages, the first one at least, got a partial one")
-    whole = tuple(message for message in observation.messages if not message.partial)
-    for part, messages in (("bias", observation.messages), ("weight", whole)):
-        names = [f"{layer.name}.{part}" for layer in layers]
-        lost = ", ".join(name for name in names if any(name not in message.update for message in messages))
-        if lost:
-            raise NotApplicable(f"the messages have no gradient of their own for {lost}: frozen, shared or computed")
 
 
 @dataclass(frozen=True, eq=False)

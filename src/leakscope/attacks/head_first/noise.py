@@ -22,7 +22,6 @@ from leakscope.attacks.head_first.case import Case
 from leakscope.contracts.attack import Progress
 from leakscope.contracts.channel import Channel
 from leakscope.contracts.observation import Observation
-from leakscope.equations.embedding import Embedding
 from leakscope.equations.noise_test import drowned, noise_test
 from leakscope.matching import Adam, Victim
 from leakscope.matching.priors import total_variation
@@ -73,7 +72,10 @@ class MostProbable(Stage[Case]):
         assert best is not None
         assert labels is not None
         assert noisy is not None
-        posterior = _Posterior(observation, noisy, labels, _output_gradients(observation, case.held))
+        held = _leading(observation) if observation.num_examples == 1 else None
+        if held is None and case.held is not None:
+            held = case.held.output_gradients
+        posterior = _Posterior(observation, noisy, labels, None if held is None else held.to(case.like))
         if channel is not None and not drowned(observation):
             case.best = dataclasses.replace(best, surprise=posterior.value(best.inputs))
             steps = case.attack.iterations
@@ -99,6 +101,8 @@ class MostProbable(Stage[Case]):
 
 
 class _Posterior:
+    """``held``: the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
+
     def __init__(self, observation: Observation, channel: Channel, labels: Tensor, held: Tensor | None) -> None:
         self.channel, self.held = channel, held
         self.victim, self.space = Victim.of(observation), observation.inputs
@@ -158,15 +162,6 @@ class _Posterior:
 def _differences(pictures: Tensor) -> Tensor:
     """Sum the length of all differences at a pixel over pixels and pictures."""
     return total_variation(pictures, "joint") * (pictures.numel() / pictures.shape[1])
-
-
-def _output_gradients(observation: Observation, embedding: Embedding | None) -> Tensor | None:
-    """Return the loss's derivative by the outputs, as well as it is known; None where the labels must do."""
-    like = next(iter(observation.message.update.values()))
-    known = _leading(observation) if observation.num_examples == 1 else None
-    if known is None and embedding is not None:
-        known = embedding.output_gradients
-    return None if known is None else known.to(like)
 
 
 def _leading(observation: Observation) -> Tensor | None:
