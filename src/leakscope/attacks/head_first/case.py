@@ -291,11 +291,3 @@ class Case:
             residual=found.residual if math.isfinite(found.residual) else None,
             defence_undone=undone,
         )
-
-    def with_labels(self) -> Observation:
-        labels = None if self.held is None else self.held.labels
-        if labels is None or self.observation.labels is not None:
-            return self.observation
-        known = dataclasses.replace(self.observation.knowledge, labels="yes")
-        labels = labels.to(self.observation.device)
-        return self.observation.with_facts(knowledge=known, labels=labels, label_counts=None)
