@@ -23,7 +23,6 @@ from leakscope.contracts.certificate import EXPLAINED
 from leakscope.contracts.errors import NotApplicable
 from leakscope.equations.determinacy import free_inputs_of_dense
 from leakscope.equations.embedding import peel_embedding, recover_embedding
-from leakscope.equations.gated_inverse import SolverSettings
 from leakscope.matching import GradientMap, LevenbergMarquardt
 from leakscope.matching.determinacy import ACCURATE, free_directions, movement
 from leakscope.matching.gradient_map import affordable_steps
@@ -142,7 +141,7 @@ class DecodeMasks(Stage[Case]):
         assert near is not None
         assert problem is not None
         assert held is not None
-        solution = problem.solve(near.inputs.cpu(), SolverSettings(exact=EXPLAINED))
+        solution = problem.solve(near.inputs.cpu())
         method = f"{near.method}, masks decoded"
         yield dataclasses.replace(
             case.candidate(solution.inputs, method, residual=solution.certificate),
