@@ -111,7 +111,11 @@ def separate(
         open_ones = torch.nonzero(obeyed < SETTLED).flatten()
         derivatives = jacobian((problem.rows(mixing) @ problem.basis)[open_ones])
         found[open_ones], share[open_ones] = problem.nearest(derivatives, mixing, open_ones)
-        better = _first_of_its_kind(found, mixing) & torch.isfinite(found).all(1)
+        # Of solutions that are the same, the one that moved least is kept.
+        unit, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, mixing))
+        movement = 1 - (unit * before).sum(1).abs()
+        same = (unit @ unit.T).abs() > 1 - OBEYED
+        better = ~(same & (movement[None] < movement[:, None])).any(1) & torch.isfinite(found).all(1)
         lost = not bool((share > 0).any())
         if not lost:  # else Jacobians are off everywhere, as where units behind the layer are guessed wrongly
             better = better & (share > 0) & (share >= obeyed.clamp_max(NEAR))
@@ -208,13 +212,6 @@ class _Problem:
             residual = max(residual, float(beside))
         spare = int(self.live.sum()) - len(rows) - own.shape[2]
         return Separated(inputs, explained, back[:, :, 0], obeyed, residual, self.outside, spare, rounds)
-
-
-def _first_of_its_kind(found: Tensor, before: Tensor) -> Tensor:
-    found, before = (torch.nn.functional.normalize(rows, dim=1) for rows in (found, before))
-    movement = 1 - (found * before).sum(1).abs()
-    same = (found @ found.T).abs() > 1 - OBEYED
-    return ~(same & (movement[None] < movement[:, None])).any(1)
 
 
 def _least_absolute(equations: Tensor, usable: Tensor, fixed: Tensor) -> tuple[Tensor, Tensor]:

@@ -243,20 +243,18 @@ class Drawing:
         parts = zip(shapes.items(), row.split([math.prod(shape) for shape in shapes.values()]), strict=True)
         weights = {name: part.reshape(shape) for (name, shape), part in parts}
         noise = weights.pop("noise").detach()
-        drawn: Tensor = functional_call(self._net(inputs), weights, (noise, self._known(count, row)))
+        known = None
+        if self.features is not None:
+            if len(self.features) != count:
+                raise UserError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
+            known = F.normalize(self.features.to(row), dim=1) * math.sqrt(self.features.shape[1])
+        drawn: Tensor = functional_call(self._net(inputs), weights, (noise, known))
         _, height, width = _plane(inputs)
         drawn = drawn[:, :, :height, :width].reshape(count, *inputs.shape)
         return torch.sigmoid(drawn) if inputs.bounded else drawn
 
     def to_model(self, picture: Tensor, inputs: InputSpace) -> Tensor:
         return inputs.from_unit(picture)
-
-    def _known(self, count: int, like: Tensor) -> Tensor | None:
-        if self.features is None:
-            return None
-        if len(self.features) != count:
-            raise UserError(f"features: expected one row for each of {count} examples, got {len(self.features)}")
-        return F.normalize(self.features.to(like), dim=1) * math.sqrt(self.features.shape[1])
 
     def _noise_shape(self, count: int, inputs: InputSpace) -> tuple[int, int, int, int]:
         channels, *sides = _plane(inputs)

@@ -345,7 +345,10 @@ class UnrolledSteps:
         if victim.records:
             # Of all examples at the first weights, as the statistics that they are compared with.
             recorded = victim.loss(tensors, x, targets)[1]
-        steps = self._steps_of(victim)
+        if not self._steps or self._steps[0].victim is not victim:
+            optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
+            self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
+        (steps,) = self._steps
         weights = steps.flatten(tensors.weights.values())
         if self.checkpoint:
             moved = Replay.apply(steps, x, targets, weights)[0]
@@ -355,9 +358,3 @@ class UnrolledSteps:
                 state = steps.pure_advance(state, *steps.batch(number, x, targets))
             moved = weights - state[0]
         return victim.sent_update(steps.unflatten(moved), tensors), recorded
-
-    def _steps_of(self, victim: Victim) -> LocalSteps:
-        if not self._steps or self._steps[0].victim is not victim:
-            optimiser = LocalOptimiser(rate=self.learning_rate, name=self.optimizer, momentum=self.momentum)
-            self._steps[:] = [LocalSteps(victim, optimiser, self.order, self.compiled)]
-        return self._steps[0]

@@ -201,7 +201,10 @@ class RoundSearch:
             if step % len(messages) == 0:
                 weights = self.victim.tensors.weights
             if move_tables:
-                self._move(tables, message)
+                batch = torch.tensor(message.indices)
+                for table, layer in zip(tables, self.rounds.layers, strict=True):
+                    table.step_one(batch, message.update[f"{layer.name}.bias"].cpu().to(table.output_gradients))
+                    table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
             curve.append(self._visit(step, message, weights, tables))
             if progress is not None:
                 progress(step + 1, iterations, curve[-1])
@@ -211,12 +214,6 @@ class RoundSearch:
         best = int(torch.where(torch.isfinite(self.scores), self.scores, 0.0).mean(1).argmin())
         logits = self.logits if self.targets is None else None
         return Data(self.terms.space.from_unit(self.groups[best]), self.scores[best], curve, logits)
-
-    def _move(self, tables: Sequence[RunningSteps], message: Message) -> None:
-        batch = torch.tensor(message.indices)
-        for table, layer in zip(tables, self.rounds.layers, strict=True):
-            table.step_one(batch, message.update[f"{layer.name}.bias"].cpu().to(table.output_gradients))
-            table.step_two(batch, message.update[f"{layer.name}.weight"].cpu().to(table.inputs))
 
     def _visit(self, step: int, message: Message, weights: dict[str, Tensor], tables: Sequence[RunningSteps]) -> float:
         terms, settings, victim, like = self.terms, self.settings, self.victim, self.rounds.like
