@@ -63,7 +63,7 @@ class LocalOptimiser:
 
     def pull(self, state: Tensor, gradient: Tensor, factors: Tensor, adjoint: Tensor) -> tuple[Tensor, Tensor]:
         """Pull the adjoint of the state after a step back to the state before and to the gradient."""
-        before, toward = vjp(lambda *given: self.advance(*given, factors), state, gradient)[1](adjoint)
+        before, toward = vjp(lambda s, g: self.advance(s, g, factors), state, gradient)[1](adjoint)
         return before, toward
 
 

@@ -212,12 +212,13 @@ class MatchUpdate(Stage[Case]):
     def propose(self, case: Case) -> Iterator[Candidate]:
         observation, rivals, alone = case.observation, rivals_for(case), case.held is None
         if case.held is not None and case.held.labels is not None and observation.labels is None:
-            known = dataclasses.replace(observation.knowledge, labels="yes")
+            knowledge = dataclasses.replace(observation.knowledge, labels="yes")
             labels = case.held.labels.to(observation.device)
-            observation = observation.with_facts(knowledge=known, labels=labels, label_counts=None)
+            observation = observation.with_facts(knowledge=knowledge, labels=labels, label_counts=None)
         equations = sum(value.numel() for value in case.update.values())
         # Of noise least squares leave so much, relative to what the true inputs leave of it.
-        fit = math.sqrt(max(0.0, 1 - math.prod(case.blank(observation.num_examples or 1).shape) / equations))
+        unknowns = (observation.num_examples or 1) * observation.inputs.size
+        fit = math.sqrt(max(0.0, 1 - unknowns / equations))
         for rival in rivals:
             try:
                 # Each begins where it would begin by itself with this seed.
